@@ -1,0 +1,22 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string_view>
+
+#include "mrrope/rotary.h"
+
+namespace mrrope {
+
+// Checks everything a call promises, naming the argument that breaks it, then fills the struct that the backends take.
+// `out` is `in` for a rotation in place.
+RotaryArgs rotary_args(at::TensorList in, at::TensorList out, const at::Tensor& positions, const at::Tensor& table,
+                       std::string_view layout, std::string_view pairing, bool conjugate);
+
+// The part of those checks that needs no sizes, for tensors that have none yet.
+void check_kinds(at::TensorList heads, const at::Tensor& positions, const at::Tensor& table, std::string_view layout,
+                 std::string_view pairing);
+
+const char* head_name(size_t index);
+
+}  // namespace mrrope

@@ -1,0 +1,235 @@
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/autograd.h>
+#include <torch/library.h>
+
+#include <string>
+
+#include "mrrope/torch_ops.h"
+#include "rotary_args.h"
+
+#ifdef MRROPE_WITH_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace mrrope {
+namespace {
+
+using at::Tensor;
+using at::TensorList;
+
+using RotarySignature = std::vector<Tensor>(TensorList, const Tensor&, const Tensor&, c10::string_view,
+                                            c10::string_view, bool);
+using RotaryInPlaceSignature = void(TensorList, const Tensor&, const Tensor&, c10::string_view, c10::string_view,
+                                    bool);
+
+const auto& rotary_op() {
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("mrrope::rotary", "").typed<RotarySignature>();
+    return op;
+}
+
+const auto& rotary_in_place_op() {
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("mrrope::rotary_", "").typed<RotaryInPlaceSignature>();
+    return op;
+}
+
+std::vector<Tensor> like(TensorList heads) {
+    std::vector<Tensor> out;
+    for (const Tensor& x : heads) out.push_back(at::empty_like(x));
+    return out;
+}
+
+// --- backends ----------------------------------------------------------------------------------------------------------
+
+struct Cpu {
+    static void run(const RotaryArgs& args, const Tensor&) {
+        rotary_cpu(args, [](int64_t count, int64_t grain, const RangeBody& body) {
+            at::parallel_for(0, count, grain, body);
+        });
+    }
+};
+
+struct Cuda {
+    static void run(const RotaryArgs& args, const Tensor& q) {
+#ifdef MRROPE_WITH_CUDA
+        const c10::cuda::CUDAGuard guard(q.device());
+        rotary_cuda(args, c10::cuda::getCurrentCUDAStream(q.device().index()).stream());
+#else
+        TORCH_CHECK(false, "q is on ", q.device(),
+                    ", but this build of mrrope has no CUDA kernels: rebuild it where nvcc and a CUDA build of torch are");
+#endif
+    }
+};
+
+template <class Backend>
+std::vector<Tensor> rotary_on(TensorList heads, const Tensor& positions, const Tensor& table, c10::string_view layout,
+                              c10::string_view pairing, bool conjugate) {
+    check_kinds(heads, positions, table, layout, pairing);
+    std::vector<Tensor> out = like(heads);
+    Backend::run(rotary_args(heads, out, positions, table, layout, pairing, conjugate), heads[0]);
+    return out;
+}
+
+template <class Backend>
+void rotary_in_place_on(TensorList heads, const Tensor& positions, const Tensor& table, c10::string_view layout,
+                        c10::string_view pairing, bool conjugate) {
+    Backend::run(rotary_args(heads, heads, positions, table, layout, pairing, conjugate), heads[0]);
+}
+
+std::vector<Tensor> rotary_meta(TensorList heads, const Tensor& positions, const Tensor& table, c10::string_view layout,
+                                c10::string_view pairing, bool /*conjugate*/) {
+    check_kinds(heads, positions, table, layout, pairing);
+    return like(heads);
+}
+
+void rotary_in_place_meta(TensorList heads, const Tensor& positions, const Tensor& table, c10::string_view layout,
+                          c10::string_view pairing, bool /*conjugate*/) {
+    check_kinds(heads, positions, table, layout, pairing);
+}
+
+// --- autograd ----------------------------------------------------------------------------------------------------------
+
+// The gradient is the rotation by the negated angle: the same op again, which makes it differentiable in turn. Neither q
+// nor k is kept for it.
+struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
+    static constexpr bool is_traceable = true;
+
+    static std::vector<Tensor> forward(torch::autograd::AutogradContext* context, const Tensor& q,
+                                       const std::optional<Tensor>& k, const Tensor& positions, const Tensor& table,
+                                       const std::string& layout, const std::string& pairing, bool conjugate) {
+        const at::AutoDispatchBelowADInplaceOrView below_autograd;
+        context->set_materialize_grads(false);
+        context->save_for_backward({positions, table});
+        context->saved_data["layout"] = layout;
+        context->saved_data["pairing"] = pairing;
+        context->saved_data["conjugate"] = conjugate;
+        std::vector<Tensor> heads{q};
+        if (k) heads.push_back(*k);
+        return rotary_op().call(heads, positions, table, layout, pairing, conjugate);
+    }
+
+    static std::vector<Tensor> backward(torch::autograd::AutogradContext* context, std::vector<Tensor> gradients) {
+        constexpr size_t inputs = 7;
+        std::vector<Tensor> result(inputs);
+        std::vector<size_t> wanted;
+        std::vector<Tensor> heads;
+        for (size_t i = 0; i < gradients.size(); ++i) {
+            if (!gradients[i].defined() || !context->needs_input_grad(i)) continue;
+            wanted.push_back(i);
+            // Gradients come with any strides, those of a sum even with none.
+            heads.push_back(gradients[i].sym_stride(-1) == 1 ? gradients[i] : gradients[i].contiguous());
+        }
+        if (heads.empty()) return result;
+        const auto saved = context->get_saved_variables();
+        const std::vector<Tensor> turned_back =
+            rotary_op().call(heads, saved[0], saved[1], context->saved_data["layout"].toStringRef(),
+                             context->saved_data["pairing"].toStringRef(), !context->saved_data["conjugate"].toBool());
+        for (size_t i = 0; i < wanted.size(); ++i) result[wanted[i]] = turned_back[i];
+        return result;
+    }
+};
+
+bool needs_gradient(TensorList heads) {
+    if (!at::GradMode::is_enabled()) return false;
+    for (const Tensor& x : heads) {
+        if (x.requires_grad()) return true;
+    }
+    return false;
+}
+
+std::vector<Tensor> rotary_autograd(TensorList heads, const Tensor& positions, const Tensor& table,
+                                    c10::string_view layout, c10::string_view pairing, bool conjugate) {
+    if (!needs_gradient(heads)) {
+        const at::AutoDispatchBelowADInplaceOrView below_autograd;
+        return rotary_op().call(heads, positions, table, layout, pairing, conjugate);
+    }
+    check_kinds(heads, positions, table, layout, pairing);
+    const std::optional<Tensor> k = heads.size() == 2 ? std::optional<Tensor>(heads[1]) : std::nullopt;
+    return RotaryFunction::apply(heads[0], k, positions, table, std::string(layout), std::string(pairing), conjugate);
+}
+
+void rotary_in_place_autograd(TensorList heads, const Tensor& positions, const Tensor& table, c10::string_view layout,
+                              c10::string_view pairing, bool conjugate) {
+    if (!needs_gradient(heads)) {
+        const at::AutoDispatchBelowAutograd below_autograd;
+        return rotary_in_place_op().call(heads, positions, table, layout, pairing, conjugate);
+    }
+    check_kinds(heads, positions, table, layout, pairing);
+    for (size_t i = 0; i < heads.size(); ++i) {
+        TORCH_CHECK(!(heads[i].is_leaf() && heads[i].requires_grad()), head_name(i),
+                    " is a leaf tensor that requires grad and cannot be rotated in place: use rotary, or torch.no_grad()");
+    }
+    // Autograd knows what copying over a tensor means for its views and its history.
+    const std::vector<Tensor> turned = rotary_op().call(heads, positions, table, layout, pairing, conjugate);
+    for (size_t i = 0; i < heads.size(); ++i) heads[i].copy_(turned[i]);
+}
+
+void rotary_in_place_versioned(TensorList heads, const Tensor& positions, const Tensor& table, c10::string_view layout,
+                               c10::string_view pairing, bool conjugate) {
+    {
+        const at::AutoDispatchBelowADInplaceOrView below_autograd;
+        rotary_in_place_op().call(heads, positions, table, layout, pairing, conjugate);
+    }
+    for (const Tensor& x : heads) torch::autograd::impl::bump_version(x);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(mrrope, m) {
+    const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+    m.def("rotary(Tensor[] heads, Tensor positions, Tensor table, str layout='bhsd', str pairing='halves', "
+          "bool conjugate=False) -> Tensor[]",
+          tags);
+    m.def("rotary_(Tensor(a!)[] heads, Tensor positions, Tensor table, str layout='bhsd', str pairing='halves', "
+          "bool conjugate=False) -> ()",
+          tags);
+}
+
+TORCH_LIBRARY_IMPL(mrrope, CPU, m) {
+    m.impl("rotary", rotary_on<Cpu>);
+    m.impl("rotary_", rotary_in_place_on<Cpu>);
+}
+
+TORCH_LIBRARY_IMPL(mrrope, CUDA, m) {
+    m.impl("rotary", rotary_on<Cuda>);
+    m.impl("rotary_", rotary_in_place_on<Cuda>);
+}
+
+TORCH_LIBRARY_IMPL(mrrope, Meta, m) {
+    m.impl("rotary", rotary_meta);
+    m.impl("rotary_", rotary_in_place_meta);
+}
+
+TORCH_LIBRARY_IMPL(mrrope, Autograd, m) {
+    m.impl("rotary", rotary_autograd);
+    m.impl("rotary_", rotary_in_place_autograd);
+}
+
+TORCH_LIBRARY_IMPL(mrrope, ADInplaceOrView, m) {
+    m.impl("rotary_", rotary_in_place_versioned);
+}
+
+// --- for C++ -----------------------------------------------------------------------------------------------------------
+
+Tensor packed_tensor(const FrequencyTable& table, at::Device device) {
+    const std::vector<uint64_t> words = packed(table);
+    const Tensor host = at::empty({static_cast<int64_t>(words.size())}, at::kLong);
+    std::copy(words.begin(), words.end(), static_cast<uint64_t*>(host.data_ptr()));
+    return host.to(device);
+}
+
+std::vector<Tensor> rotary(TensorList heads, const Tensor& positions, const Tensor& table, std::string_view layout,
+                           std::string_view pairing, bool conjugate) {
+    return rotary_op().call(heads, positions, table, layout, pairing, conjugate);
+}
+
+void rotary_(TensorList heads, const Tensor& positions, const Tensor& table, std::string_view layout,
+             std::string_view pairing, bool conjugate) {
+    rotary_in_place_op().call(heads, positions, table, layout, pairing, conjugate);
+}
+
+}  // namespace mrrope

@@ -1,0 +1,88 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+
+#include "mrrope/frequency_table.h"
+
+// Python module mrrope._core: the tables. It needs no torch; the ops live in libmrrope_torch.
+
+namespace py = pybind11;
+
+namespace mrrope {
+namespace {
+
+// torch has int64 tensors but hardly any uint64 arithmetic; the bits are the same.
+std::vector<int64_t> as_signed(const std::vector<uint64_t>& words) {
+    return {words.begin(), words.end()};
+}
+
+FrequencyTable assemble(const std::string& method, int rotary_dim, double base, double original_max_position,
+                        double scale, std::optional<Bounds> bounds, double attention_factor,
+                        std::vector<double> inv_freq, std::vector<double> cumulative_scale,
+                        const std::vector<int64_t>& turns) {
+    FrequencyTable table{.method = method_from_name(method),
+                         .rotary_dim = rotary_dim,
+                         .base = base,
+                         .original_max_position = original_max_position,
+                         .scale = scale,
+                         .bounds = bounds,
+                         .attention_factor = attention_factor,
+                         .inv_freq = std::move(inv_freq),
+                         .cumulative_scale = std::move(cumulative_scale),
+                         .turns = {turns.begin(), turns.end()}};
+    validate(table);
+    return table;
+}
+
+}  // namespace
+}  // namespace mrrope
+
+PYBIND11_MODULE(_core, m) {
+    using namespace mrrope;
+    m.doc() = "Frequency tables of rotary position embeddings.";
+
+    py::class_<FrequencyTable>(m, "Table")
+        .def(py::init(&assemble), py::kw_only(), py::arg("method"), py::arg("rotary_dim"), py::arg("base"),
+             py::arg("original_max_position"), py::arg("scale"), py::arg("bounds"), py::arg("attention_factor"),
+             py::arg("inv_freq"), py::arg("cumulative_scale"), py::arg("turns"))
+        .def_property_readonly("method", [](const FrequencyTable& t) { return method_name(t.method); })
+        .def_readonly("rotary_dim", &FrequencyTable::rotary_dim)
+        .def_readonly("base", &FrequencyTable::base)
+        .def_readonly("original_max_position", &FrequencyTable::original_max_position)
+        .def_readonly("scale", &FrequencyTable::scale)
+        .def_readonly("bounds", &FrequencyTable::bounds)
+        .def_readonly("attention_factor", &FrequencyTable::attention_factor)
+        .def_readonly("inv_freq", &FrequencyTable::inv_freq)
+        .def_readonly("cumulative_scale", &FrequencyTable::cumulative_scale)
+        .def_property_readonly("radix_factors", &FrequencyTable::radix_factors)
+        .def_property_readonly("turns", [](const FrequencyTable& t) { return as_signed(t.turns); })
+        .def("packed", [](const FrequencyTable& t) { return as_signed(packed(t)); });
+
+    m.def(
+        "build_table",
+        [](const std::string& method, int rotary_dim, double base, double original_max_position, double scale,
+           double alpha, double beta, std::optional<Bounds> bounds, std::optional<double> power,
+           std::vector<double> factors, std::optional<double> attention_factor) {
+            return build_table({.method = method_from_name(method),
+                                .rotary_dim = rotary_dim,
+                                .base = base,
+                                .original_max_position = original_max_position,
+                                .scale = scale,
+                                .alpha = alpha,
+                                .beta = beta,
+                                .bounds = bounds,
+                                .power = power,
+                                .factors = std::move(factors),
+                                .attention_factor = attention_factor});
+        },
+        py::kw_only(), py::arg("method"), py::arg("rotary_dim"), py::arg("base"), py::arg("original_max_position"),
+        py::arg("scale"), py::arg("alpha"), py::arg("beta"), py::arg("bounds"), py::arg("power"), py::arg("factors"),
+        py::arg("attention_factor"));
+    m.def("relative", &relative, py::kw_only(), py::arg("to"), py::arg("from_"));
+    m.def("inverse", &inverse);
+    m.def("method_names", [] {
+        std::vector<std::string> names;
+        for (int i = 0; i < static_cast<int>(Method::relative); ++i) names.emplace_back(method_name(Method(i)));
+        return names;
+    });
+}

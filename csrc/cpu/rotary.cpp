@@ -1,0 +1,59 @@
+#include "mrrope/rotary.h"
+
+#include <algorithm>
+#include <thread>
+#include <vector>
+
+#include "rotate_tokens.h"
+
+namespace mrrope {
+namespace {
+
+RotateTokens best_for_this_processor() {
+#if defined(MRROPE_X86_64_LEVELS)
+    __builtin_cpu_init();
+    const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+    const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (v4) return x86_64_v4::rotate_tokens;
+    if (v3) return x86_64_v3::rotate_tokens;
+#endif
+    return baseline::rotate_tokens;
+}
+
+// Below this many components a second thread costs more than it saves.
+constexpr int64_t components_per_thread = 32768;
+
+}  // namespace
+
+int size_of(DType dtype) {
+    switch (dtype) {
+        case DType::float64: return 8;
+        case DType::float32: return 4;
+        case DType::float16:
+        case DType::bfloat16: return 2;
+    }
+    return 0;
+}
+
+void on_all_cores(int64_t count, int64_t grain, const RangeBody& body) {
+    const int64_t cores = std::max(1u, std::thread::hardware_concurrency());
+    const int64_t parts = std::clamp<int64_t>(count / std::max<int64_t>(grain, 1), 1, cores);
+    std::vector<std::thread> threads;
+    for (int64_t part = 1; part < parts; ++part) {
+        threads.emplace_back([&, part] { body(count * part / parts, count * (part + 1) / parts); });
+    }
+    body(0, count / parts);
+    for (std::thread& thread : threads) thread.join();
+}
+
+void rotary_cpu(const RotaryArgs& args, const ParallelFor& parallel_for) {
+    static const RotateTokens rotate_tokens = best_for_this_processor();
+    const int64_t per_token = static_cast<int64_t>(args.q.heads + args.k.heads) * args.head_dim;
+    const int64_t tokens = args.batch * args.tokens;
+    if (per_token == 0 || tokens == 0) return;
+    const int64_t grain = std::max<int64_t>(1, components_per_thread / per_token);
+    parallel_for(tokens, grain, [&](int64_t begin, int64_t end) { rotate_tokens(args, begin, end); });
+}
+
+}  // namespace mrrope

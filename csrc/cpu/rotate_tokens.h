@@ -1,0 +1,23 @@
+#pragma once
+
+#include "mrrope/rotary.h"
+
+// rotate_tokens.cpp is compiled once for every instruction set listed in CMakeLists.txt, each time into a namespace of
+// its own; rotary.cpp picks the best that the processor has.
+
+namespace mrrope {
+
+// Rotates all heads of the tokens [begin, end), counted through the batch.
+using RotateTokens = void (*)(const RotaryArgs& args, int64_t begin, int64_t end);
+
+namespace baseline {
+void rotate_tokens(const RotaryArgs& args, int64_t begin, int64_t end);
+}
+namespace x86_64_v3 {
+void rotate_tokens(const RotaryArgs& args, int64_t begin, int64_t end);
+}
+namespace x86_64_v4 {
+void rotate_tokens(const RotaryArgs& args, int64_t begin, int64_t end);
+}
+
+}  // namespace mrrope

@@ -1,0 +1,101 @@
+#pragma once
+
+#include <cstdint>
+
+// The arithmetic of one rotation, written once for host and device, so that testing it on a CPU tests the GPU's formula.
+
+#if defined(__CUDACC__)
+#define MRROPE_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define MRROPE_HOST_DEVICE inline __attribute__((always_inline))
+#endif
+
+namespace mrrope {
+
+template <class Real>
+struct CosSin {
+    Real cos;
+    Real sin;
+};
+
+template <class Real>
+struct Pair {
+    Real first;
+    Real second;
+};
+
+// The angle of a pair at a position, as a 64-bit fixed-point fraction of a full circle. The product wraps exactly as
+// angles do, so no position, negative or huge, loses a bit.
+MRROPE_HOST_DEVICE uint64_t phase_of(int64_t position, uint64_t turns) {
+    return static_cast<uint64_t>(position) * turns;
+}
+
+// Cosine and sine of the angle quarter * pi/2 + x * pi/4, given those of x * pi/4.
+template <class Real>
+MRROPE_HOST_DEVICE CosSin<Real> turned_by_quarters(uint32_t quarter, Real cosine, Real sine) {
+    const bool odd = quarter & 1;
+    const Real c = odd ? sine : cosine;
+    const Real s = odd ? cosine : sine;
+    return {(quarter + 1) & 2 ? -c : c, quarter & 2 ? -s : s};
+}
+
+// Of the phase's top half alone: 2^-32 of a circle is 1.5e-9 radians, far below float's rounding. The nearest quarter
+// circle is split off exactly, in integers; minimax polynomials (error below 3e-9) do the rest.
+MRROPE_HOST_DEVICE CosSin<float> cos_sin(uint32_t phase_top) {
+    const uint32_t quarter = (phase_top + 0x20000000u) >> 30;
+    const auto rest = static_cast<int32_t>(phase_top - (quarter << 30));
+    const float x = static_cast<float>(rest) * 0x1p-29f;
+    const float x2 = x * x;
+    const float sine =
+        x * (0.785398160977f + x2 * (-0.0807454347081f + x2 * (0.00249000680149f + x2 * -3.59542907251e-5f)));
+    const float cosine =
+        1.0f +
+        x2 * (-0.308425137344f + x2 * (0.0158543381473f + x2 * (-0.000325961380347f + x2 * 3.54195272814e-6f)));
+    return turned_by_quarters(quarter & 3, cosine, sine);
+}
+
+// The same in double, by Taylor series of the angle, which is at most pi/4.
+MRROPE_HOST_DEVICE CosSin<double> cos_sin(uint64_t phase) {
+    const uint64_t quarter = (phase + (uint64_t{1} << 61)) >> 62;
+    const auto rest = static_cast<int64_t>(phase - (quarter << 62));
+    const double angle = static_cast<double>(rest) * (0x1p-61 * 0.78539816339744830962);
+    const double a2 = angle * angle;
+    double sine = 1.0 / 355687428096000.0;
+    sine = sine * a2 - 1.0 / 1307674368000.0;
+    sine = sine * a2 + 1.0 / 6227020800.0;
+    sine = sine * a2 - 1.0 / 39916800.0;
+    sine = sine * a2 + 1.0 / 362880.0;
+    sine = sine * a2 - 1.0 / 5040.0;
+    sine = sine * a2 + 1.0 / 120.0;
+    sine = sine * a2 - 1.0 / 6.0;
+    sine = angle + angle * (a2 * sine);
+    double cosine = 1.0 / 20922789888000.0;
+    cosine = cosine * a2 - 1.0 / 87178291200.0;
+    cosine = cosine * a2 + 1.0 / 479001600.0;
+    cosine = cosine * a2 - 1.0 / 3628800.0;
+    cosine = cosine * a2 + 1.0 / 40320.0;
+    cosine = cosine * a2 - 1.0 / 720.0;
+    cosine = cosine * a2 + 1.0 / 24.0;
+    cosine = cosine * a2 - 0.5;
+    cosine = 1.0 + a2 * cosine;
+    return turned_by_quarters(static_cast<uint32_t>(quarter) & 3, cosine, sine);
+}
+
+// What the rotation of one pair at one position needs, in the precision of the computation. `gain` is the attention
+// factor; `direction` is 1, or -1 to rotate by the negated angle.
+MRROPE_HOST_DEVICE CosSin<float> turn(uint64_t phase, float gain, float direction) {
+    const CosSin<float> unit = cos_sin(static_cast<uint32_t>(phase >> 32));
+    return {gain * unit.cos, gain * direction * unit.sin};
+}
+
+MRROPE_HOST_DEVICE CosSin<double> turn(uint64_t phase, double gain, double direction) {
+    const CosSin<double> unit = cos_sin(phase);
+    return {gain * unit.cos, gain * direction * unit.sin};
+}
+
+template <class Real>
+MRROPE_HOST_DEVICE Pair<Real> rotate(Pair<Real> x, CosSin<Real> by) {
+    return {x.first * by.cos - x.second * by.sin, x.second * by.cos + x.first * by.sin};
+}
+
+}  // namespace mrrope

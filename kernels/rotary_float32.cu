@@ -1,0 +1,3 @@
+#include "rotary_kernel.cuh"
+
+template void mrrope::launch_rotary<float>(const RotaryArgs&, const RotaryPlan&, cudaStream_t);

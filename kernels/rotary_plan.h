@@ -1,0 +1,57 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "mrrope/rotary.h"
+
+// How a rotation is laid over the GPU: pure functions of the shape, tested without one.
+
+namespace mrrope {
+
+struct DeviceLimits {
+    int multiprocessors = 132;
+};
+
+struct RotaryShape {
+    int64_t batch = 0;
+    int64_t tokens = 0;
+    int heads = 0;  // of q and k together
+    int head_dim = 0;
+    int rotary_dim = 0;
+    int element_size = 0;
+    bool aligned = false;  // every head starts at a multiple of 16 bytes
+};
+
+RotaryShape shape_of(const RotaryArgs& args);
+
+// `lanes` threads rotate one head: each takes `vector` components from either half of the rotated part, for
+// `heads_per_thread` heads of one token, which share the cosines and sines that the thread computes once.
+struct RotaryPlan {
+    int vector = 1;
+    int lanes = 1;
+    int heads_per_thread = 1;
+    int head_groups = 1;  // groups of heads_per_thread heads
+    int block_threads = 256;
+    int64_t tokens_per_launch = 0;  // through the batch where it all fits one launch, else of one sequence
+
+    int64_t threads_per_token() const { return static_cast<int64_t>(lanes) * head_groups; }
+};
+
+RotaryPlan plan_rotary(const RotaryShape& shape, DeviceLimits limits);
+
+// The part of `args` that holds these sequences and tokens.
+RotaryArgs slice(const RotaryArgs& args, int64_t first_batch, int64_t batch, int64_t first_token, int64_t tokens);
+
+// Calls f with slices that one launch each can take, so that kernels count threads and tokens in 32 bits.
+template <class F>
+void for_each_launch(const RotaryArgs& args, const RotaryPlan& plan, F&& f) {
+    if (plan.tokens_per_launch >= args.batch * args.tokens) return f(args);
+    for (int64_t batch = 0; batch < args.batch; ++batch) {
+        for (int64_t token = 0; token < args.tokens; token += plan.tokens_per_launch) {
+            f(slice(args, batch, 1, token, std::min(plan.tokens_per_launch, args.tokens - token)));
+        }
+    }
+}
+
+}  // namespace mrrope

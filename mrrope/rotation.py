@@ -1,0 +1,66 @@
+"""The rotary op: q and k rotated by their positions, in one pass over memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from mrrope.tables import FrequencyTable, _require_table
+
+torch.ops.load_library(Path(__file__).with_name("libmrrope_torch.so"))
+
+
+def rotary(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    positions: torch.Tensor,
+    table: FrequencyTable,
+    layout: str = "bhsd",
+    pairing: str = "halves",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotates q and k by their positions; differentiable.
+
+    Args:
+        q, k: float64, float32, float16 or bfloat16, any strides with a contiguous last dimension; ``k`` may have
+            another number of heads, or be None.
+        positions: int32 or int64, any value: ``[tokens]``, ``[1, tokens]`` or ``[batch, tokens]``.
+        table: the frequencies; its ``rotary_dim`` may be less than the head's, whose remainder is then copied.
+        layout: ``bhsd`` ``[batch, heads, tokens, head_dim]``, ``bshd`` ``[batch, tokens, heads, head_dim]``, or
+            ``thd`` ``[tokens, heads, head_dim]``.
+        pairing: which components turn together: ``halves`` (i, i + rotary_dim / 2), as in Llama, or
+            ``interleaved`` (2i, 2i + 1), as in GPT-J.
+
+    Returns:
+        The rotated q and k, with q's and k's strides where those are dense; None for a k of None.
+    """
+    turned = torch.ops.mrrope.rotary.default(*_arguments(q, k, positions, table), layout, pairing)
+    return turned[0], None if k is None else turned[1]
+
+
+def rotary_(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    positions: torch.Tensor,
+    table: FrequencyTable,
+    layout: str = "bhsd",
+    pairing: str = "halves",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """:func:`rotary` in place: writes the rotated q and k over the given ones, and returns those.
+
+    Where gradients are wanted it is rotary and a copy; a leaf that requires grad is refused.
+    """
+    torch.ops.mrrope.rotary_.default(*_arguments(q, k, positions, table), layout, pairing)
+    return q, k
+
+
+def _arguments(
+    q: torch.Tensor, k: torch.Tensor | None, positions: torch.Tensor, table: FrequencyTable
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    for name, value in (("q", q), ("positions", positions)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if k is not None and not isinstance(k, torch.Tensor):
+        raise TypeError(f"k must be a tensor or None, got {type(k).__name__}")
+    heads = [q] if k is None else [q, k]
+    return heads, positions, _require_table("table", table).packed(q.device)

@@ -1,0 +1,278 @@
+"""Frequency tables: every RoPE extension is one, whatever its formula."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, SupportsFloat, SupportsIndex
+
+import torch
+
+from mrrope import _core
+
+METHODS: tuple[str, ...] = tuple(_core.method_names())
+"""The names that :func:`frequency_table` takes."""
+
+FILE_FORMAT = "mrrope.FrequencyTable/1"
+
+
+def _integer(argument: str, value: SupportsIndex) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{argument} must be an integer, got {value!r}") from None
+    if abs(number) >= 2**31:
+        raise ValueError(f"{argument} must be below 2^31, got {number}")
+    return number
+
+
+def _real(argument: str, value: SupportsFloat) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{argument} must be a number, got {value!r}") from None
+
+
+def _list_of(convert: Callable[[str, Any], Any], argument: str, values: Iterable[Any]) -> list[Any]:
+    if isinstance(values, torch.Tensor):
+        values = values.tolist()
+    try:
+        items = list(values)
+    except TypeError:
+        raise TypeError(f"{argument} must be a sequence of numbers, got {values!r}") from None
+    return [convert(argument, value) for value in items]
+
+
+def _bounds(value: Iterable[SupportsIndex]) -> tuple[int, int]:
+    pair = _list_of(_integer, "bounds", value)
+    if len(pair) != 2:
+        raise ValueError(f"bounds must be a pair (d_l, d_h), got {value!r}")
+    return pair[0], pair[1]
+
+
+class FrequencyTable:
+    """How fast each pair of components turns, and the attention factor that goes with it.
+
+    Made by :func:`frequency_table`, :meth:`load`, :meth:`from_dict` or from two others by :meth:`relative_to`;
+    never changed afterwards.
+    """
+
+    def __init__(self, core: _core.Table) -> None:
+        self._core = core
+        self._packed = {torch.device("cpu"): torch.tensor(core.packed(), dtype=torch.int64, device="cpu")}
+
+    @property
+    def method(self) -> str:
+        """The name of the formula; ``relative`` for the difference of two tables."""
+        return self._core.method
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many components of a head are rotated: twice the number of pairs."""
+        return self._core.rotary_dim
+
+    @property
+    def base(self) -> float:
+        """RoPE's theta."""
+        return self._core.base
+
+    @property
+    def original_max_position(self) -> float:
+        """The length the model was trained on."""
+        return self._core.original_max_position
+
+    @property
+    def scale(self) -> float:
+        """By how much the context is to be extended."""
+        return self._core.scale
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """``(d_l, d_h)``: pairs up to ``d_l`` are left alone, pairs from ``d_h`` on slowed by the whole scale."""
+        return self._core.bounds
+
+    @property
+    def attention_factor(self) -> float:
+        """What the rotated q and k are multiplied by; the attention logits get its square."""
+        return self._core.attention_factor
+
+    @property
+    def inv_freq(self) -> torch.Tensor:
+        """Radians per position of every pair, float64."""
+        return torch.tensor(self._core.inv_freq, dtype=torch.float64)
+
+    @property
+    def cumulative_scale(self) -> torch.Tensor:
+        """By how much every pair was slowed, float64; empty for relative tables."""
+        return torch.tensor(self._core.cumulative_scale, dtype=torch.float64)
+
+    @property
+    def radix_factors(self) -> torch.Tensor:
+        """``cumulative_scale[i + 1] / cumulative_scale[i]``, float64: the mixed-radix view of the same."""
+        return torch.tensor(self._core.radix_factors, dtype=torch.float64)
+
+    @property
+    def turns(self) -> torch.Tensor:
+        """The frequencies as 64-bit fixed-point fractions of a full circle, in the bits of an int64 tensor."""
+        return torch.tensor(self._core.turns, dtype=torch.int64)
+
+    def packed(self, device: torch.device) -> torch.Tensor:
+        """The table as the ops take it, one int64 tensor on ``device``; copied there once and kept."""
+        tensor = self._packed.get(device)
+        if tensor is None:
+            tensor = self._packed[torch.device("cpu")].to(device)
+            # What is made while a graph is being traced belongs to that graph.
+            if not torch.compiler.is_compiling():
+                self._packed[device] = tensor
+        return tensor
+
+    def to(self, device: torch.device | str) -> FrequencyTable:
+        """Puts the table on a device ahead of its first use there, as CUDA-graph capture and torch.compile want."""
+        # An empty tensor resolves "cuda" to the current device of that kind.
+        self.packed(torch.empty(0, device=device).device)
+        return self
+
+    def relative_to(self, other: FrequencyTable) -> FrequencyTable:
+        """The table that turns a vector rotated by ``other`` into one rotated by this one."""
+        return FrequencyTable(_core.relative(to=self._core, from_=_require_table("other", other)._core))
+
+    def inverse(self) -> FrequencyTable:
+        """The table that undoes this one: angles negated, attention factor inverted."""
+        return FrequencyTable(_core.inverse(self._core))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in the table, ready for JSON."""
+        core = self._core
+        return {
+            "format": FILE_FORMAT,
+            "method": core.method,
+            "rotary_dim": core.rotary_dim,
+            "base": core.base,
+            "original_max_position": core.original_max_position,
+            "scale": core.scale,
+            "bounds": core.bounds and list(core.bounds),
+            "attention_factor": core.attention_factor,
+            "inv_freq": core.inv_freq,
+            "cumulative_scale": core.cumulative_scale,
+            "turns": core.turns,
+        }
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> FrequencyTable:
+        """The inverse of :meth:`to_dict`; refuses data whose parts disagree."""
+        fields = dict(data)
+        if fields.pop("format", None) != FILE_FORMAT:
+            raise ValueError(f"format must be {FILE_FORMAT!r}, got {data.get('format')!r}")
+        expected = {
+            "method": lambda _, value: str(value),
+            "rotary_dim": _integer,
+            "base": _real,
+            "original_max_position": _real,
+            "scale": _real,
+            "bounds": lambda _, value: None if value is None else _bounds(value),
+            "attention_factor": _real,
+            "inv_freq": lambda name, value: _list_of(_real, name, value),
+            "cumulative_scale": lambda name, value: _list_of(_real, name, value),
+            "turns": lambda name, value: _list_of(lambda _, turn: operator.index(turn), name, value),
+        }
+        if missing := expected.keys() - fields.keys():
+            raise ValueError(f"a table needs the fields {sorted(missing)}, got only {sorted(fields)}")
+        if unknown := fields.keys() - expected.keys():
+            raise ValueError(f"a table has no fields {sorted(unknown)}, only {sorted(expected)}")
+        converted = {name: convert(name, fields[name]) for name, convert in expected.items()}
+        return FrequencyTable(_core.Table(**converted))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the table as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> FrequencyTable:
+        """Reads what :meth:`save` wrote."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise ValueError(f"{path} must hold a JSON object, got {type(data).__name__}")
+        return FrequencyTable.from_dict(data)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FrequencyTable) and self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._core.packed()))
+
+    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], FrequencyTable], tuple[dict[str, Any]]]:
+        return FrequencyTable.from_dict, (self.to_dict(),)
+
+    def __repr__(self) -> str:
+        core = self._core
+        return (
+            f"FrequencyTable({core.method!r}, rotary_dim={core.rotary_dim}, base={core.base:g}, "
+            f"original_max_position={core.original_max_position:g}, scale={core.scale:g}, bounds={core.bounds}, "
+            f"attention_factor={core.attention_factor:.6g})"
+        )
+
+
+def _require_table(argument: str, value: object) -> FrequencyTable:
+    if not isinstance(value, FrequencyTable):
+        raise TypeError(f"{argument} must be a FrequencyTable, got {type(value).__name__}")
+    return value
+
+
+def frequency_table(
+    method: str,
+    *,
+    rotary_dim: int,
+    base: float,
+    original_max_position: float,
+    scale: float = 1.0,
+    alpha: float = 1.0,
+    beta: float = 32.0,
+    bounds: tuple[int, int] | None = None,
+    power: float | None = None,
+    factors: Iterable[float] | None = None,
+    attention_factor: float | None = None,
+) -> FrequencyTable:
+    """Builds the table of a RoPE extension.
+
+    Args:
+        method: one of :data:`METHODS`.
+        rotary_dim: how many components of a head are rotated, an even number.
+        base: RoPE's theta.
+        original_max_position: the length the model was trained on.
+        scale: by how much to extend it.
+        alpha, beta: slow and fast bound, in rotations over the training length. Pairs that turn more than ``beta``
+            times are left alone, pairs that turn less than ``alpha`` times are slowed by the whole scale.
+            ``llama3`` calls them ``low_freq_factor`` and ``high_freq_factor``, and its models set them to 1 and 4.
+        bounds: the same as pair indices ``(d_l, d_h)``, overriding ``alpha`` and ``beta``.
+        power: for ``mrrope_pow``: radix factor j carries a part of the scale proportional to
+            ``(j - d_l + 1) ** power``. 0 is ``mrrope_uni``, 1 is ``mrrope_pro``; any real number will do.
+        factors: for ``radix`` the ``rotary_dim / 2 - 1`` radix factors, for ``longrope`` the ``rotary_dim / 2``
+            cumulative scales.
+        attention_factor: overrides the default: ``0.1 ln(scale) + 1`` for ``yarn``, ``yarn_ratio`` and ``mrrope_*``
+            with a scale above 1, else 1.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what came and what was expected.
+    """
+    if not isinstance(method, str):
+        raise TypeError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    return FrequencyTable(
+        _core.build_table(
+            method=method,
+            rotary_dim=_integer("rotary_dim", rotary_dim),
+            base=_real("base", base),
+            original_max_position=_real("original_max_position", original_max_position),
+            scale=_real("scale", scale),
+            alpha=_real("alpha", alpha),
+            beta=_real("beta", beta),
+            bounds=None if bounds is None else _bounds(bounds),
+            power=None if power is None else _real("power", power),
+            factors=[] if factors is None else _list_of(_real, "factors", factors),
+            attention_factor=None if attention_factor is None else _real("attention_factor", attention_factor),
+        )
+    )
