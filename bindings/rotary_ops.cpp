@@ -22,8 +22,7 @@ using at::TensorList;
 
 using RotarySignature = std::vector<Tensor>(TensorList, const Tensor&, const Tensor&, c10::string_view,
                                             c10::string_view, bool);
-using RotaryInPlaceSignature = void(TensorList, const Tensor&, const Tensor&, c10::string_view, c10::string_view,
-                                    bool);
+using RotaryInPlaceSignature = void(TensorList, const Tensor&, const Tensor&, c10::string_view, c10::string_view, bool);
 
 const auto& rotary_op() {
     static const auto op =
@@ -39,17 +38,21 @@ const auto& rotary_in_place_op() {
 
 std::vector<Tensor> like(TensorList heads) {
     std::vector<Tensor> out;
-    for (const Tensor& x : heads) out.push_back(at::empty_like(x));
+    for (const Tensor& x : heads) {
+        out.push_back(at::empty_like(x));
+        // It keeps the order of the strides, which need not end with the last dimension where x overlaps itself.
+        if (out.back().sym_stride(-1) != 1) out.back() = at::empty_like(x, at::MemoryFormat::Contiguous);
+    }
     return out;
 }
 
-// --- backends ----------------------------------------------------------------------------------------------------------
+// --- backends
+// ----------------------------------------------------------------------------------------------------------
 
 struct Cpu {
     static void run(const RotaryArgs& args, const Tensor&) {
-        rotary_cpu(args, [](int64_t count, int64_t grain, const RangeBody& body) {
-            at::parallel_for(0, count, grain, body);
-        });
+        rotary_cpu(
+            args, [](int64_t count, int64_t grain, const RangeBody& body) { at::parallel_for(0, count, grain, body); });
     }
 };
 
@@ -59,8 +62,9 @@ struct Cuda {
         const c10::cuda::CUDAGuard guard(q.device());
         rotary_cuda(args, c10::cuda::getCurrentCUDAStream(q.device().index()).stream());
 #else
-        TORCH_CHECK(false, "q is on ", q.device(),
-                    ", but this build of mrrope has no CUDA kernels: rebuild it where nvcc and a CUDA build of torch are");
+        TORCH_CHECK(
+            false, "q is on ", q.device(),
+            ", but this build of mrrope has no CUDA kernels: rebuild it where nvcc and a CUDA build of torch are");
 #endif
     }
 };
@@ -91,10 +95,11 @@ void rotary_in_place_meta(TensorList heads, const Tensor& positions, const Tenso
     check_kinds(heads, positions, table, layout, pairing);
 }
 
-// --- autograd ----------------------------------------------------------------------------------------------------------
+// --- autograd
+// ----------------------------------------------------------------------------------------------------------
 
-// The gradient is the rotation by the negated angle: the same op again, which makes it differentiable in turn. Neither q
-// nor k is kept for it.
+// The gradient is the rotation by the negated angle: the same op again, which makes it differentiable in turn. Neither
+// q nor k is kept for it.
 struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
     static constexpr bool is_traceable = true;
 
@@ -134,9 +139,10 @@ struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
 };
 
 bool needs_gradient(TensorList heads) {
-    if (!at::GradMode::is_enabled()) return false;
     for (const Tensor& x : heads) {
-        if (x.requires_grad()) return true;
+        if (at::GradMode::is_enabled() && x.requires_grad()) return true;
+        // Forward-mode derivatives are not there yet: RotaryFunction refuses them instead of dropping them.
+        if (x._fw_grad(/*level=*/0).defined()) return true;
     }
     return false;
 }
@@ -160,8 +166,9 @@ void rotary_in_place_autograd(TensorList heads, const Tensor& positions, const T
     }
     check_kinds(heads, positions, table, layout, pairing);
     for (size_t i = 0; i < heads.size(); ++i) {
-        TORCH_CHECK(!(heads[i].is_leaf() && heads[i].requires_grad()), head_name(i),
-                    " is a leaf tensor that requires grad and cannot be rotated in place: use rotary, or torch.no_grad()");
+        TORCH_CHECK(
+            !(heads[i].is_leaf() && heads[i].requires_grad()), head_name(i),
+            " is a leaf tensor that requires grad and cannot be rotated in place: use rotary, or torch.no_grad()");
     }
     // Autograd knows what copying over a tensor means for its views and its history.
     const std::vector<Tensor> turned = rotary_op().call(heads, positions, table, layout, pairing, conjugate);
@@ -170,6 +177,10 @@ void rotary_in_place_autograd(TensorList heads, const Tensor& positions, const T
 
 void rotary_in_place_versioned(TensorList heads, const Tensor& positions, const Tensor& table, c10::string_view layout,
                                c10::string_view pairing, bool conjugate) {
+    for (size_t i = 0; i < heads.size(); ++i) {
+        TORCH_CHECK(!heads[i].is_inference() || c10::InferenceMode::is_enabled(), head_name(i),
+                    " was made in inference mode and cannot be rotated in place outside it: clone it first");
+    }
     {
         const at::AutoDispatchBelowADInplaceOrView below_autograd;
         rotary_in_place_op().call(heads, positions, table, layout, pairing, conjugate);
@@ -181,12 +192,14 @@ void rotary_in_place_versioned(TensorList heads, const Tensor& positions, const 
 
 TORCH_LIBRARY(mrrope, m) {
     const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-    m.def("rotary(Tensor[] heads, Tensor positions, Tensor table, str layout='bhsd', str pairing='halves', "
-          "bool conjugate=False) -> Tensor[]",
-          tags);
-    m.def("rotary_(Tensor(a!)[] heads, Tensor positions, Tensor table, str layout='bhsd', str pairing='halves', "
-          "bool conjugate=False) -> ()",
-          tags);
+    m.def(
+        "rotary(Tensor[] heads, Tensor positions, Tensor table, str layout='bhsd', str pairing='halves', "
+        "bool conjugate=False) -> Tensor[]",
+        tags);
+    m.def(
+        "rotary_(Tensor(a!)[] heads, Tensor positions, Tensor table, str layout='bhsd', str pairing='halves', "
+        "bool conjugate=False) -> ()",
+        tags);
 }
 
 TORCH_LIBRARY_IMPL(mrrope, CPU, m) {
@@ -213,7 +226,8 @@ TORCH_LIBRARY_IMPL(mrrope, ADInplaceOrView, m) {
     m.impl("rotary_", rotary_in_place_versioned);
 }
 
-// --- for C++ -----------------------------------------------------------------------------------------------------------
+// --- for C++
+// -----------------------------------------------------------------------------------------------------------
 
 Tensor packed_tensor(const FrequencyTable& table, at::Device device) {
     const std::vector<uint64_t> words = packed(table);

@@ -1,7 +1,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-
 #include "mrrope/frequency_table.h"
 
 // Python module mrrope._core: the tables. It needs no torch; the ops live in libmrrope_torch.

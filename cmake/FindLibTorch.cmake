@@ -1,5 +1,6 @@
-# LibTorch::cpu, and LibTorch::cuda where torch was built with CUDA. torch's own TorchConfig.cmake is not used: with a CUDA
-# build it insists on a whole CUDA toolkit, and appends flags for architectures that newer nvcc no longer has.
+# LibTorch::cpu; where torch was built with CUDA, LibTorch::cuda and LibTorch_CUDA_MAJOR too. torch's own TorchConfig.cmake
+# is not used: with a CUDA build it insists on a whole CUDA toolkit, and appends flags for architectures that newer nvcc no
+# longer has.
 #
 # Looked for in LibTorch_ROOT, in CMAKE_PREFIX_PATH (torch.utils.cmake_prefix_path too), and in the Python in use.
 set(libtorch_hints)
@@ -33,6 +34,9 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::cpu)
   target_link_libraries(LibTorch::cpu INTERFACE ${LibTorch_torch_cpu_LIBRARY} ${LibTorch_torch_LIBRARY}
                                                 ${LibTorch_c10_LIBRARY})
   if(LibTorch_c10_cuda_LIBRARY AND LibTorch_torch_cuda_LIBRARY)
+    # The one place that every distribution of LibTorch has it: the name of the runtime it was linked with.
+    file(STRINGS ${LibTorch_c10_cuda_LIBRARY} libtorch_cudart REGEX "libcudart\\.so\\.[0-9]+" LIMIT_COUNT 1)
+    string(REGEX REPLACE ".*libcudart\\.so\\.([0-9]+).*" "\\1" LibTorch_CUDA_MAJOR "${libtorch_cudart}")
     add_library(LibTorch::cuda INTERFACE IMPORTED)
     target_link_libraries(LibTorch::cuda INTERFACE LibTorch::cpu ${LibTorch_c10_cuda_LIBRARY}
                                                    ${LibTorch_torch_cuda_LIBRARY})

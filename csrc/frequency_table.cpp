@@ -45,6 +45,15 @@ void require_positive(const char* argument, double value) {
     require(std::isfinite(value) && value > 0.0, argument, " must be a positive finite number, got ", value);
 }
 
+void require_base(double base) {
+    require(std::isfinite(base) && base > 1.0, "base must be a finite number above 1, got ", base);
+}
+
+void require_ordered(Bounds bounds) {
+    const auto [low, high] = bounds;
+    require(0 <= low && low <= high, "bounds must be (d_l, d_h) with 0 <= d_l <= d_h, got (", low, ", ", high, ")");
+}
+
 bool has_temperature(Method method) {
     switch (method) {
         case Method::yarn:
@@ -84,19 +93,14 @@ void check(const TableRequest& request) {
             "method must be one that builds a table, got 'relative': use relative_to on two tables");
     require(request.rotary_dim > 0 && request.rotary_dim % 2 == 0, "rotary_dim must be a positive even number, got ",
             request.rotary_dim);
-    require(std::isfinite(request.base) && request.base > 1.0, "base must be a finite number above 1, got ",
-            request.base);
+    require_base(request.base);
     require_positive("original_max_position", request.original_max_position);
     require_positive("scale", request.scale);
     require_positive("alpha", request.alpha);
     require_positive("beta", request.beta);
     require(request.alpha <= request.beta, "alpha must not be above beta, got alpha ", request.alpha, " and beta ",
             request.beta);
-    if (request.bounds) {
-        const auto [low, high] = *request.bounds;
-        require(0 <= low && low <= high, "bounds must be (d_l, d_h) with 0 <= d_l <= d_h, got (", low, ", ", high,
-                ")");
-    }
+    if (request.bounds) require_ordered(*request.bounds);
     if (request.method == Method::mrrope_pow) {
         require(request.power && std::isfinite(*request.power),
                 "power must be a finite number for method 'mrrope_pow', got ",
@@ -139,7 +143,8 @@ public:
         switch (request_.method) {
             case Method::rope: return 1.0;
             case Method::pi: return request_.scale;
-            case Method::ntk: return i == 0 ? WideFloat(1.0) : power_of_scale(WideFloat(2.0 * i) / (request_.rotary_dim - 2.0));
+            case Method::ntk:
+                return i == 0 ? WideFloat(1.0) : power_of_scale(WideFloat(2.0 * i) / (request_.rotary_dim - 2.0));
             case Method::yarn: return mixed(index_ramp(i));
             case Method::yarn_ratio:
             case Method::llama3: return mixed(ratio_ramp(i));
@@ -192,11 +197,12 @@ private:
     // factor j carries a part proportional to (j - d_l + 1)^power.
     void set_power(double power) {
         const int steps = std::max(bounds_.second - bounds_.first, 1);
-        // Divided by the largest, so that no power overflows.
+        // Divided by the largest, so that no power overflows; nor does its logarithm with such an exponent.
         const double largest = power > 0.0 ? steps : 1.0;
+        const double exponent = std::clamp(power, -1e300, 1e300);
         share_of_scale_.assign(1, 0.0);
         for (int j = 1; j <= steps; ++j) {
-            share_of_scale_.push_back(share_of_scale_.back() + wide::pow(WideFloat(j) / largest, power));
+            share_of_scale_.push_back(share_of_scale_.back() + wide::pow(WideFloat(j) / largest, exponent));
         }
         const WideFloat total = share_of_scale_.back();
         for (WideFloat& share : share_of_scale_) share = share / total;
@@ -259,8 +265,7 @@ FrequencyTable build_table(const TableRequest& request) {
     table.original_max_position = request.original_max_position;
     table.scale = request.scale;
     table.bounds = bounds_of(request);
-    table.attention_factor =
-        request.attention_factor.value_or(default_attention_factor(request.method, request.scale));
+    table.attention_factor = request.attention_factor.value_or(default_attention_factor(request.method, request.scale));
 
     const std::vector<WideFloat> theta = plain_frequencies(request);
     const Slowdown slowdown(request, *table.bounds, theta);
@@ -288,17 +293,26 @@ void validate(const FrequencyTable& table) {
             table.turns.size());
     require(table.cumulative_scale.size() == (is_relative ? 0 : pairs), "cumulative_scale must hold ",
             is_relative ? 0 : pairs, " numbers, got ", table.cumulative_scale.size());
+    require_base(table.base);
+    require_positive("original_max_position", table.original_max_position);
     require_positive("attention_factor", table.attention_factor);
     require_positive("scale", table.scale);
+    if (table.bounds) require_ordered(*table.bounds);
     for (const double scale : table.cumulative_scale) require_positive("cumulative_scale", scale);
     for (size_t i = 0; i < pairs; ++i) {
         const double frequency = table.inv_freq[i];
         require(std::isfinite(frequency), "inv_freq must be finite, got ", frequency, " at index ", i);
-        // Both were rounded on their own from the same real number: a double has 53 bits, turns have 64 after the point.
+        // Both were rounded on their own from the same real number: a double has 53 bits, turns have 64 after the
+        // point.
         const double slack = std::ldexp(std::abs(frequency) + 1.0, -50) / (2.0 * std::numbers::pi);
         const auto difference = static_cast<int64_t>(table.turns[i] - wide::turns(frequency));
         require(std::abs(std::ldexp(static_cast<double>(difference), -64)) <= slack, "turns must be inv_freq / (2 pi) ",
                 "in units of 2^-64, got ", table.turns[i], " for inv_freq ", frequency, " at index ", i);
+        if (is_relative) continue;
+        const double plain = std::pow(table.base, -2.0 * static_cast<double>(i) / table.rotary_dim);
+        require(std::abs(frequency * table.cumulative_scale[i] - plain) <= 1e-12 * plain,
+                "inv_freq must be base^(-2i / rotary_dim) / cumulative_scale, got ", frequency, " for base ",
+                table.base, " and cumulative_scale ", table.cumulative_scale[i], " at index ", i);
     }
 }
 

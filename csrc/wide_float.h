@@ -5,8 +5,8 @@
 
 namespace mrrope {
 
-// An unevaluated sum of two doubles: about 106 bits. Turns are fixed-point with 64 bits, so neither double nor x86's long
-// double can round them correctly; this can, and it is the same on every machine.
+// An unevaluated sum of two doubles: about 106 bits. Turns are fixed-point with 64 bits, so neither double nor x86's
+// long double can round them correctly; this can, and it is the same on every machine.
 struct WideFloat {
     double hi = 0.0;
     double lo = 0.0;
@@ -94,6 +94,11 @@ inline WideFloat exp(WideFloat x) {
 }
 
 inline WideFloat log(WideFloat x) {
+    // Far from 1 the power of two goes first: there exp(-y) below would leave the range of doubles.
+    if (x.hi > 0x1p500 || x.hi < 0x1p-500) {
+        const int exponent = std::ilogb(x.hi);
+        return log({std::scalbn(x.hi, -exponent), std::scalbn(x.lo, -exponent)}) + ln2 * exponent;
+    }
     // Two Newton steps on exp double the correct digits twice: 53 bits become more than 106.
     WideFloat y = std::log(x.hi);
     for (int n = 0; n < 2; ++n) y = y + (x * exp(-y) - 1.0);
@@ -109,6 +114,7 @@ inline uint64_t turns(WideFloat radians) {
     constexpr double two_to_32 = 4294967296.0;
     const WideFloat circles = radians / two_pi;
     WideFloat fraction = circles - std::floor(circles.hi);
+    fraction = fraction - std::floor(fraction.hi);  // beyond 2^53 circles the low part holds whole ones too
     if (fraction < 0.0) fraction = fraction + 1.0;
 
     const WideFloat scaled = fraction * two_to_32;

@@ -1,24 +1,7 @@
-#include <array>
-#include <atomic>
-
 #include "rotary_kernel.cuh"
 
 namespace mrrope {
 namespace {
-
-// Asking the driver costs as much as a launch, so each device is asked once.
-DeviceLimits current_device_limits() {
-    static std::array<std::atomic<int>, 64> multiprocessors{};
-    int device = 0;
-    check_launch(cudaGetDevice(&device));
-    std::atomic<int>& known = multiprocessors.at(device);
-    if (known == 0) {
-        int count = 0;
-        check_launch(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-        known = count;
-    }
-    return {.multiprocessors = known};
-}
 
 template <class F>
 void with_element(DType dtype, F&& f) {
@@ -35,7 +18,7 @@ void with_element(DType dtype, F&& f) {
 void rotary_cuda(const RotaryArgs& args, CUstream_st* stream) {
     const RotaryShape shape = shape_of(args);
     if (shape.batch == 0 || shape.tokens == 0 || shape.heads == 0) return;
-    const RotaryPlan plan = plan_rotary(shape, current_device_limits());
+    const RotaryPlan plan = plan_rotary(shape);
     with_element(args.dtype, [&](auto element) {
         for_each_launch(args, plan,
                         [&](const RotaryArgs& part) { launch_rotary<decltype(element)>(part, plan, stream); });

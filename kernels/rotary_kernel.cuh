@@ -37,9 +37,7 @@ struct LaneLayout {
 
     static constexpr bool crosses_vectors = pairing == Pairing::halves || Vector == 1;
 
-    __device__ int first() const {
-        return pairing == Pairing::interleaved && Vector == 1 ? 2 * lane : lane * Vector;
-    }
+    __device__ int first() const { return pairing == Pairing::interleaved && Vector == 1 ? 2 * lane : lane * Vector; }
 
     __device__ int second() const {
         return pairing == Pairing::interleaved && Vector == 1 ? 2 * lane + 1 : half + lane * Vector;
@@ -124,11 +122,12 @@ __device__ inline int64_t position_at(const PositionsView& positions, int batch,
                               : static_cast<const int32_t*>(positions.data)[index];
 }
 
-// A thread takes one vector from either half of HeadsPerThread heads of one token: 16 bytes a load, all of them in flight
-// while it computes the Vector phases that those heads share. Neighbouring threads take neighbouring vectors, then heads,
-// then tokens; no thread waits for another.
+// A thread takes one vector from either half of HeadsPerThread heads of one token: 16 bytes a load, all of them in
+// flight while it computes the Vector phases that those heads share. Neighbouring threads take neighbouring vectors,
+// then heads, then tokens; no thread waits for another.
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing>
-__global__ void __launch_bounds__(256) rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
+__global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks)
+    rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LaneLayout<pairing, Vector>;
     const RotaryArgs& args = launch.args;
@@ -197,8 +196,8 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
         .threads = threads,
         .copies_tail = args.rotary_dim < args.head_dim && (args.q.in != args.q.out || args.k.in != args.k.out),
     };
-    const int blocks = (threads + plan.block_threads - 1) / plan.block_threads;
-    rotary_kernel<Element, Vector, HeadsPerThread, pairing><<<blocks, plan.block_threads, 0, stream>>>(launch);
+    const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
+    rotary_kernel<Element, Vector, HeadsPerThread, pairing><<<blocks, rotary_block_threads, 0, stream>>>(launch);
     check_launch(cudaGetLastError());
 }
 

@@ -9,10 +9,6 @@
 
 namespace mrrope {
 
-struct DeviceLimits {
-    int multiprocessors = 132;
-};
-
 struct RotaryShape {
     int64_t batch = 0;
     int64_t tokens = 0;
@@ -25,20 +21,25 @@ struct RotaryShape {
 
 RotaryShape shape_of(const RotaryArgs& args);
 
+// Small blocks: threads share nothing, and a small grid spreads over more of the chip.
+inline constexpr int rotary_block_threads = 64;
+// What registers must leave room for. Left to itself, the compiler spills a few to get below thresholds that do not
+// matter.
+inline constexpr int rotary_resident_blocks = 12;
+
 // `lanes` threads rotate one head: each takes `vector` components from either half of the rotated part, for
 // `heads_per_thread` heads of one token, which share the cosines and sines that the thread computes once.
 struct RotaryPlan {
     int vector = 1;
     int lanes = 1;
     int heads_per_thread = 1;
-    int head_groups = 1;  // groups of heads_per_thread heads
-    int block_threads = 256;
+    int head_groups = 1;            // groups of heads_per_thread heads
     int64_t tokens_per_launch = 0;  // through the batch where it all fits one launch, else of one sequence
 
     int64_t threads_per_token() const { return static_cast<int64_t>(lanes) * head_groups; }
 };
 
-RotaryPlan plan_rotary(const RotaryShape& shape, DeviceLimits limits);
+RotaryPlan plan_rotary(const RotaryShape& shape);
 
 // The part of `args` that holds these sequences and tokens.
 RotaryArgs slice(const RotaryArgs& args, int64_t first_batch, int64_t batch, int64_t first_token, int64_t tokens);

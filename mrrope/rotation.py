@@ -8,7 +8,7 @@ import torch
 
 from mrrope.tables import FrequencyTable, _require_table
 
-torch.ops.load_library(Path(__file__).with_name("libmrrope_torch.so"))
+torch.ops.load_library(Path(__file__).with_name("libmrrope_torch.so"))  # type: ignore[no-untyped-call]
 
 
 def rotary(

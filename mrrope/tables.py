@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex
 
@@ -18,13 +19,13 @@ METHODS: tuple[str, ...] = tuple(_core.method_names())
 FILE_FORMAT = "mrrope.FrequencyTable/1"
 
 
-def _integer(argument: str, value: SupportsIndex) -> int:
+def _integer(argument: str, value: SupportsIndex, bits: int = 31) -> int:
     try:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{argument} must be an integer, got {value!r}") from None
-    if abs(number) >= 2**31:
-        raise ValueError(f"{argument} must be below 2^31, got {number}")
+    if not -(2**bits) <= number < 2**bits:
+        raise ValueError(f"{argument} must be below 2^{bits}, got {number}")
     return number
 
 
@@ -33,6 +34,8 @@ def _real(argument: str, value: SupportsFloat) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{argument} must be a number, got {value!r}") from None
+    except OverflowError:
+        raise ValueError(f"{argument} must be within the range of a float, got an integer far beyond") from None
 
 
 def _list_of(convert: Callable[[str, Any], Any], argument: str, values: Iterable[Any]) -> list[Any]:
@@ -162,10 +165,12 @@ class FrequencyTable:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> FrequencyTable:
         """The inverse of :meth:`to_dict`; refuses data whose parts disagree."""
+        if not isinstance(data, dict):
+            raise TypeError(f"data must be a dict as to_dict makes it, got {type(data).__name__}")
         fields = dict(data)
         if fields.pop("format", None) != FILE_FORMAT:
             raise ValueError(f"format must be {FILE_FORMAT!r}, got {data.get('format')!r}")
-        expected = {
+        expected: dict[str, Callable[[str, Any], Any]] = {
             "method": lambda _, value: str(value),
             "rotary_dim": _integer,
             "base": _real,
@@ -175,7 +180,7 @@ class FrequencyTable:
             "attention_factor": _real,
             "inv_freq": lambda name, value: _list_of(_real, name, value),
             "cumulative_scale": lambda name, value: _list_of(_real, name, value),
-            "turns": lambda name, value: _list_of(lambda _, turn: operator.index(turn), name, value),
+            "turns": lambda name, value: _list_of(partial(_integer, bits=63), name, value),
         }
         if missing := expected.keys() - fields.keys():
             raise ValueError(f"a table needs the fields {sorted(missing)}, got only {sorted(fields)}")

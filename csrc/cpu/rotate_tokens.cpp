@@ -7,8 +7,8 @@
 #include "mrrope/rotation.h"
 #include "storage.h"
 
-// Everything here but rotate_tokens itself has internal linkage: this file is compiled for several instruction sets, and
-// the linker must not let one of them answer for another.
+// Everything here but rotate_tokens itself has internal linkage: this file is compiled for several instruction sets,
+// and the linker must not let one of them answer for another.
 
 namespace mrrope {
 namespace {
@@ -24,7 +24,6 @@ struct Tile {
     alignas(64) Real cos[tokens_per_tile][pairs_per_tile];
     alignas(64) Real sin[tokens_per_tile][pairs_per_tile];
 };
-
 
 int64_t position_at(const PositionsView& positions, int64_t batch, int64_t token) {
     const int64_t index = batch * positions.batch_stride + token * positions.token_stride;

@@ -77,8 +77,8 @@ inline void store(float& to, float x) {
     to = x;
 }
 
-// Needs no care for NaN: a rotation's NaN is the processor's own or one that came as BFloat16, and neither has bits below
-// for rounding to carry over.
+// Needs no care for NaN: a rotation's NaN is the processor's own or one that came as BFloat16, and neither has bits
+// below for rounding to carry over.
 inline void store(BFloat16& to, float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
     to.bits = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);

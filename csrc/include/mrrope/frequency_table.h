@@ -39,9 +39,9 @@ struct TableRequest {
     double scale = 1.0;
     double alpha = 1.0;  // slow and fast bound, in rotations over the training length
     double beta = 32.0;
-    std::optional<Bounds> bounds = std::nullopt;          // overrides alpha and beta
-    std::optional<double> power = std::nullopt;           // mrrope_pow only
-    std::vector<double> factors = {};                     // radix: the lambdas; longrope: the cumulative scales
+    std::optional<Bounds> bounds = std::nullopt;  // overrides alpha and beta
+    std::optional<double> power = std::nullopt;   // mrrope_pow only
+    std::vector<double> factors = {};             // radix: the lambdas; longrope: the cumulative scales
     std::optional<double> attention_factor = std::nullopt;
 };
 

@@ -2,7 +2,8 @@
 
 #include <cstdint>
 
-// The arithmetic of one rotation, written once for host and device, so that testing it on a CPU tests the GPU's formula.
+// The arithmetic of one rotation, written once for host and device, so that testing it on a CPU tests the GPU's
+// formula.
 
 #if defined(__CUDACC__)
 #define MRROPE_HOST_DEVICE __host__ __device__ __forceinline__
@@ -49,8 +50,7 @@ MRROPE_HOST_DEVICE CosSin<float> cos_sin(uint32_t phase_top) {
     const float sine =
         x * (0.785398160977f + x2 * (-0.0807454347081f + x2 * (0.00249000680149f + x2 * -3.59542907251e-5f)));
     const float cosine =
-        1.0f +
-        x2 * (-0.308425137344f + x2 * (0.0158543381473f + x2 * (-0.000325961380347f + x2 * 3.54195272814e-6f)));
+        1.0f + x2 * (-0.308425137344f + x2 * (0.0158543381473f + x2 * (-0.000325961380347f + x2 * 3.54195272814e-6f)));
     return turned_by_quarters(quarter & 3, cosine, sine);
 }
 

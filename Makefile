@@ -1,0 +1,62 @@
+# make test    sets everything up, builds, runs all the tests and the linters
+# make demo    sets everything up and shows the main job at work
+# make lint | bench | sanitize | clean
+#
+# TORCH=2.15.0 uses that version of torch, in an environment of its own.
+
+TORCH ?= 2.11.0
+PYTHON ?= python3
+DEFAULT_TORCH := 2.11.0
+VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-torch$(TORCH))
+BIN := $(CURDIR)/$(VENV)/bin
+export PATH := $(BIN):$(PATH)
+
+# Where setup.py builds; ctest runs there.
+BUILD = build/$(shell $(BIN)/python -c "import sys; print(sys.implementation.cache_tag)")-torch$(basename $(TORCH))
+SOURCES := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc kernels bindings mrrope -type f \
+	-not -name '*.so' -not -path '*/__pycache__/*')
+CPP_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu' '*.cuh')
+
+.PHONY: test demo lint bench sanitize clean install cpp-tests
+
+test: cpp-tests
+	ctest --test-dir $(BUILD) --output-on-failure --parallel 2
+	$(BIN)/pytest
+	$(MAKE) lint
+
+demo: install
+	$(BIN)/mrrope demo
+
+lint: $(VENV)/.packages
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+
+bench: install
+	$(BIN)/python -m benchmarks.rotary
+
+# Needs a GPU. Small tests only: under the sanitizer every access is checked.
+sanitize: cpp-tests
+	benchmarks/sanitize $(BUILD)/tests/cpp/rotary_cuda_test
+
+install: $(VENV)/.mrrope
+
+cpp-tests: install
+	cmake --build $(BUILD)
+
+$(VENV)/.mrrope: $(VENV)/.packages $(SOURCES)
+	CMAKE_ARGS="-DMRROPE_TESTS=ON $(CMAKE_ARGS)" $(BIN)/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
+	touch $@
+
+# CUTLASS is wanted for its headers, not for the packages it depends on.
+$(VENV)/.packages: tests/requirements.txt tests/install-system-packages
+	tests/install-system-packages
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet torch==$(TORCH) -r tests/requirements.txt
+	$(BIN)/pip install --quiet --no-deps nvidia-cutlass==4.2.0.0
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info mrrope/*.so

@@ -1,0 +1,105 @@
+"""What ``mrrope demo`` shows: the tables, the rotation's exactness, its speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from mrrope import plain
+from mrrope.rotation import rotary
+from mrrope.tables import FrequencyTable, frequency_table
+
+SHOWN_PAIRS = (0, 16, 20, 24, 28, 32, 40, 63)
+USAGE = """\
+    table = mrrope.frequency_table("mrrope_pro", rotary_dim=128, base=500_000.0, original_max_position=8192, scale=16.0)
+    q, k = mrrope.rotary(q, k, positions, table)        # or rotary_, in place"""
+
+
+def extended_llama(method: str) -> FrequencyTable:
+    """Llama-3-8B, trained on 8192 tokens, for 16 times as many."""
+    return frequency_table(method, rotary_dim=128, base=500_000.0, original_max_position=8192, scale=16.0)
+
+
+def show_tables() -> None:
+    """By how much each method slows each pair of a Llama-3-8B head, for 16 times the length."""
+    print("How each method slows the pairs of a Llama-3-8B head (trained on 8192 tokens) for 16 times the length:\n")
+    print(f"{'pair':>12}" + "".join(f"{pair:>8}" for pair in SHOWN_PAIRS) + "   attention factor")
+    for method in ("rope", "pi", "ntk", "yarn", "yarn_ratio", "mrrope_uni", "mrrope_pro"):
+        table = extended_llama(method)
+        scales = table.cumulative_scale
+        print(
+            f"{method:>12}"
+            + "".join(f"{scales[pair].item():8.2f}" for pair in SHOWN_PAIRS)
+            + f"{table.attention_factor:19.4f}"
+        )
+
+
+def exact(x: torch.Tensor, positions: torch.Tensor, table: FrequencyTable) -> torch.Tensor:
+    """The rotation in float64, with phases reduced in integers so that far positions lose nothing."""
+    phases = (positions[:, None] * table.turns).double() * (2 * torch.pi / 2**64)
+    phases = torch.cat([phases, phases], dim=-1)
+    return plain.apply(x.double(), phases.cos(), phases.sin()) * table.attention_factor
+
+
+def show_error() -> None:
+    """Relative error of the op and of plain PyTorch, near and far."""
+    table = extended_llama("mrrope_pro")
+    print("\nRelative error against float64, by position (plain PyTorch: float32 angles, as in transformers):\n")
+    print(f"{'positions near':>16}{'dtype':>10}{'mrrope':>12}{'plain PyTorch':>16}")
+    generator = torch.Generator().manual_seed(0)
+    for end in (8192, 131_072, 16_777_216, 2**31):
+        for dtype in (torch.float32, torch.bfloat16):
+            positions = torch.arange(end - 64, end)
+            q = torch.randn(1, 8, 64, 128, generator=generator).to(dtype)
+            want = exact(q, positions, table)
+            ours = rotary(q, None, positions, table)[0]
+            theirs = plain.apply(q, *plain.cos_sin(positions, table, dtype))
+            errors = [((got.double() - want).norm() / want.norm()).item() for got in (ours, theirs)]
+            print(f"{end:>16}{str(dtype).removeprefix('torch.'):>10}{errors[0]:12.1e}{errors[1]:16.1e}")
+
+
+def milliseconds(function: Callable[[], object], device: str, repeats: int = 9) -> float:
+    """The median time of a call."""
+    times = []
+    for repeat in range(repeats + 2):
+        start = time.perf_counter()
+        function()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if repeat >= 2:
+            times.append(time.perf_counter() - start)
+    return 1e3 * sorted(times)[repeats // 2]
+
+
+def times_of(dtype: torch.dtype, device: str) -> tuple[float, float, float]:
+    """Milliseconds of the op, of plain PyTorch and of a copy."""
+    table = extended_llama("mrrope_pro")
+    positions = torch.arange(4096, device=device)
+    q = torch.randn(1, 32, 4096, 128, device=device).to(dtype)
+    k = torch.randn(1, 8, 4096, 128, device=device).to(dtype)
+    cos, sin = plain.cos_sin(positions, table, dtype)
+    return (
+        milliseconds(lambda: rotary(q, k, positions, table), device),
+        milliseconds(lambda: (plain.apply(q, cos, sin), plain.apply(k, cos, sin)), device),
+        milliseconds(lambda: (q.clone(), k.clone()), device),
+    )
+
+
+def show_speed() -> None:
+    """Time of the op, of plain PyTorch, and of a copy."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"\nMilliseconds to rotate 4096 tokens with 32 query and 8 key heads of 128, on {device}:\n")
+    print(f"{'dtype':>10}{'mrrope':>10}{'plain PyTorch':>16}{'copy':>10}")
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, theirs, copy = times_of(dtype, device)
+        print(f"{str(dtype).removeprefix('torch.'):>10}{ours:10.2f}{theirs:16.2f}{copy:10.2f}")
+
+
+def run() -> None:
+    """Shows it all."""
+    show_tables()
+    show_error()
+    show_speed()
+    print("\nThe lines that do it:\n\n" + USAGE)

@@ -1,0 +1,95 @@
+"""Builds the compiled parts of mrrope by driving CMake, which holds the one list of sources.
+
+The ops are compiled against the torch that will import them. pip builds in an isolated environment, where that torch
+cannot be imported; it is found next to it, on disk. Where the target environment has no torch yet, the newest is built
+against, and the wheel asks for that one.
+
+Environment: CMAKE_ARGS (more arguments for CMake), TORCH_CUDA_ARCH_LIST or CUDAARCHS, CUTLASS_PATH, CUDACXX.
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+VERSION = (ROOT / "mrrope" / "VERSION").read_text().strip()
+CUTLASS = "nvidia-cutlass==4.2.0.0"
+
+
+def package_folder(name: str) -> Path | None:
+    """The folder of an installed package: importable here, or in the environment that pip builds for."""
+    spec = importlib.util.find_spec(name)
+    if spec and spec.submodule_search_locations:
+        return Path(spec.submodule_search_locations[0])
+    for scheme in ("purelib", "platlib"):
+        folder = Path(sysconfig.get_paths()[scheme]) / name
+        if folder.is_dir():
+            return folder
+    return None
+
+
+def torch_requirement() -> str:
+    """C++ is compatible within a minor version of torch, not across them."""
+    torch = package_folder("torch")
+    if torch is None:
+        return "torch>=2.11"
+    found = re.search(r"__version__ = '(\d+)\.(\d+)", (torch / "version.py").read_text())
+    if found is None:
+        raise RuntimeError(f"cannot read torch's version in {torch / 'version.py'}")
+    return f"torch=={found[1]}.{found[2]}.*"
+
+
+def build_requirements() -> list[str]:
+    requirements = []
+    if package_folder("torch") is None:
+        requirements.append(torch_requirement())
+    has_nvcc = "CUDACXX" in os.environ or shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()
+    if has_nvcc and "CUTLASS_PATH" not in os.environ and package_folder("cutlass_library") is None:
+        requirements.append(CUTLASS)
+    return requirements
+
+
+class CMakeBuild(build_ext):  # type: ignore[misc]
+    """Configures and builds the CMake project, with its Python targets going into the package's folder."""
+
+    def build_extension(self, extension: Extension) -> None:
+        import pybind11
+
+        torch = package_folder("torch")
+        if torch is None:
+            raise RuntimeError("mrrope is compiled against torch, and none was found: install torch first")
+        output = Path(self.get_ext_fullpath(extension.name)).resolve().parent
+        version = torch_requirement().removeprefix("torch==").removesuffix(".*")
+        build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{version}"
+        arguments = [
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DLibTorch_ROOT={torch}",
+            f"-DMRROPE_PYTHON_OUTPUT={output}",
+            "-DMRROPE_PYTHON=ON",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+        ]
+        cutlass = package_folder("cutlass_library")
+        if cutlass and "CUTLASS_PATH" not in os.environ:
+            arguments.append(f"-DCUTLASS_PATH={cutlass / 'source'}")
+        # Editable installs build into the source tree and others below build/: the same objects, linked elsewhere.
+        subprocess.run(["cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *arguments], check=True)
+        subprocess.run(["cmake", "--build", build, "--target", "_core", "mrrope_torch"], check=True)
+
+
+setup(
+    version=VERSION,
+    install_requires=[torch_requirement()],
+    setup_requires=build_requirements(),
+    ext_modules=[Extension("mrrope._core", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)
