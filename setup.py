@@ -61,6 +61,13 @@ def build_requirements() -> list[str]:
 class CMakeBuild(build_ext):  # type: ignore[misc]
     """Configures and builds the CMake project, with its Python targets going into the package's folder."""
 
+    def run(self) -> None:
+        self.builds_in_source = bool(self.inplace or self.editable_mode)
+        super().run()
+
+    def copy_extensions_to_source(self) -> None:
+        """Nothing to do: CMake put them there."""
+
     def build_extension(self, extension: Extension) -> None:
         import pybind11
 
@@ -68,6 +75,8 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
         if torch is None:
             raise RuntimeError("mrrope is compiled against torch, and none was found: install torch first")
         output = Path(self.get_ext_fullpath(extension.name)).resolve().parent
+        if self.builds_in_source:
+            output = ROOT / "mrrope"
         version = torch_requirement().removeprefix("torch==").removesuffix(".*")
         build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{version}"
         arguments = [
@@ -81,7 +90,6 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
         cutlass = package_folder("cutlass_library")
         if cutlass and "CUTLASS_PATH" not in os.environ:
             arguments.append(f"-DCUTLASS_PATH={cutlass / 'source'}")
-        # Editable installs build into the source tree and others below build/: the same objects, linked elsewhere.
         subprocess.run(["cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *arguments], check=True)
         subprocess.run(["cmake", "--build", build, "--target", "_core", "mrrope_torch"], check=True)
 

@@ -1,10 +1,29 @@
-"""Mixed-radix rotary position embeddings: exact frequency tables, and fused ops that rotate by them."""
+"""Mixed-radix rotary position embeddings: exact frequency tables, fused ops for them, and models that use them."""
 
 from pathlib import Path
 
+from mrrope.export import export_config
+from mrrope.gguf_export import export_gguf
+from mrrope.patching import patch, patched, unpatch
+from mrrope.rope_types import register_on_import, register_rope_types
 from mrrope.rotation import rotary, rotary_
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
 
 __version__ = Path(__file__).with_name("VERSION").read_text().strip()
 
-__all__ = ["METHODS", "FrequencyTable", "__version__", "frequency_table", "rotary", "rotary_"]
+register_on_import()
+
+__all__ = [
+    "METHODS",
+    "FrequencyTable",
+    "__version__",
+    "export_config",
+    "export_gguf",
+    "frequency_table",
+    "patch",
+    "patched",
+    "register_rope_types",
+    "rotary",
+    "rotary_",
+    "unpatch",
+]

@@ -1,0 +1,179 @@
+"""How a model's own code applies RoPE, found by trying it, and the fused op in its place.
+
+Modeling code of transformers calls a function of its module, ``apply_rotary_pos_emb`` or the like, with what the
+rotary embedding gave it. Those functions differ in a few ways only: which components make a pair, whether the result is
+reordered, which part of the head turns, whether q and k come together. A :class:`Convention` is one combination. The
+right one is found by comparing results on random numbers, so that no list of models is kept, and a function that no
+combination reproduces is known to be one.
+
+A patched rotary embedding hands out integers, positions and a packed table, where the original hands out cosines and
+sines; by that the fused function tells a patched model's calls from all others, which it passes on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+from mrrope.tables import FrequencyTable
+
+Apply = Callable[..., Any]
+
+PACKED_TABLE_DTYPE = torch.int64
+
+
+@dataclass(frozen=True)
+class Convention:
+    """One way of applying RoPE."""
+
+    pairing: Literal["halves", "interleaved"]
+    gathers_halves: bool = False
+    """The pairs come interleaved and leave as halves."""
+    turns_last: bool = False
+    """Where only a part of the head turns: its last components, not its first."""
+    layout: Literal["bhsd", "bshd"] | None = None
+    """None: the call's ``unsqueeze_dim`` tells."""
+
+    def rotate(
+        self, heads: list[torch.Tensor], positions: torch.Tensor, table: torch.Tensor, layout: str
+    ) -> list[torch.Tensor]:
+        """Rotates q, or q and k, as the model's own function would."""
+        rotary_dim = 2 * (table.shape[-1] - 1)
+        turning = [x[..., -rotary_dim:] if self.turns_last else x for x in heads]
+        turning = [x if x.stride(-1) == 1 else x.contiguous() for x in turning]
+        turned = torch.ops.mrrope.rotary.default(turning, positions, table, layout, self.pairing)
+        if self.gathers_halves:
+            turned = [x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in turned]
+        if self.turns_last:
+            pairs = zip(heads, turned, strict=True)
+            turned = [torch.cat([x[..., :-rotary_dim], y], dim=-1) if x.shape != y.shape else y for x, y in pairs]
+        return list(turned)
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """Where a function takes q, k and the embedding: places among its parameters, by name."""
+
+    heads: tuple[str, ...]
+    embedding: tuple[str, ...]
+    places: dict[str, int]
+    unsqueeze_dim: int | None
+
+    @staticmethod
+    def of(function: Apply) -> CallForm | None:
+        """The form of a function, or None where its parameters are not understood."""
+        parameters = inspect.signature(function).parameters
+        places = {name: place for place, name in enumerate(parameters)}
+        for heads in (("q", "k"), ("xq", "xk"), ("x",), ("tensor",)):
+            for embedding in (("cos", "sin"), ("freqs_cis",)):
+                known = {*heads, *embedding, "unsqueeze_dim", "position_ids"}
+                if {*heads, *embedding} <= places.keys() <= known:
+                    unsqueeze = parameters.get("unsqueeze_dim")
+                    return CallForm(heads, embedding, places, unsqueeze.default if unsqueeze else None)
+        return None
+
+    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call passed for a parameter; None where it left it out."""
+        place = self.places.get(name)
+        return args[place] if place is not None and place < len(args) else kwargs.get(name)
+
+    def call(self, function: Apply, heads: list[torch.Tensor], embedding: tuple[torch.Tensor, ...]) -> Any:
+        """Calls a function of this form."""
+        names = dict(zip(self.heads, heads, strict=True)) | dict(zip(self.embedding, embedding, strict=True))
+        return function(**names)
+
+
+def packed_embedding(positions: torch.Tensor, table: torch.Tensor, *, single: bool) -> tuple[torch.Tensor, ...]:
+    """What a patched rotary embedding hands out: (positions, table) in place of (cosines, sines), or both in one tensor
+    in place of one of complex numbers."""
+    if not single:
+        return positions, table
+    return (torch.cat([positions, table.expand(positions.shape[0], -1)], dim=1),)
+
+
+def fused(original: Apply, form: CallForm, convention: Convention) -> Apply:
+    """The function that rotates by the op where a patched model calls, and leaves other calls to the original."""
+
+    def apply_rotary(*args: Any, **kwargs: Any) -> Any:
+        embedding = [form.argument(name, args, kwargs) for name in form.embedding]
+        if not isinstance(embedding[0], torch.Tensor) or embedding[0].dtype != PACKED_TABLE_DTYPE:
+            return original(*args, **kwargs)
+        heads = [x for x in (form.argument(name, args, kwargs) for name in form.heads) if x is not None]
+        layout = convention.layout
+        if layout is None:
+            unsqueeze_dim = form.argument("unsqueeze_dim", args, kwargs)
+            layout = "bshd" if (form.unsqueeze_dim if unsqueeze_dim is None else unsqueeze_dim) == 2 else "bhsd"
+        tokens = heads[-1].shape[2 if layout == "bhsd" else 1]
+        if len(embedding) == 2:
+            positions, table = embedding
+        else:
+            positions, table = embedding[0][:, :tokens], embedding[0][0, tokens:]
+        turned = convention.rotate(heads, positions, table, layout)
+        return turned[0] if len(form.heads) == 1 else tuple(turned)
+
+    apply_rotary.__wrapped__ = original  # type: ignore[attr-defined]
+    return apply_rotary
+
+
+def apply_functions(module: ModuleType) -> dict[str, Apply]:
+    """The functions of a modeling module that apply RoPE to text."""
+    return {
+        name: function
+        for name, function in vars(module).items()
+        if name.startswith("apply_rotary") and callable(function) and not name.endswith(("_vision", "_2d"))
+    }
+
+
+def candidates(form: CallForm) -> list[Convention]:
+    """Every convention that a function of this form may follow."""
+    orders: list[tuple[Literal["halves", "interleaved"], bool]]
+    orders = [("halves", False), ("interleaved", False), ("interleaved", True)]
+    layouts: tuple[Literal["bhsd", "bshd"] | None, ...] = ("bhsd", "bshd") if form.unsqueeze_dim is None else (None,)
+    return [
+        Convention(pairing, gathers_halves, turns_last, layout)
+        for (pairing, gathers_halves), turns_last, layout in itertools.product(orders, (False, True), layouts)
+    ]
+
+
+def find_convention(
+    function: Apply,
+    form: CallForm,
+    embed: Callable[[torch.Tensor, torch.Tensor], Any],
+    table: FrequencyTable,
+) -> Convention | None:
+    """The convention under which the op does what ``function`` does with the embedding that ``embed`` gives.
+
+    ``embed(x, positions)`` is the model's own rotary embedding, ``table`` holds its frequencies.
+    """
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.tensor([[1, 5, 3, 40]])
+    # Heads, tokens and components differ in number, so that no layout is mistaken for another.
+    for extra in (6, 0):
+        shape = {"bhsd": (1, 2, 4, table.rotary_dim + extra), "bshd": (1, 4, 2, table.rotary_dim + extra)}
+        for convention in candidates(form):
+            heads = [torch.randn(shape[convention.layout or "bhsd"], generator=generator) for _ in form.heads]
+            try:
+                embedding = embed(heads[0], positions)
+                embedding = embedding if isinstance(embedding, tuple) else (embedding,)
+                want = form.call(function, heads, embedding)
+            except (RuntimeError, ValueError, IndexError):
+                continue  # the function takes no such shapes
+            packed = packed_embedding(positions, table.packed(torch.device("cpu")), single=len(embedding) == 1)
+            got = form.call(fused(function, form, convention), heads, packed)
+            if _agree(want, got):
+                return convention
+    return None
+
+
+def _agree(want: Any, got: Any) -> bool:
+    wanted = want if isinstance(want, tuple) else (want,)
+    found = got if isinstance(got, tuple) else (got,)
+    return len(wanted) == len(found) and all(
+        w.shape == f.shape and torch.allclose(w, f, rtol=0.0, atol=1e-4) for w, f in zip(wanted, found, strict=True)
+    )

@@ -1,0 +1,298 @@
+"""A frequency table as configuration of transformers, vLLM and SGLang.
+
+Engines that know nothing of mrrope know ``longrope``, which divides every frequency by a number of its own: a table's
+cumulative scales. Its attention factor goes beside them. Nothing about the model is kept in a list here: its
+configuration is handed to transformers, whose own code then says how the model rotates, and afterwards whether the
+exported configuration gives the table's frequencies.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mrrope import model_rope, patching
+from mrrope.rope_types import OPTIONS, ROPE_TYPES, register_rope_types
+from mrrope.tables import FrequencyTable, frequency_table
+
+ENGINES = ("transformers", "transformers-longrope", "vllm", "sglang")
+
+REPLACED = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", *OPTIONS}
+REPLACED |= {"truncate", "low_freq_factor", "high_freq_factor"}
+REPLACED |= {"short_factor", "long_factor", "short_mscale", "long_mscale"}
+"""Keys of ``rope_parameters`` that say how RoPE is extended; the others, as ``mrope_section``, stay."""
+
+LONGROPE_UNREAD = {
+    "vllm": {"gpt_oss": "always builds YaRN", "dbrx": "always builds plain RoPE"},
+    "sglang": {"grok": "builds its own scaling"},
+}
+"""Model types whose code in an engine does not look at the ``rope_type`` of the configuration, and what it does."""
+
+
+def export_config(
+    config: Any,
+    method: str | FrequencyTable | Path,
+    *,
+    scale: float = 1.0,
+    engine: str = "vllm",
+    local_layers: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """The configuration, as ``config.json`` has it, of a model patched by ``mrrope.patch`` with the same arguments.
+
+    Args:
+        config: a configuration of transformers, its dict, the path of a ``config.json`` or of its folder, or a model.
+        method: a method's name, a ready :class:`FrequencyTable`, or the path of its JSON.
+        scale: by how much to extend the context, with a method's name.
+        engine: who is to read it. ``transformers`` gives one of mrrope's own rope types, short and readable, for
+            programs that import mrrope; the others give ``longrope`` and need no mrrope: ``transformers-longrope``,
+            ``vllm``, ``sglang``.
+        local_layers: whether layers that see only a window, and have a RoPE of their own, are extended too.
+        options: more arguments of :func:`frequency_table`.
+
+    Raises:
+        ValueError, TypeError: naming the argument, or saying what the engine cannot express and why.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    if engine == "transformers":
+        register_rope_types()
+    data, parsed = read_config(config)
+    text = parsed.get_text_config()
+    model, rotary = _empty_model(text)
+    layer_types = model_rope.layer_types(rotary)
+    if engine in LONGROPE_UNREAD:
+        _check_engine(engine, text, model, rotary)
+
+    extended: dict[str | None, FrequencyTable] = {}
+    for layer_type in layer_types:
+        if layer_type in model_rope.LOCAL_ATTENTION and not local_layers:
+            continue
+        own = model_rope.settings(rotary, layer_type)
+        trained = Trained(own.rotary_dim, own.base, own.original_max_position)
+        extended[layer_type] = table_for(method, trained, scale, options)
+
+    longest = max(table.original_max_position * table.scale for table in extended.values())
+    length = max(int(longest), text.max_position_embeddings)
+    parameters = copy.deepcopy(text.rope_parameters)
+    for layer_type, table in extended.items():
+        old = parameters if layer_type is None else parameters[layer_type]
+        if "mscale_all_dim" in old:
+            raise ValueError(
+                f"the YaRN of {text.model_type} scales attention by mscale_all_dim and its own factor, so that no "
+                "other factor can be written; use mrrope.patch"
+            )
+        new = {key: value for key, value in old.items() if key not in REPLACED}
+        new |= _registered_type(table, method, options) if engine == "transformers" else _longrope(table)
+        if layer_type is None:
+            parameters = new
+        else:
+            parameters[layer_type] = new
+
+    legacy = engine != "transformers"
+    exported = _with_rope(data, parsed, parameters, length, legacy=legacy)
+    _check_frequencies(type(parsed).from_dict(copy.deepcopy(exported)), rotary, extended)
+    if engine in LONGROPE_UNREAD:
+        # They take the factor from these two keys, of which transformers knows nothing.
+        parameters["short_mscale"] = parameters["long_mscale"] = parameters["attention_factor"]
+    if engine == "sglang":
+        # It goes from the short factors to the long ones where a position exceeds the original length, but keeps the
+        # short ones for positions below it, so that at the length itself it would rotate by position 0. Both are
+        # the same here, and the short ones may serve all positions.
+        parameters["original_max_position_embeddings"] = length
+    return _with_rope(data, parsed, parameters, length, legacy=legacy)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a model was trained with, as far as a table depends on it."""
+
+    rotary_dim: int
+    base: float
+    original_max_position: float
+
+
+def table_for(
+    method: str | FrequencyTable | Path, trained: Trained, scale: float, options: dict[str, Any]
+) -> FrequencyTable:
+    """A ready table, or its JSON's path, checked against the model; or the table of a method's name."""
+    if isinstance(method, Path) or (isinstance(method, str) and method.endswith(".json")):
+        method = FrequencyTable.load(method)
+    if not isinstance(method, FrequencyTable):
+        return frequency_table(
+            method,
+            rotary_dim=trained.rotary_dim,
+            base=trained.base,
+            original_max_position=trained.original_max_position,
+            scale=scale,
+            **options,
+        )
+    if options or scale != 1.0:
+        given = {**({"scale": scale} if scale != 1.0 else {}), **options}
+        raise ValueError(f"method is a ready table, which leaves no room for {given}")
+    if method.rotary_dim != trained.rotary_dim:
+        raise ValueError(f"method must be a table of the model's rotary_dim {trained.rotary_dim}, got {method!r}")
+    if not method.cumulative_scale.numel():
+        raise ValueError(f"method must be a table with cumulative scales, and {method!r} has none")
+    return method
+
+
+def read_config(config: Any) -> tuple[dict[str, Any], Any]:
+    """A configuration as ``config.json`` has it, a copy, and as transformers has it."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    if isinstance(config, nn.Module):
+        config = getattr(config, "config", None)
+    if isinstance(config, PreTrainedConfig):
+        return json.loads(config.to_json_string(use_diff=False)), copy.deepcopy(config)
+    if isinstance(config, (str, Path)):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            config = json.loads(path.read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise TypeError(
+            "config must be a configuration of transformers, its dict, its path or a model of transformers, "
+            f"got {type(config).__name__}"
+        )
+    model_type = config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(f"config must have a model_type that transformers knows, got {model_type!r}")
+    try:
+        return copy.deepcopy(config), CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config))
+    except KeyError as error:  # transformers' word for a parameter that is missing
+        raise ValueError(f"config must be a whole one: {error.args[0]}") from None
+
+
+def _empty_model(text: Any) -> tuple[nn.Module, nn.Module]:
+    """A model without weights, and its rotary embedding with its frequencies."""
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        model = AutoModel.from_config(text)
+    rotary = next(model_rope.rotary_embeddings(model), None)
+    if rotary is None:
+        raise ValueError(f"config must be of a model with rotary position embeddings, and {text.model_type} has none")
+    return model, type(rotary)(config=text)
+
+
+def _check_engine(engine: str, text: Any, model: nn.Module, rotary: nn.Module) -> None:
+    """Raises where the longrope of vLLM or SGLang cannot do what the model does."""
+
+    def cannot(why: str) -> ValueError:
+        return ValueError(f"{engine} cannot run {text.model_type} by another table: {why}")
+
+    if text.model_type in LONGROPE_UNREAD[engine]:
+        raise cannot(f"its code there {LONGROPE_UNREAD[engine][text.model_type]}, whatever the configuration says")
+    if getattr(text, "dual_chunk_attention_config", None):
+        raise cannot("with dual_chunk_attention_config it always rotates by plain RoPE")
+    if model_rope.layer_types(rotary) != [None]:
+        raise cannot("the kinds of its layers have a RoPE each, and longrope there is for all layers alike")
+    if "mrope_section" in text.rope_parameters:
+        raise cannot("it has M-RoPE, and longrope there takes one position a token")
+    try:
+        found = patching.functions_for(model, rotary)
+    except patching.UnfusableError as reason:
+        raise cannot(f"longrope there pairs component i with i + rotary_dim / 2, but {reason}") from None
+    if any(convention.pairing != "halves" or convention.turns_last for *_, convention in found):
+        raise cannot("longrope there pairs component i with i + rotary_dim / 2, and this model pairs others")
+
+
+def _number(value: float) -> float | int:
+    """Whole numbers as configurations have them."""
+    return int(value) if value == int(value) else value
+
+
+def _longrope(table: FrequencyTable) -> dict[str, Any]:
+    factors = table.cumulative_scale.tolist()
+    return {
+        "rope_type": "longrope",
+        "rope_theta": table.base,
+        "factor": table.scale,
+        "original_max_position_embeddings": _number(table.original_max_position),
+        "short_factor": factors,
+        "long_factor": list(factors),
+        "attention_factor": table.attention_factor,
+    }
+
+
+def _registered_type(table: FrequencyTable, method: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The table as one of mrrope's rope types; by the options it was made with, or else by its bounds."""
+    parameters: dict[str, Any] = {
+        "rope_type": table.method,
+        "rope_theta": table.base,
+        "factor": table.scale,
+        "original_max_position_embeddings": _number(table.original_max_position),
+    }
+    if table.method not in ROPE_TYPES:
+        raise ValueError(
+            f"transformers gets no rope_type {table.method!r} from mrrope, only {', '.join(ROPE_TYPES)}; "
+            "engine='transformers-longrope' takes every table"
+        )
+    if method == table.method:
+        return parameters | {key: options[argument] for key, argument in OPTIONS.items() if argument in options}
+    if table.method in ("mrrope_pro", "mrrope_uni"):
+        assert table.bounds is not None
+        return parameters | {"bounds": list(table.bounds), "attention_factor": table.attention_factor}
+    raise ValueError(
+        f"a ready table of {table.method!r} does not tell what it was made with; name the method and its options, or "
+        "use engine='transformers-longrope', which takes every table"
+    )
+
+
+def _section(data: dict[str, Any], parsed: Any, text: Any) -> dict[str, Any]:
+    """The part of a configuration's dict that is the text model's."""
+    if parsed is text:
+        return data
+    for name in parsed.sub_configs:
+        sub = getattr(parsed, name, None)
+        if sub is not None and sub.get_text_config() is text:
+            return _section(data.setdefault(name, {}), sub, text)
+    raise ValueError(f"config must hold its text model's configuration, and that of {parsed.model_type} does not")
+
+
+def _with_rope(
+    data: dict[str, Any], parsed: Any, parameters: dict[str, Any], length: int, *, legacy: bool
+) -> dict[str, Any]:
+    """A configuration's dict with other RoPE: where transformers 5 looks for it, and where 4 does if ``legacy``."""
+    exported = copy.deepcopy(data)
+    text = parsed.get_text_config()
+    section = _section(exported, parsed, text)
+    for key in ("rope_scaling", "rope_theta"):
+        section.pop(key, None)
+    section["max_position_embeddings"] = length
+    section["rope_parameters"] = copy.deepcopy(parameters)
+    if "rope_type" not in parameters:
+        return exported  # One for each kind of layer, of which transformers 4 knows nothing.
+    if hasattr(text, "original_max_position_embeddings"):
+        section["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
+    if legacy:
+        section["rope_theta"] = parameters["rope_theta"]
+        section["rope_scaling"] = {key: value for key, value in parameters.items() if key != "rope_theta"}
+        if "partial_rotary_factor" in parameters:
+            section["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+        if getattr(text, "head_dim", 1) is None:
+            section["head_dim"] = text.hidden_size // text.num_attention_heads
+    return exported
+
+
+def _check_frequencies(exported: Any, rotary: nn.Module, tables: dict[str | None, FrequencyTable]) -> None:
+    """Raises where transformers, reading the exported configuration, would rotate by something else."""
+    again: nn.Module = type(rotary)(config=exported.get_text_config())
+    for layer_type, table in tables.items():
+        found: torch.Tensor = getattr(again, model_rope.attribute(layer_type, model_rope.FREQUENCIES))
+        factor: float = getattr(again, model_rope.attribute(layer_type, "attention_scaling"))
+        right = found.shape == table.inv_freq.shape and torch.allclose(found.double(), table.inv_freq, 1e-5, 0.0)
+        if not right or abs(factor - table.attention_factor) > 1e-6:
+            raise ValueError(
+                f"the code of {exported.model_type} in transformers does not take its frequencies from "
+                "rope_parameters alone, so that no configuration can replace them; use mrrope.patch"
+            )

@@ -1,0 +1,590 @@
+#include "mrrope/frequency_table.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <numbers>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace mrrope {
+namespace {
+
+using Real = long double;
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr double not_a_number = std::numeric_limits<double>::quiet_NaN();
+
+TableRequest llama(Method method, double scale = 16.0) {
+    return {.method = method, .rotary_dim = 128, .base = 5e5, .original_max_position = 8192, .scale = scale};
+}
+
+TableRequest with_bounds(TableRequest request, Bounds bounds) {
+    request.bounds = bounds;
+    return request;
+}
+
+TableRequest with_power(TableRequest request, double power) {
+    request.method = Method::mrrope_pow;
+    request.power = power;
+    return request;
+}
+
+Real plain_frequency(const TableRequest& request, int i) {
+    return std::pow(Real(request.base), Real(-2 * i) / request.rotary_dim);
+}
+
+Real rotations(const TableRequest& request, Real pair) {
+    const Real theta = std::pow(Real(request.base), -2 * pair / request.rotary_dim);
+    return request.original_max_position * theta / (2 * std::numbers::pi_v<Real>);
+}
+
+using ScaleOfPair = std::function<Real(int)>;
+
+void expect_scales(const TableRequest& request, const ScaleOfPair& expected) {
+    // One rounding to double, and what an 80-bit long double loses in a power.
+    constexpr Real tolerance = 1.13e-16L;
+    const FrequencyTable table = build_table(request);
+    ASSERT_EQ(table.inv_freq.size(), static_cast<size_t>(request.rotary_dim / 2));
+    ASSERT_EQ(table.cumulative_scale.size(), table.inv_freq.size());
+    ASSERT_EQ(table.turns.size(), table.inv_freq.size());
+    for (int i = 0; i < table.pairs(); ++i) {
+        SCOPED_TRACE(std::string(method_name(request.method)) + ", pair " + std::to_string(i));
+        const Real scale = expected(i);
+        const Real frequency = plain_frequency(request, i) / scale;
+        EXPECT_LE(std::abs(table.cumulative_scale[i] - scale), tolerance * scale)
+            << table.cumulative_scale[i] << " for " << static_cast<double>(scale);
+        EXPECT_LE(std::abs(table.inv_freq[i] - frequency), tolerance * frequency)
+            << table.inv_freq[i] << " for " << static_cast<double>(frequency);
+        const Real circles = std::ldexp(static_cast<Real>(table.turns[i]), -64);
+        const Real wanted = frequency / (2 * std::numbers::pi_v<Real>);
+        EXPECT_LE(std::abs(circles - (wanted - std::floor(wanted))), 1e-18L * std::max<Real>(1, wanted))
+            << table.turns[i];
+    }
+    EXPECT_NO_THROW(validate(table));
+}
+
+Real yarn_mix(Real ramp, Real scale) {
+    return 1 / (ramp / scale + (1 - ramp));
+}
+
+// --- methods
+// -----------------------------------------------------------------------------------------------------------
+
+TEST(Methods, RopeLeavesEveryPairAlone) {
+    expect_scales(llama(Method::rope), [](int) { return 1; });
+}
+
+TEST(Methods, PiSlowsEveryPairByTheScale) {
+    expect_scales(llama(Method::pi), [](int) { return 16; });
+}
+
+TEST(Methods, NtkRaisesTheBase) {
+    expect_scales(llama(Method::ntk), [](int i) { return std::pow(Real(16), Real(2 * i) / 126); });
+    const TableRequest request = llama(Method::ntk);
+    const FrequencyTable table = build_table(request);
+    const Real raised_base = request.base * std::pow(Real(16), Real(128) / 126);
+    EXPECT_NEAR(table.inv_freq[40], static_cast<double>(std::pow(raised_base, Real(-80) / 128)), 1e-19);
+    EXPECT_DOUBLE_EQ(table.cumulative_scale.back(), 16.0);
+}
+
+TEST(Methods, YarnRampsOverThePairIndex) {
+    expect_scales(llama(Method::yarn),
+                  [](int i) { return yarn_mix(std::clamp((i - 18) / Real(17), Real(0), Real(1)), 16); });
+    EXPECT_EQ(build_table(llama(Method::yarn)).bounds, Bounds(18, 35));
+}
+
+TEST(Methods, YarnRatioRampsOverTheRotations) {
+    const TableRequest request = llama(Method::yarn_ratio);
+    expect_scales(request, [&](int i) {
+        return yarn_mix(std::clamp((32 - rotations(request, i)) / Real(31), Real(0), Real(1)), 16);
+    });
+}
+
+TEST(Methods, YarnRatioTakesBoundsAsTheRotationsOfThosePairs) {
+    const TableRequest request = with_bounds(llama(Method::yarn_ratio), {10, 30});
+    const Real fast = rotations(request, 10);
+    const Real slow = rotations(request, 30);
+    expect_scales(request, [&](int i) {
+        if (i <= 10) return Real(1);
+        if (i >= 30) return Real(16);
+        return yarn_mix((fast - rotations(request, i)) / (fast - slow), 16);
+    });
+}
+
+TEST(Methods, Llama3IsTheRatioRampWithoutTemperature) {
+    TableRequest request = llama(Method::llama3, 8.0);
+    request.beta = 4.0;
+    expect_scales(request, [&](int i) {
+        const Real wavelength = 2 * std::numbers::pi_v<Real> / plain_frequency(request, i);
+        const Real length = request.original_max_position;
+        if (wavelength < length / 4) return Real(1);
+        if (wavelength > length / 1) return Real(8);
+        const Real smooth = (length / wavelength - 1) / (4 - 1);
+        return 1 / ((1 - smooth) / 8 + smooth);
+    });
+    EXPECT_EQ(build_table(request).attention_factor, 1.0);
+}
+
+TEST(Methods, MrropeUniSpreadsTheScaleEvenly) {
+    expect_scales(llama(Method::mrrope_uni),
+                  [](int i) { return std::pow(Real(16), std::clamp(i - 18, 0, 17) / Real(17)); });
+}
+
+TEST(Methods, MrropeProSpreadsTheScaleProgressively) {
+    expect_scales(llama(Method::mrrope_pro), [](int i) {
+        const int k = std::clamp(i - 18, 0, 17);
+        return std::pow(Real(16), Real(k * (k + 1)) / (17 * 18));
+    });
+}
+
+TEST(Methods, MrropePowSpreadsTheScaleByAnyPower) {
+    for (const double power : {2.0, 0.5, -0.5, 1.75, -3.0, 10.0, 1e-9}) {
+        SCOPED_TRACE(power);
+        expect_scales(with_power(llama(Method::mrrope_pow), power), [&](int i) {
+            Real below = 0;
+            Real all = 0;
+            for (int j = 1; j <= 17; ++j) {
+                const Real share = std::pow(Real(j), Real(power));
+                all += share;
+                if (j <= i - 18) below += share;
+            }
+            return std::pow(Real(16), below / all);
+        });
+    }
+}
+
+TEST(Methods, PowersZeroAndOneAreUniAndPro) {
+    EXPECT_EQ(build_table(with_power(llama(Method::mrrope_pow), 0.0)).turns,
+              build_table(llama(Method::mrrope_uni)).turns);
+    EXPECT_EQ(build_table(with_power(llama(Method::mrrope_pow), 1.0)).turns,
+              build_table(llama(Method::mrrope_pro)).turns);
+}
+
+TEST(Methods, RadixMultipliesItsFactors) {
+    TableRequest request = llama(Method::radix);
+    for (int j = 0; j < 63; ++j) request.factors.push_back(1.0 + j / 640.0);
+    expect_scales(request, [&](int i) {
+        Real product = 1;
+        for (int j = 0; j < i; ++j) product *= request.factors[j];
+        return product;
+    });
+    const FrequencyTable table = build_table(request);
+    const std::vector<double> factors = table.radix_factors();
+    ASSERT_EQ(factors.size(), 63u);
+    for (int j = 0; j < 63; ++j) EXPECT_NEAR(factors[j], request.factors[j], 1e-15);
+}
+
+TEST(Methods, LongropeTakesTheCumulativeScalesAsTheyAre) {
+    TableRequest request = llama(Method::longrope);
+    for (int i = 0; i < 64; ++i) request.factors.push_back(1.0 + i * i / 100.0);
+    expect_scales(request, [&](int i) { return request.factors[i]; });
+    EXPECT_EQ(build_table(request).cumulative_scale, request.factors);
+}
+
+TEST(Methods, RadixFactorsOfATableRebuildIt) {
+    const FrequencyTable pro = build_table(llama(Method::mrrope_pro));
+    TableRequest request = llama(Method::radix);
+    request.factors = pro.radix_factors();
+    const FrequencyTable rebuilt = build_table(request);
+    for (int i = 0; i < 64; ++i) EXPECT_NEAR(rebuilt.inv_freq[i] / pro.inv_freq[i], 1.0, 1e-14) << i;
+}
+
+TEST(Methods, TurnsAreRoundedCorrectly) {
+    struct Expected {
+        int pair;
+        uint64_t rope;
+        uint64_t pro;
+    };
+    // mpmath, 60 digits.
+    constexpr Expected expected[] = {
+        {0, 2935890503282001226u, 2935890503282001226u},
+        {1, 2391627000689282720u, 2391627000689282720u},
+        {17, 89939598963010509u, 89939598963010509u},
+        {18, 73266347321414578u, 73266347321414578u},
+        {19, 59684029189743607u, 58612206206591390u},
+        {25, 17441333892503051u, 10500690769312118u},
+        {34, 2755256523560537u, 234332845323525u},
+        {35, 2244479447788084u, 140279965486755u},
+        {63, 7208024532904u, 450501533306u},
+    };
+    const FrequencyTable rope = build_table(llama(Method::rope));
+    const FrequencyTable pro = build_table(llama(Method::mrrope_pro));
+    for (const auto& [pair, rope_turns, pro_turns] : expected) {
+        EXPECT_EQ(rope.turns[pair], rope_turns) << pair;
+        EXPECT_EQ(pro.turns[pair], pro_turns) << pair;
+    }
+}
+
+TEST(Methods, NamesGoThereAndBack) {
+    for (int i = 0; i <= static_cast<int>(Method::relative); ++i) {
+        const auto method = static_cast<Method>(i);
+        EXPECT_EQ(method_from_name(method_name(method)), method);
+    }
+    EXPECT_STREQ(method_name(Method::mrrope_pro), "mrrope_pro");
+    EXPECT_STREQ(method_name(Method::relative), "relative");
+}
+
+// --- attention factor
+// --------------------------------------------------------------------------------------------------
+
+TEST(AttentionFactor, IsTheTemperatureOfYarnAndMrrope) {
+    const double temperature = 0.1 * std::log(16.0) + 1.0;
+    for (const Method method : {Method::yarn, Method::yarn_ratio, Method::mrrope_uni, Method::mrrope_pro}) {
+        EXPECT_DOUBLE_EQ(build_table(llama(method)).attention_factor, temperature) << method_name(method);
+    }
+    EXPECT_DOUBLE_EQ(build_table(with_power(llama(Method::mrrope_pow), 2.0)).attention_factor, temperature);
+    for (const Method method : {Method::rope, Method::pi, Method::ntk, Method::llama3}) {
+        EXPECT_EQ(build_table(llama(method)).attention_factor, 1.0) << method_name(method);
+    }
+    TableRequest longrope = llama(Method::longrope);
+    longrope.factors.assign(64, 2.0);
+    EXPECT_EQ(build_table(longrope).attention_factor, 1.0);
+}
+
+TEST(AttentionFactor, IsWhatWasAskedFor) {
+    for (const Method method : {Method::rope, Method::yarn, Method::mrrope_pro}) {
+        TableRequest request = llama(method);
+        request.attention_factor = 1.25;
+        EXPECT_EQ(build_table(request).attention_factor, 1.25);
+    }
+}
+
+TEST(AttentionFactor, NeverCoolsAScaleBelowOne) {
+    EXPECT_EQ(build_table(llama(Method::yarn, 0.5)).attention_factor, 1.0);
+}
+
+// --- bounds and edges
+// --------------------------------------------------------------------------------------------------
+
+TEST(Bounds, FollowAlphaAndBeta) {
+    const auto pair = [](double length, double rotations, double base, double dim) {
+        return dim * std::log(length / (rotations * 2 * std::numbers::pi)) / (2 * std::log(base));
+    };
+    TableRequest request = llama(Method::mrrope_pro);
+    request.alpha = 2.0;
+    request.beta = 20.0;
+    const Bounds expected(std::floor(pair(8192, 20, 5e5, 128)), std::ceil(pair(8192, 2, 5e5, 128)));
+    EXPECT_EQ(build_table(request).bounds, expected);
+    EXPECT_EQ(build_table(with_bounds(request, {3, 5})).bounds, Bounds(3, 5));
+}
+
+TEST(Bounds, LowerOneIsClampedToTheFirstPair) {
+    TableRequest request{.method = Method::mrrope_uni, .rotary_dim = 64, .original_max_position = 128, .scale = 4};
+    const FrequencyTable table = build_table(request);  // no pair turns 32 times within 128 tokens
+    ASSERT_EQ(table.bounds->first, 0);
+    ASSERT_GT(table.bounds->second, 0);
+    const Real steps = table.bounds->second;
+    expect_scales(request, [&](int i) { return std::pow(Real(4), std::min<Real>(i, steps) / steps); });
+}
+
+TEST(Bounds, BothAreClampedWhereNoPairTurnsOnce) {
+    TableRequest request{.method = Method::yarn, .rotary_dim = 64, .original_max_position = 3, .scale = 4};
+    EXPECT_EQ(build_table(request).bounds, Bounds(0, 0));
+    expect_scales(request, [](int i) { return i == 0 ? 1 : 4; });
+}
+
+TEST(Bounds, UpperOneMayLieBeyondTheLastPair) {
+    TableRequest request{
+        .method = Method::mrrope_pro, .rotary_dim = 64, .base = 100, .original_max_position = 8192, .scale = 8};
+    const FrequencyTable table = build_table(request);
+    const auto [low, high] = *table.bounds;
+    ASSERT_GT(high, 31);
+    ASSERT_LE(high, 63);
+    const Real steps = high - low;
+    expect_scales(request, [&, low = low](int i) {
+        const Real k = std::max(i - low, 0);
+        return std::pow(Real(8), k * (k + 1) / (steps * (steps + 1)));
+    });
+    EXPECT_LT(table.cumulative_scale.back(), 8.0);
+}
+
+TEST(Bounds, UpperOneIsClampedToTheRotaryDimension) {
+    TableRequest request{
+        .method = Method::yarn, .rotary_dim = 64, .base = 1.5, .original_max_position = 1e9, .scale = 8};
+    EXPECT_EQ(build_table(request).bounds, Bounds(63, 63));
+    expect_scales(request, [](int) { return 1; });
+}
+
+TEST(Bounds, BothBeyondTheLastPairLeaveEverythingAlone) {
+    for (const Method method : {Method::yarn, Method::yarn_ratio, Method::mrrope_uni, Method::mrrope_pro}) {
+        expect_scales(with_bounds(llama(method), {64, 100}), [](int) { return 1; });
+    }
+}
+
+TEST(Bounds, CoincidingOnesMakeOneStep) {
+    const auto step = [](int i) { return i <= 20 ? 1 : 16; };
+    for (const Method method :
+         {Method::yarn, Method::yarn_ratio, Method::llama3, Method::mrrope_uni, Method::mrrope_pro}) {
+        expect_scales(with_bounds(llama(method), {20, 20}), step);
+    }
+    expect_scales(with_power(with_bounds(llama(Method::rope), {20, 20}), -2.5), step);
+    expect_scales(with_bounds(llama(Method::mrrope_pro), {0, 0}), [](int i) { return i == 0 ? 1 : 16; });
+}
+
+TEST(Edges, ScaleOneIsPlainRope) {
+    const FrequencyTable rope = build_table(llama(Method::rope, 1.0));
+    for (const Method method : {Method::pi, Method::ntk, Method::yarn, Method::yarn_ratio, Method::mrrope_uni,
+                                Method::mrrope_pro, Method::llama3}) {
+        const FrequencyTable table = build_table(llama(method, 1.0));
+        EXPECT_EQ(table.turns, rope.turns) << method_name(method);
+        EXPECT_EQ(table.inv_freq, rope.inv_freq) << method_name(method);
+        EXPECT_EQ(table.cumulative_scale, std::vector<double>(64, 1.0)) << method_name(method);
+        EXPECT_EQ(table.attention_factor, 1.0) << method_name(method);
+    }
+}
+
+TEST(Edges, OnePair) {
+    for (const Method method : {Method::rope, Method::ntk, Method::yarn, Method::mrrope_uni, Method::mrrope_pro}) {
+        const FrequencyTable table =
+            build_table({.method = method, .rotary_dim = 2, .original_max_position = 4096, .scale = 4});
+        EXPECT_EQ(table.inv_freq, std::vector<double>{1.0}) << method_name(method);
+        EXPECT_EQ(table.turns, std::vector<uint64_t>{2935890503282001226u}) << method_name(method);
+        EXPECT_TRUE(table.radix_factors().empty());
+    }
+    EXPECT_EQ(build_table({.method = Method::pi, .rotary_dim = 2, .original_max_position = 4096, .scale = 4}).inv_freq,
+              std::vector<double>{0.25});
+    EXPECT_EQ(build_table({.method = Method::radix, .rotary_dim = 2, .original_max_position = 9}).turns.size(), 1u);
+}
+
+TEST(Edges, ExtremePowersPutTheWholeScaleIntoOneStep) {
+    for (const double power : {1000.0, 12345.678, 1e308}) {
+        SCOPED_TRACE(power);
+        const FrequencyTable late = build_table(with_power(llama(Method::mrrope_pow), power));
+        const FrequencyTable early = build_table(with_power(llama(Method::mrrope_pow), -power));
+        for (int i = 0; i < 64; ++i) {
+            // 16^((16/17)^1000) is 1 to 26 digits.
+            EXPECT_DOUBLE_EQ(late.cumulative_scale[i], i < 35 ? 1.0 : 16.0) << i;
+            EXPECT_DOUBLE_EQ(early.cumulative_scale[i], i <= 18 ? 1.0 : 16.0) << i;
+        }
+        EXPECT_NO_THROW(validate(late));
+        EXPECT_NO_THROW(validate(early));
+    }
+}
+
+TEST(Edges, HugeBases) {
+    for (const double base : {1e300, 1e305}) {
+        TableRequest request = llama(Method::rope);
+        request.rotary_dim = 8;
+        request.base = base;
+        expect_scales(request, [](int) { return 1; });
+    }
+}
+
+TEST(Edges, FrequenciesAboveOneTurnWrap) {
+    TableRequest request = llama(Method::pi, 1.0 / 100.0);
+    expect_scales(request, [&](int) { return Real(request.scale); });
+}
+
+// --- tables from tables
+// ------------------------------------------------------------------------------------------------
+
+TEST(Relative, IsTheDifferenceOfAngles) {
+    const FrequencyTable from = build_table(llama(Method::yarn, 4.0));
+    const FrequencyTable to = build_table(llama(Method::mrrope_pro, 16.0));
+    const FrequencyTable table = relative(to, from);
+    EXPECT_EQ(table.method, Method::relative);
+    EXPECT_EQ(table.rotary_dim, 128);
+    EXPECT_EQ(table.scale, 4.0);
+    EXPECT_DOUBLE_EQ(table.attention_factor, to.attention_factor / from.attention_factor);
+    EXPECT_TRUE(table.cumulative_scale.empty());
+    EXPECT_TRUE(table.radix_factors().empty());
+    EXPECT_FALSE(table.bounds.has_value());
+    for (int i = 0; i < 64; ++i) {
+        EXPECT_EQ(table.turns[i] + from.turns[i], to.turns[i]);
+        EXPECT_EQ(table.inv_freq[i], to.inv_freq[i] - from.inv_freq[i]);
+    }
+    EXPECT_NO_THROW(validate(table));
+}
+
+TEST(Relative, Composes) {
+    const FrequencyTable a = build_table(llama(Method::rope));
+    const FrequencyTable b = build_table(llama(Method::yarn));
+    const FrequencyTable c = build_table(llama(Method::mrrope_uni));
+    const FrequencyTable a_to_b = relative(b, a);
+    const FrequencyTable b_to_c = relative(c, b);
+    const FrequencyTable a_to_c = relative(c, a);
+    for (int i = 0; i < 64; ++i) EXPECT_EQ(a_to_b.turns[i] + b_to_c.turns[i], a_to_c.turns[i]);
+    EXPECT_DOUBLE_EQ(a_to_b.attention_factor * b_to_c.attention_factor, a_to_c.attention_factor);
+}
+
+TEST(Relative, ToItselfDoesNothing) {
+    const FrequencyTable table = build_table(llama(Method::mrrope_pro));
+    const FrequencyTable nothing = relative(table, table);
+    EXPECT_EQ(nothing.turns, std::vector<uint64_t>(64, 0));
+    EXPECT_EQ(nothing.attention_factor, 1.0);
+}
+
+TEST(Inverse, NegatesAnglesAndInvertsTheAttentionFactor) {
+    const FrequencyTable table = build_table(llama(Method::mrrope_pro));
+    const FrequencyTable undo = inverse(table);
+    for (int i = 0; i < 64; ++i) {
+        EXPECT_EQ(undo.turns[i] + table.turns[i], 0u);
+        EXPECT_EQ(undo.inv_freq[i], -table.inv_freq[i]);
+    }
+    EXPECT_DOUBLE_EQ(undo.attention_factor * table.attention_factor, 1.0);
+    EXPECT_EQ(undo.method, Method::relative);
+    EXPECT_NO_THROW(validate(undo));
+    EXPECT_EQ(inverse(undo).turns, table.turns);
+}
+
+TEST(Packed, IsTheTurnsAndTheAttentionFactor) {
+    const FrequencyTable table = build_table(llama(Method::mrrope_pro));
+    const std::vector<uint64_t> words = packed(table);
+    ASSERT_EQ(words.size(), 65u);
+    EXPECT_TRUE(std::equal(table.turns.begin(), table.turns.end(), words.begin()));
+    EXPECT_EQ(std::bit_cast<double>(words.back()), table.attention_factor);
+}
+
+// --- errors
+// ------------------------------------------------------------------------------------------------------------
+
+void expect_error(const std::function<void()>& action, const std::vector<std::string>& parts) {
+    try {
+        action();
+        ADD_FAILURE() << "no error about " << parts.front();
+    } catch (const std::invalid_argument& error) {
+        const std::string text = error.what();
+        EXPECT_EQ(text.rfind(parts.front(), 0), 0u) << "must open with the argument " << parts.front() << ": " << text;
+        for (const std::string& part : parts) EXPECT_NE(text.find(part), std::string::npos) << part << " in: " << text;
+    }
+}
+
+struct BadRequest {
+    const char* what;
+    std::function<void(TableRequest&)> spoil;
+    std::vector<std::string> parts;  // of the message, which opens with the first
+};
+
+class BadRequests : public ::testing::TestWithParam<BadRequest> {};
+
+TEST_P(BadRequests, AreRefusedNamingTheArgument) {
+    TableRequest request = llama(Method::yarn);
+    GetParam().spoil(request);
+    expect_error([&] { build_table(request); }, GetParam().parts);
+}
+
+using R = TableRequest;
+INSTANTIATE_TEST_SUITE_P(
+    All, BadRequests,
+    ::testing::Values(
+        BadRequest{"OddRotaryDim", [](R& r) { r.rotary_dim = 127; }, {"rotary_dim", "even", "127"}},
+        BadRequest{"ZeroRotaryDim", [](R& r) { r.rotary_dim = 0; }, {"rotary_dim", "got 0"}},
+        BadRequest{"NegativeRotaryDim", [](R& r) { r.rotary_dim = -64; }, {"rotary_dim", "-64"}},
+        BadRequest{"BaseOne", [](R& r) { r.base = 1.0; }, {"base", "above 1", "got 1"}},
+        BadRequest{"BaseNegative", [](R& r) { r.base = -5.0; }, {"base", "-5"}},
+        BadRequest{"BaseInfinite", [](R& r) { r.base = infinity; }, {"base", "finite", "inf"}},
+        BadRequest{"BaseNan", [](R& r) { r.base = not_a_number; }, {"base", "nan"}},
+        BadRequest{
+            "LengthZero", [](R& r) { r.original_max_position = 0; }, {"original_max_position", "positive", "got 0"}},
+        BadRequest{"LengthNan", [](R& r) { r.original_max_position = not_a_number; }, {"original_max_position", "nan"}},
+        BadRequest{
+            "LengthInfinite", [](R& r) { r.original_max_position = infinity; }, {"original_max_position", "inf"}},
+        BadRequest{"ScaleZero", [](R& r) { r.scale = 0.0; }, {"scale", "positive", "got 0"}},
+        BadRequest{"ScaleNegative", [](R& r) { r.scale = -2.5; }, {"scale", "-2.5"}},
+        BadRequest{"ScaleInfinite", [](R& r) { r.scale = infinity; }, {"scale", "inf"}},
+        BadRequest{"ScaleNan", [](R& r) { r.scale = not_a_number; }, {"scale", "nan"}},
+        BadRequest{"AlphaZero", [](R& r) { r.alpha = 0.0; }, {"alpha", "got 0"}},
+        BadRequest{"BetaNan", [](R& r) { r.beta = not_a_number; }, {"beta", "nan"}},
+        BadRequest{"AlphaAboveBeta", [](R& r) { r.alpha = 33.5; }, {"alpha", "beta", "33.5", "32"}},
+        BadRequest{"BoundsNegative", [](R& r) { r.bounds = Bounds(-1, 5); }, {"bounds", "(-1, 5)"}},
+        BadRequest{"BoundsSwapped", [](R& r) { r.bounds = Bounds(7, 5); }, {"bounds", "(7, 5)"}},
+        BadRequest{"PowerMissing", [](R& r) { r.method = Method::mrrope_pow; }, {"power", "none"}},
+        BadRequest{"PowerNan", [](R& r) { r = with_power(r, not_a_number); }, {"power", "finite", "nan"}},
+        BadRequest{"PowerInfinite", [](R& r) { r = with_power(r, infinity); }, {"power", "finite", "inf"}},
+        BadRequest{"PowerNotWanted", [](R& r) { r.power = 2.5; }, {"power", "2.5", "'yarn'"}},
+        BadRequest{"AttentionFactorZero", [](R& r) { r.attention_factor = 0.0; }, {"attention_factor", "got 0"}},
+        BadRequest{"AttentionFactorNan", [](R& r) { r.attention_factor = not_a_number; }, {"attention_factor", "nan"}},
+        BadRequest{"FactorsNotWanted", [](R& r) { r.factors = {1, 2}; }, {"factors", "got 2", "'yarn'"}},
+        BadRequest{"RadixFactorsTooMany",
+                   [](R& r) { r.method = Method::radix, r.factors.assign(64, 1.0); },
+                   {"factors", "63", "got 64"}},
+        BadRequest{"LongropeFactorsTooFew",
+                   [](R& r) { r.method = Method::longrope, r.factors.assign(63, 1.0); },
+                   {"factors", "64", "got 63"}},
+        BadRequest{"FactorNegative",
+                   [](R& r) { r.method = Method::longrope, r.factors.assign(64, 1.0), r.factors[9] = -3.0; },
+                   {"factors", "-3", "index 9"}},
+        BadRequest{"FactorNan",
+                   [](R& r) { r.method = Method::radix, r.factors.assign(63, 1.0), r.factors[5] = not_a_number; },
+                   {"factors", "nan", "index 5"}},
+        BadRequest{"Relative", [](R& r) { r.method = Method::relative; }, {"method", "'relative'"}},
+        BadRequest{"FrequencyUnderflows",
+                   [](R& r) { r.method = Method::radix, r.factors.assign(63, 1e200); },
+                   {"the frequency of pair 2", "base", "cumulative scale"}}),
+    [](const auto& info) { return std::string(info.param.what); });
+
+TEST(Errors, UnknownMethodListsTheKnownOnes) {
+    expect_error([] { method_from_name("yarnn"); },
+                 {"method must be one of rope, pi, ntk, yarn, yarn_ratio, mrrope_uni, mrrope_pro, mrrope_pow, radix, "
+                  "longrope, llama3, got 'yarnn'"});
+}
+
+TEST(Errors, RelatedTablesMustHaveOneRotaryDim) {
+    TableRequest small = llama(Method::rope);
+    small.rotary_dim = 64;
+    expect_error([&] { relative(build_table(llama(Method::rope)), build_table(small)); },
+                 {"tables", "rotary_dim", "128 and 64"});
+}
+
+struct BadTable {
+    const char* what;
+    std::function<void(FrequencyTable&)> spoil;
+    std::vector<std::string> parts;
+};
+
+class BadTables : public ::testing::TestWithParam<BadTable> {};
+
+TEST_P(BadTables, AreRefusedNamingTheMember) {
+    FrequencyTable table = build_table(llama(Method::mrrope_pro));
+    validate(table);
+    GetParam().spoil(table);
+    expect_error([&] { validate(table); }, GetParam().parts);
+}
+
+using T = FrequencyTable;
+INSTANTIATE_TEST_SUITE_P(
+    All, BadTables,
+    ::testing::Values(
+        BadTable{"RotaryDim", [](T& t) { t.rotary_dim = 127; }, {"rotary_dim", "127"}},
+        BadTable{"InvFreqCount", [](T& t) { t.inv_freq.pop_back(); }, {"inv_freq", "64", "got 63"}},
+        BadTable{"TurnsCount", [](T& t) { t.turns.push_back(0); }, {"turns", "64", "got 65"}},
+        BadTable{"ScalesCount", [](T& t) { t.cumulative_scale.clear(); }, {"cumulative_scale", "64", "got 0"}},
+        BadTable{"ScalesOfRelative", [](T& t) { t.method = Method::relative; }, {"cumulative_scale", "0", "got 64"}},
+        BadTable{"AttentionFactor", [](T& t) { t.attention_factor = -1.0; }, {"attention_factor", "-1"}},
+        BadTable{"Scale", [](T& t) { t.scale = infinity; }, {"scale", "inf"}},
+        BadTable{"Base", [](T& t) { t.base = 0.5; }, {"base", "0.5"}},
+        BadTable{"BaseOfAnother", [](T& t) { t.base = 1e4; }, {"inv_freq", "base", "index 1"}},
+        BadTable{"Length", [](T& t) { t.original_max_position = -8.0; }, {"original_max_position", "-8"}},
+        BadTable{"Bounds", [](T& t) { t.bounds = Bounds(9, 8); }, {"bounds", "(9, 8)"}},
+        BadTable{"ScaleOfAnother", [](T& t) { t.cumulative_scale[40] *= 2; }, {"inv_freq", "index 40"}},
+        BadTable{"CumulativeScale", [](T& t) { t.cumulative_scale[3] = 0.0; }, {"cumulative_scale", "got 0"}},
+        BadTable{"InvFreqNan", [](T& t) { t.inv_freq[7] = not_a_number; }, {"inv_freq", "nan", "index 7"}},
+        BadTable{"InvFreqInfinite", [](T& t) { t.inv_freq[7] = infinity; }, {"inv_freq", "inf", "index 7"}},
+        BadTable{"TurnsOfAnother", [](T& t) { t.turns[5] = t.turns[6]; }, {"turns", "inv_freq", "index 5"}},
+        BadTable{"TurnsSlightlyOff", [](T& t) { t.turns[0] += 1 << 14; }, {"turns", "inv_freq 1", "index 0"}},
+        BadTable{"InvFreqSlightlyOff", [](T& t) { t.inv_freq[0] *= 1 + 1e-14; }, {"turns", "inv_freq", "index 0"}}),
+    [](const auto& info) { return std::string(info.param.what); });
+
+TEST(Validate, ForgivesOneRoundingOfInvFreq) {
+    FrequencyTable table = build_table(llama(Method::mrrope_pro));
+    for (double& frequency : table.inv_freq) frequency = std::nextafter(frequency, 2.0);
+    EXPECT_NO_THROW(validate(table));
+}
+
+TEST(Validate, AcceptsRelativeTablesOfEveryPairOfMethods) {
+    const Method methods[] = {Method::rope, Method::pi, Method::ntk, Method::yarn, Method::mrrope_pro, Method::llama3};
+    for (const Method to : methods) {
+        for (const Method from : methods) {
+            EXPECT_NO_THROW(validate(relative(build_table(llama(to, 32.0)), build_table(llama(from, 3.0)))));
+        }
+    }
+}
+
+}  // namespace
+}  // namespace mrrope

@@ -1,0 +1,428 @@
+#include "rotary_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "rotary_case.h"
+
+namespace mrrope {
+namespace {
+
+using namespace mrrope::testing;
+
+constexpr int64_t most_threads = std::numeric_limits<int32_t>::max();
+
+std::string describe(const RotaryShape& s) {
+    return "batch " + std::to_string(s.batch) + " tokens " + std::to_string(s.tokens) + " heads " +
+           std::to_string(s.heads) + " head_dim " + std::to_string(s.head_dim) + " rotary_dim " +
+           std::to_string(s.rotary_dim) + " element " + std::to_string(s.element_size) +
+           (s.aligned ? " aligned" : " unaligned");
+}
+
+// --- what every plan must be
+// -------------------------------------------------------------------------------------------
+
+template <class F>
+void for_each_shape(F&& f) {
+    for (const int heads : {1, 2, 3, 4, 5, 7, 8, 40, 71, 72}) {
+        for (const int head_dim : {2, 4, 6, 16, 30, 64, 80, 96, 100, 128, 192, 256, 512}) {
+            for (const int rotary_dim : {2, 16, head_dim / 4 * 2, head_dim - 2, head_dim}) {
+                if (rotary_dim < 2 || rotary_dim > head_dim || rotary_dim % 2 != 0) continue;
+                for (const int element_size : {2, 4, 8}) {
+                    for (const bool aligned : {false, true}) {
+                        for (const int64_t batch : {int64_t{1}, int64_t{3}, int64_t{1} << 20}) {
+                            for (const int64_t tokens :
+                                 {int64_t{0}, int64_t{1}, int64_t{17}, int64_t{4096}, int64_t{131072},
+                                  (int64_t{1} << 31) - 1, int64_t{1} << 31, int64_t{1} << 33}) {
+                                if (batch * tokens > int64_t{1} << 40) continue;  // more than memory can ever hold
+                                f(RotaryShape{.batch = batch,
+                                              .tokens = tokens,
+                                              .heads = heads,
+                                              .head_dim = head_dim,
+                                              .rotary_dim = rotary_dim,
+                                              .element_size = element_size,
+                                              .aligned = aligned});
+                                if (::testing::Test::HasFailure()) return;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+TEST(Plan, HoldsItsPromisesForEveryShape) {
+    for_each_shape([&](const RotaryShape& shape) {
+        SCOPED_TRACE(describe(shape));
+        const RotaryPlan plan = plan_rotary(shape);
+        const int full_vector = 16 / shape.element_size;
+        const int half = shape.rotary_dim / 2;
+        const int tail = shape.head_dim - shape.rotary_dim;
+        const bool may_use_vectors = shape.aligned && half % full_vector == 0 && tail % full_vector == 0;
+        EXPECT_EQ(plan.vector, may_use_vectors ? full_vector : 1);
+        EXPECT_EQ(plan.lanes * plan.vector, half);
+        EXPECT_TRUE(plan.heads_per_thread == 1 || plan.heads_per_thread == 2 || plan.heads_per_thread == 4);
+        EXPECT_GE(plan.head_groups * plan.heads_per_thread, shape.heads);
+        EXPECT_LT((plan.head_groups - 1) * plan.heads_per_thread, shape.heads);
+        // The last block may count past the last thread, in 32 bits too.
+        EXPECT_LE(plan.tokens_per_launch * plan.threads_per_token() + rotary_block_threads, most_threads);
+        const int64_t all_tokens = shape.batch * shape.tokens;
+        EXPECT_LE(plan.tokens_per_launch, all_tokens);
+        EXPECT_EQ(plan.tokens_per_launch == 0, all_tokens == 0);
+        if (plan.tokens_per_launch < all_tokens) {
+            EXPECT_LE(plan.tokens_per_launch, shape.tokens) << "a slice lies in one sequence";
+        }
+    });
+}
+
+TEST(Plan, IsAlreadyFullWithOneTokenMore) {
+    for_each_shape([&](const RotaryShape& shape) {
+        const RotaryPlan plan = plan_rotary(shape);
+        const int64_t all_tokens = shape.batch * shape.tokens;
+        if (plan.tokens_per_launch == all_tokens || plan.tokens_per_launch == shape.tokens) return;
+        EXPECT_GT((plan.tokens_per_launch + 1) * plan.threads_per_token() + rotary_block_threads, most_threads)
+            << describe(shape);
+    });
+}
+
+TEST(Plan, GivesEveryHeadAThreadWhereThereAreFew) {
+    RotaryShape shape{
+        .batch = 1, .tokens = 1, .heads = 40, .head_dim = 128, .rotary_dim = 128, .element_size = 2, .aligned = true};
+    EXPECT_EQ(plan_rotary(shape).heads_per_thread, 1);
+    shape.tokens = 131072;
+    EXPECT_GT(plan_rotary(shape).heads_per_thread, 1);
+    shape.heads = 1;
+    EXPECT_EQ(plan_rotary(shape).heads_per_thread, 1);
+}
+
+TEST(Plan, FastHeadDimsUseFullVectors) {
+    for (const int head_dim : {64, 80, 96, 128, 192, 256, 512}) {
+        const RotaryPlan plan = plan_rotary({.batch = 1,
+                                             .tokens = 8,
+                                             .heads = 8,
+                                             .head_dim = head_dim,
+                                             .rotary_dim = head_dim,
+                                             .element_size = 2,
+                                             .aligned = true});
+        EXPECT_EQ(plan.vector, 8) << head_dim;
+    }
+}
+
+// --- the kernel's index arithmetic, mirrored
+// ---------------------------------------------------------------------------
+
+// What kernels/rotary_kernel.cuh calls LaneLayout, which only nvcc can compile.
+struct LaneMirror {
+    Pairing pairing;
+    int vector;
+    int lane;
+    int half;
+
+    bool crosses_vectors() const { return pairing == Pairing::halves || vector == 1; }
+    bool takes_neighbours() const { return pairing == Pairing::interleaved && vector == 1; }
+    int first() const { return takes_neighbours() ? 2 * lane : lane * vector; }
+    int second() const { return takes_neighbours() ? 2 * lane + 1 : half + lane * vector; }
+    int pair(int j) const {
+        if (crosses_vectors()) return lane * vector + j;
+        const int held = vector / 2;
+        return lane * held + (j < held ? j : half / 2 + j - held);
+    }
+};
+
+// Counts who rotates and who copies which component, thread by thread.
+class KernelMirror {
+public:
+    KernelMirror(const RotaryShape& shape, const RotaryPlan& plan, Pairing pairing)
+        : shape_(shape),
+          plan_(plan),
+          pairing_(pairing),
+          touched_(shape.batch * shape.tokens * shape.heads * shape.head_dim) {}
+
+    void run() {
+        const int64_t threads = shape_.batch * shape_.tokens * plan_.threads_per_token();
+        for (int64_t thread = 0; thread < threads; ++thread) run(thread);
+    }
+
+    void expect_each_component_once() const {
+        for (size_t i = 0; i < touched_.size(); ++i) {
+            ASSERT_EQ(touched_[i], 1) << "component " << i % shape_.head_dim << " of head "
+                                      << i / shape_.head_dim % shape_.heads;
+        }
+    }
+
+private:
+    void run(int64_t thread) {
+        const int64_t lane = thread % plan_.lanes;
+        const int64_t item = thread / plan_.lanes;
+        const int64_t group = item % plan_.head_groups;
+        const int64_t sequence_token = item / plan_.head_groups;
+        const LaneMirror layout{pairing_, plan_.vector, static_cast<int>(lane), shape_.rotary_dim / 2};
+        for (int j = 0; j < plan_.heads_per_thread; ++j) {
+            const int64_t head = group + static_cast<int64_t>(j) * plan_.head_groups;
+            if (head < shape_.heads) rotate(sequence_token, head, layout);
+        }
+        for (int64_t head = group; head < shape_.heads; head += plan_.head_groups) {
+            for (int64_t at = shape_.rotary_dim + lane * plan_.vector; at < shape_.head_dim;
+                 at += static_cast<int64_t>(plan_.lanes) * plan_.vector) {
+                expect_aligned(at);
+                for (int j = 0; j < plan_.vector; ++j) touch(sequence_token, head, at + j);
+            }
+        }
+    }
+
+    void rotate(int64_t token, int64_t head, const LaneMirror& layout) {
+        expect_aligned(layout.first());
+        expect_aligned(layout.second());
+        for (int j = 0; j < plan_.vector; ++j) {
+            int a = layout.first() + j;
+            int b = layout.second() + j;
+            if (!layout.crosses_vectors()) {
+                const int start = j < plan_.vector / 2 ? layout.first() : layout.second();
+                a = start + 2 * (j % (plan_.vector / 2));
+                b = a + 1;
+            }
+            const int pair = layout.pair(j);
+            const bool halves = pairing_ == Pairing::halves;
+            ASSERT_EQ(a, halves ? pair : 2 * pair);
+            ASSERT_EQ(b, halves ? pair + shape_.rotary_dim / 2 : 2 * pair + 1);
+            touch(token, head, a);
+            touch(token, head, b);
+        }
+    }
+
+    // Heads start at multiples of 16 bytes wherever the plan has vectors.
+    void expect_aligned(int64_t component) const { ASSERT_EQ(component % plan_.vector, 0); }
+
+    void touch(int64_t token, int64_t head, int64_t component) {
+        ASSERT_LT(component, shape_.head_dim);
+        ++touched_.at((token * shape_.heads + head) * shape_.head_dim + component);
+    }
+
+    RotaryShape shape_;
+    RotaryPlan plan_;
+    Pairing pairing_;
+    std::vector<int> touched_;
+};
+
+TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
+    for (const int heads : {1, 2, 3, 4, 5, 6, 7, 9, 40, 72}) {
+        for (const int head_dim : {2, 4, 6, 10, 16, 24, 32, 48, 64, 80, 96, 100, 128, 192, 256, 512}) {
+            for (const int rotary_dim : {2, 16, 32, head_dim / 4 * 2, head_dim - 2, head_dim}) {
+                if (rotary_dim < 2 || rotary_dim > head_dim) continue;
+                for (const int element_size : {2, 4, 8}) {
+                    for (const bool aligned : {false, true}) {
+                        // Small shapes as the kernel takes them when they are large.
+                        for (const int heads_per_thread : {1, 2, 4}) {
+                            const RotaryShape shape{.batch = 2,
+                                                    .tokens = heads > 9 ? 1 : 3,
+                                                    .heads = heads,
+                                                    .head_dim = head_dim,
+                                                    .rotary_dim = rotary_dim,
+                                                    .element_size = element_size,
+                                                    .aligned = aligned};
+                            RotaryPlan plan = plan_rotary(shape);
+                            plan.heads_per_thread = heads_per_thread;
+                            plan.head_groups = (heads + heads_per_thread - 1) / heads_per_thread;
+                            for (const Pairing pairing : both_pairings) {
+                                SCOPED_TRACE(describe(shape));
+                                KernelMirror kernel(shape, plan, pairing);
+                                kernel.run();
+                                kernel.expect_each_component_once();
+                                if (HasFailure()) return;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+// --- launches
+// ----------------------------------------------------------------------------------------------------------
+
+TEST(Launches, PartitionTheTokensExactly) {
+    for (const int64_t batch : {0, 1, 2, 5}) {
+        for (const int64_t tokens : {0, 1, 7, 20}) {
+            for (const int64_t per_launch : {1, 2, 3, 7, 19, 20, 40, 100}) {
+                CaseOptions options;
+                options.batch = batch;
+                options.tokens = tokens;
+                RotaryCase rotary(options);
+                const RotaryArgs whole = rotary.args();
+                std::vector<int> visits(batch * tokens);
+                int launches = 0;
+                RotaryPlan plan;
+                plan.tokens_per_launch = std::min(per_launch, batch * tokens);
+                for_each_launch(whole, plan, [&](const RotaryArgs& part) {
+                    ++launches;
+                    EXPECT_LE(part.batch * part.tokens, std::max(per_launch, int64_t{0}));
+                    const auto* start = static_cast<const char*>(part.q.in);
+                    for (int64_t b = 0; b < part.batch; ++b) {
+                        for (int64_t t = 0; t < part.tokens; ++t) {
+                            const char* at = start + 4 * (b * part.q.in_strides.batch + t * part.q.in_strides.token);
+                            const int64_t element = (at - static_cast<const char*>(whole.q.in)) / 4;
+                            const int64_t sequence = element / whole.q.in_strides.batch;
+                            const int64_t token = element % whole.q.in_strides.batch / whole.q.in_strides.token;
+                            ++visits.at(sequence * tokens + token);
+                        }
+                    }
+                });
+                for (const int visit : visits) ASSERT_EQ(visit, 1) << batch << " " << tokens << " " << per_launch;
+                if (per_launch >= batch * tokens) {
+                    EXPECT_EQ(launches, 1);
+                }
+            }
+        }
+    }
+}
+
+TEST(Launches, InSlicesGiveWhatOneGives) {
+    for (uint64_t seed = 1; seed <= 120; ++seed) {
+        const CaseOptions options = random_options(seed, {.tokens = 12, .head_dim = 48});
+        RotaryCase whole(options);
+        rotary_cpu(whole.args());
+        for (const int64_t per_launch : {1, 3, 5}) {
+            RotaryCase sliced(options);
+            RotaryPlan plan;
+            plan.tokens_per_launch = std::min(per_launch, options.tokens);
+            for_each_launch(sliced.args(), plan, [](const RotaryArgs& part) { rotary_cpu(part); });
+            EXPECT_TRUE(sliced.output(sliced.q()).bytes == whole.output(whole.q()).bytes) << describe(options);
+            EXPECT_TRUE(sliced.output(sliced.k()).bytes == whole.output(whole.k()).bytes) << describe(options);
+        }
+    }
+}
+
+// Pointers are only computed here, never followed.
+TEST(Launches, OfHugeTensorsAreFewAndComplete) {
+    RotaryArgs args;
+    args.batch = 3;
+    args.tokens = int64_t{1} << 31;
+    args.head_dim = args.rotary_dim = 128;
+    args.dtype = DType::bfloat16;
+    args.q.heads = 32;
+    args.q.in = args.q.out = reinterpret_cast<void*>(uintptr_t{4096});
+    args.q.in_strides = args.q.out_strides = {.batch = args.tokens * 32 * 128, .token = 32 * 128, .head = 128};
+    args.positions.data = reinterpret_cast<void*>(uintptr_t{64});
+    args.positions.batch_stride = args.tokens;
+    const RotaryPlan plan = plan_rotary(shape_of(args));
+    int64_t tokens = 0;
+    int launches = 0;
+    uintptr_t expected_start = 4096;
+    uintptr_t expected_positions = 64;
+    for_each_launch(args, plan, [&](const RotaryArgs& part) {
+        ++launches;
+        ASSERT_EQ(part.batch, 1);
+        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.q.in), expected_start);
+        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.q.out), expected_start);
+        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.positions.data), expected_positions);
+        EXPECT_EQ(part.k.in, nullptr);
+        EXPECT_LE(part.tokens * plan.threads_per_token() + rotary_block_threads, most_threads);
+        expected_start += part.tokens * 32 * 128 * 2;
+        expected_positions += part.tokens * 8;
+        tokens += part.tokens;
+    });
+    EXPECT_EQ(tokens, args.batch * args.tokens);
+    EXPECT_LT(launches, 1000);
+}
+
+TEST(Slice, StepsThroughPositionsOfEitherKind) {
+    for (const bool wide : {false, true}) {
+        RotaryArgs args;
+        args.dtype = DType::float64;
+        args.q.heads = args.k.heads = 1;
+        args.q.in = reinterpret_cast<void*>(uintptr_t{1000});
+        args.q.out = reinterpret_cast<void*>(uintptr_t{2000});
+        args.k.in = reinterpret_cast<void*>(uintptr_t{3000});
+        args.k.out = reinterpret_cast<void*>(uintptr_t{4000});
+        args.q.in_strides = {.batch = 50, .token = 5, .head = 1};
+        args.q.out_strides = {.batch = 60, .token = 6, .head = 1};
+        args.k.in_strides = {.batch = 70, .token = 7, .head = 1};
+        args.k.out_strides = {.batch = 80, .token = -8, .head = 1};
+        args.positions = {.data = nullptr, .is_int64 = wide, .batch_stride = 100, .token_stride = 2};
+        const RotaryArgs part = slice(args, 2, 3, 4, 6);
+        EXPECT_EQ(part.batch, 3);
+        EXPECT_EQ(part.tokens, 6);
+        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.q.in), 1000u + 8 * (2 * 50 + 4 * 5));
+        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.q.out), 2000u + 8 * (2 * 60 + 4 * 6));
+        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.k.in), 3000u + 8 * (2 * 70 + 4 * 7));
+        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.k.out), 4000u + 8 * (2 * 80 - 4 * 8));
+        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.positions.data), (wide ? 8u : 4u) * (2 * 100 + 4 * 2));
+    }
+}
+
+// --- alignment
+// ---------------------------------------------------------------------------------------------------------
+
+RotaryArgs aligned_args(DType dtype) {
+    RotaryArgs args;
+    args.batch = 2;
+    args.tokens = 3;
+    args.head_dim = 64;
+    args.rotary_dim = 32;
+    args.dtype = dtype;
+    uintptr_t at = 1 << 20;
+    for (HeadsView* view : {&args.q, &args.k}) {
+        view->in = reinterpret_cast<void*>(at += 4096);
+        view->out = reinterpret_cast<void*>(at += 4096);
+        view->heads = 2;
+        view->in_strides = view->out_strides = {.batch = 1024, .token = 128, .head = 64};
+    }
+    return args;
+}
+
+TEST(Alignment, OfWholeHeadsIsSeen) {
+    for (const DType dtype : all_dtypes) {
+        const RotaryShape shape = shape_of(aligned_args(dtype));
+        EXPECT_TRUE(shape.aligned);
+        EXPECT_EQ(shape.batch, 2);
+        EXPECT_EQ(shape.tokens, 3);
+        EXPECT_EQ(shape.heads, 4);
+        EXPECT_EQ(shape.head_dim, 64);
+        EXPECT_EQ(shape.rotary_dim, 32);
+        EXPECT_EQ(shape.element_size, size_of(dtype));
+    }
+}
+
+TEST(Alignment, IsLostByOneElementAnywhere) {
+    for (const DType dtype : all_dtypes) {
+        const int element = size_of(dtype);
+        const auto moved = [&](const void* pointer) {
+            return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(pointer) + element);
+        };
+        for (HeadsView RotaryArgs::* const side : {&RotaryArgs::q, &RotaryArgs::k}) {
+            RotaryArgs args = aligned_args(dtype);
+            (args.*side).in = moved((args.*side).in);
+            EXPECT_FALSE(shape_of(args).aligned) << name_of(dtype);
+            args = aligned_args(dtype);
+            (args.*side).out = moved((args.*side).out);
+            EXPECT_FALSE(shape_of(args).aligned) << name_of(dtype);
+            for (HeadStrides HeadsView::* const strides : {&HeadsView::in_strides, &HeadsView::out_strides}) {
+                for (int64_t HeadStrides::* const stride :
+                     {&HeadStrides::batch, &HeadStrides::token, &HeadStrides::head}) {
+                    args = aligned_args(dtype);
+                    args.*side.*strides.*stride += 1;
+                    EXPECT_FALSE(shape_of(args).aligned) << name_of(dtype);
+                    args.*side.*strides.*stride += 16 / element - 1;
+                    EXPECT_TRUE(shape_of(args).aligned) << name_of(dtype);
+                }
+            }
+        }
+    }
+}
+
+TEST(Alignment, OfKeysThatAreNotThereDoesNotMatter) {
+    RotaryArgs args = aligned_args(DType::float32);
+    args.k = {};
+    args.k.in_strides = {.batch = 1, .token = 1, .head = 1};
+    EXPECT_TRUE(shape_of(args).aligned);
+    EXPECT_EQ(shape_of(args).heads, 2);
+}
+
+}  // namespace
+}  // namespace mrrope

@@ -1,0 +1,49 @@
+"""Devices to test on, the golden tables, and how many examples hypothesis tries."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+import mrrope
+
+settings.register_profile("default", deadline=None, max_examples=150)
+settings.register_profile("ci", deadline=None, max_examples=150, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def reason_for_no_cuda() -> str | None:
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    table = mrrope.frequency_table("rope", rotary_dim=2, base=1e4, original_max_position=8)
+    try:
+        mrrope.rotary(torch.ones(1, 1, 2, device="cuda"), None, torch.ones(1, device="cuda").long(), table, "thd")
+    except RuntimeError as error:
+        if "no CUDA kernels" in str(error):
+            return "this build of mrrope has no CUDA kernels"
+        raise
+    return None
+
+
+NO_CUDA = reason_for_no_cuda()
+needs_cuda = pytest.mark.skipif(NO_CUDA is not None, reason=NO_CUDA or "")
+
+
+# For the whole session, so that hypothesis may reuse it from example to example.
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=needs_cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session", params=[pytest.param("cuda", marks=needs_cuda)])
+def cuda(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def golden() -> list[dict]:
+    path = Path(__file__).parents[1] / "golden" / "frequency_tables.json"
+    return json.loads(path.read_text())

@@ -1,0 +1,91 @@
+"""The rotation in float64 numpy, independent of the package's arithmetic, and what every dtype may differ from it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+QUARTER_TURNS = np.array([1, 1j, -1, -1j])
+HEAD_AXIS = {"bhsd": -3, "bshd": -2, "thd": -2}
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Errors a rotation may make: of the arithmetic, relative to the pair's norm, and of rounding the result."""
+
+    arithmetic: float
+    rounding: float
+    frobenius: float
+
+
+# A 16-bit result carries one rounding, at most half an eps; in Frobenius norm that is less, by the spread of mantissas.
+TOLERANCES = {
+    torch.float64: Tolerance(1e-15, 0.0, 1e-15),
+    torch.float32: Tolerance(5e-7, 0.0, 5e-7),
+    torch.float16: Tolerance(5e-7, 2.0**-11, 2.2e-4),
+    torch.bfloat16: Tolerance(5e-7, 2.0**-8, 1.75e-3),
+}
+# From here on the Frobenius error of a normal distribution is within a few percent of its expectation.
+ENOUGH_FOR_FROBENIUS = 4096
+
+
+def unit_rotations(positions: torch.Tensor, turns: torch.Tensor) -> np.ndarray:
+    """exp(i position theta) of every position and pair; phases wrap exactly, in 64-bit integers."""
+    phase = positions.cpu().long().numpy().view(np.uint64)[..., None] * turns.numpy().view(np.uint64)
+    quarter = (phase + np.uint64(2**61)) >> np.uint64(62)
+    rest = (phase - (quarter << np.uint64(62))).view(np.int64)
+    return np.exp(1j * (rest * (np.pi / 2**63))) * QUARTER_TURNS[quarter & np.uint64(3)]
+
+
+def pairs_of(x: np.ndarray, pairing: str) -> np.ndarray:
+    """The pairs of the last dimension as complex numbers."""
+    half = x.shape[-1] // 2
+    if pairing == "halves":
+        return x[..., :half] + 1j * x[..., half:]
+    return x[..., 0::2] + 1j * x[..., 1::2]
+
+
+def components_of(pairs: np.ndarray, pairing: str) -> np.ndarray:
+    """The inverse of pairs_of."""
+    if pairing == "halves":
+        return np.concatenate([pairs.real, pairs.imag], axis=-1)
+    return np.stack([pairs.real, pairs.imag], axis=-1).reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
+
+
+def rotated(x, positions, table, layout="bhsd", pairing="halves", conjugate=False) -> torch.Tensor:
+    """What the op should give for q or k, in float64."""
+    whole = x.detach().cpu().double().numpy()
+    by = np.expand_dims(unit_rotations(positions, table.turns), HEAD_AXIS[layout]) * table.attention_factor
+    turned = pairs_of(whole[..., : table.rotary_dim], pairing) * (by.conj() if conjugate else by)
+    return torch.from_numpy(np.concatenate([components_of(turned, pairing), whole[..., table.rotary_dim :]], axis=-1))
+
+
+def plain_rotary(x, positions, table, pairing="halves"):
+    """The rotation of [..., tokens, rotary_dim] in plain differentiable PyTorch, for its gradients."""
+    by = torch.from_numpy(unit_rotations(positions, table.turns) * table.attention_factor)
+    cos, sin = by.real.to(x), by.imag.to(x)
+    if pairing == "halves":
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+
+
+def assert_rotated(actual, x, positions, table, layout="bhsd", pairing="halves", conjugate=False) -> None:
+    """Asserts that `actual` is x rotated: every pair within the dtype's tolerance, the tail bit for bit."""
+    assert (actual.shape, actual.dtype, actual.device) == (x.shape, x.dtype, x.device)
+    tolerance = TOLERANCES[x.dtype]
+    expected = rotated(x, positions, table, layout, pairing, conjugate)
+    actual, dim = actual.detach().cpu().double(), table.rotary_dim
+    assert torch.equal(actual[..., dim:], expected[..., dim:]), "the tail is not a copy"
+
+    actual, expected = actual[..., :dim], expected[..., :dim]
+    norms = np.abs(pairs_of(expected.numpy(), pairing))
+    norms = torch.from_numpy(components_of(norms + 1j * norms, pairing))
+    smallest = torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps
+    allowed = tolerance.arithmetic * norms + tolerance.rounding * expected.abs() + smallest
+    excess = (actual - expected).abs() - allowed
+    assert (excess <= 0).all(), f"{(excess > 0).sum()} components are off, by up to {excess.max():.3g} too much"
+    if expected.numel() >= ENOUGH_FOR_FROBENIUS:
+        error = (actual - expected).norm() / expected.norm()
+        assert error <= tolerance.frobenius, f"Frobenius error {error:.3g} is above {tolerance.frobenius}"
