@@ -7,6 +7,7 @@ against, and the wheel asks for that one.
 Environment: CMAKE_ARGS (more arguments for CMake), TORCH_CUDA_ARCH_LIST or CUDAARCHS, CUTLASS_PATH, CUDACXX.
 """
 
+import importlib
 import importlib.util
 import os
 import re
@@ -58,6 +59,13 @@ def build_requirements() -> list[str]:
     return requirements
 
 
+def program(name: str, folder_attribute: str) -> str:
+    """A build tool: the one that came as a Python package, even if its environment is not active, else PATH's."""
+    if importlib.util.find_spec(name):
+        return str(Path(getattr(importlib.import_module(name), folder_attribute)) / name)
+    return name
+
+
 class CMakeBuild(build_ext):  # type: ignore[misc]
     """Configures and builds the CMake project, with its Python targets going into the package's folder."""
 
@@ -80,6 +88,7 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
         version = torch_requirement().removeprefix("torch==").removesuffix(".*")
         build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{version}"
         arguments = [
+            f"-DCMAKE_MAKE_PROGRAM={program('ninja', 'BIN_DIR')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DLibTorch_ROOT={torch}",
@@ -90,8 +99,9 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
         cutlass = package_folder("cutlass_library")
         if cutlass and "CUTLASS_PATH" not in os.environ:
             arguments.append(f"-DCUTLASS_PATH={cutlass / 'source'}")
-        subprocess.run(["cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *arguments], check=True)
-        subprocess.run(["cmake", "--build", build, "--target", "_core", "mrrope_torch"], check=True)
+        cmake = program("cmake", "CMAKE_BIN_DIR")
+        subprocess.run([cmake, "-S", ROOT, "-B", build, "-G", "Ninja", *arguments], check=True)
+        subprocess.run([cmake, "--build", build, "--target", "_core", "mrrope_torch"], check=True)
 
 
 setup(

@@ -168,8 +168,8 @@ def read_config(config: Any) -> tuple[dict[str, Any], Any]:
         raise ValueError(f"config must have a model_type that transformers knows, got {model_type!r}")
     try:
         return copy.deepcopy(config), CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config))
-    except KeyError as error:  # transformers' word for a parameter that is missing
-        raise ValueError(f"config must be a whole one: {error.args[0]}") from None
+    except Exception as error:  # of one of transformers' many kinds
+        raise ValueError(f"config must be one that transformers can read: {error}") from error
 
 
 def _empty_model(text: Any) -> tuple[nn.Module, nn.Module]:

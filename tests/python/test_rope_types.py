@@ -11,6 +11,7 @@ import mrrope
 from mrrope.rope_types import ROPE_TYPES
 
 transformers = pytest.importorskip("transformers")
+from huggingface_hub.errors import StrictDataclassError  # noqa: E402
 
 BASIC = {"rope_theta": 50_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 TINY = {
@@ -150,7 +151,7 @@ def test_a_missing_parameter(missing):
     ],
 )
 def test_a_wrong_parameter(key, value, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(StrictDataclassError, match=message):  # transformers' wrapping of our ValueError
         transformers.LlamaConfig(**TINY, rope_parameters=parameters("mrrope_pow", **{key: value}))
 
 
@@ -173,10 +174,10 @@ IMPORTS = {
     "mrrope first": "import mrrope; assert 'transformers' not in sys.modules and 'gguf' not in sys.modules; "
     "import transformers",
     "transformers first": "import transformers.modeling_rope_utils; import mrrope",
-    "twice": "import mrrope; import importlib; importlib.reload(mrrope); import transformers",
-    "by hand": "import mrrope; mrrope.register_rope_types(); import transformers",
-    "reloaded": "import mrrope; import transformers.modeling_rope_utils as m, importlib; importlib.reload(m)",
-    "looked for": "import mrrope; import importlib.util as u; u.find_spec('transformers.modeling_rope_utils')",
+    "both again": "import mrrope; import importlib; importlib.reload(mrrope); "
+    "import transformers.modeling_rope_utils as module; importlib.reload(module)",
+    "looked for, then by hand": "import mrrope; from importlib.util import find_spec; "
+    "find_spec('transformers.modeling_rope_utils'); mrrope.register_rope_types()",
 }
 
 

@@ -71,6 +71,8 @@ QWEN4 = {
     "indexer_compress_ratio": 4,
 }
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1]},
+    "blt": {"num_hidden_layers": 8},
     "cohere_compass_text": {
         "layer_types": ["full_attention", "sliding_attention"],
         "num_hidden_layers": 2,
@@ -79,7 +81,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
         },
     },
-    "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "deepseek_v4": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "gemma3n": {"text_config": GEMMA3N},
     "gemma3n_text": GEMMA3N,
@@ -93,6 +102,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "gemma4_unified_text": {"global_head_dim": 32},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "granite_swa": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "layer_rope_theta": [1e4, 1e5, 0.0],
+    },
+    "granitemoe_swa": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "layer_rope_theta": [1e4, 1e5, 0.0],
+    },
     "granitemoehybrid": {
         "position_embedding_type": "rope",
         "num_hidden_layers": 2,
@@ -105,6 +124,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "num_hidden_layers": 2},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 8]},
     "roformer": {"is_decoder": True},
+    "zaya": {"num_hidden_layers": 2, "layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 8},
     "zamba": {"num_hidden_layers": 5, "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"]},
     "zamba2": {"use_mem_rope": True},
 }
@@ -227,7 +247,12 @@ def tiny_model(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.flo
     config = tiny_config(CONFIG_MAPPING[model_type](**copy.deepcopy(overrides)), overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and (parameter == parameter.flatten()[0]).all():
+                # A scale that starts at zero would hide what RoPE does.
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    return model
 
 
 def rotary_signs(model: nn.Module) -> list[str]:
@@ -293,13 +318,19 @@ def rotary_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def rope_effects(model: PreTrainedModel) -> dict[str, float]:
-    """For each rotary tensor, how much the logits change, relatively, when its rotations are half as fast."""
+    """How much the logits change, relatively, when a rotary tensor is slowed, or the positions are spread, by two."""
     call = inputs(model, tokens(2, 24))
     logits = model(**call).logits
+
+    def change(**other: Tensor) -> float:
+        return float((model(**call | other).logits - logits).norm() / logits.norm())
+
     effects = {}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        effects["position_ids"] = change(position_ids=2 * torch.arange(24).expand(2, -1))
     for name, tensor in rotary_tensors(model).items():
         kept = tensor.clone()
         tensor.copy_(kept / 2 if name.endswith("inv_freq") else kept[torch.arange(len(kept)) // 2])
-        effects[name] = float((model(**call).logits - logits).norm() / logits.norm())
+        effects[name] = change()
         tensor.copy_(kept)
     return effects
