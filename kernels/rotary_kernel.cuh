@@ -126,7 +126,7 @@ __device__ inline int64_t position_at(const PositionsView& positions, int batch,
 // flight while it computes the Vector phases that those heads share. Neighbouring threads take neighbouring vectors,
 // then heads, then tokens; no thread waits for another.
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing>
-__global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks)
+__global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(HeadsPerThread))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LaneLayout<pairing, Vector>;

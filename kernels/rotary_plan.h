@@ -23,9 +23,11 @@ RotaryShape shape_of(const RotaryArgs& args);
 
 // Small blocks: threads share nothing, and a small grid spreads over more of the chip.
 inline constexpr int rotary_block_threads = 64;
-// What registers must leave room for. Left to itself, the compiler spills a few to get below thresholds that do not
-// matter.
-inline constexpr int rotary_resident_blocks = 12;
+// What registers must leave room for: enough threads to hide the phases behind memory. Left to itself, the compiler
+// spills a few registers to get below thresholds that do not matter.
+constexpr int rotary_resident_blocks(int heads_per_thread) {
+    return heads_per_thread == 4 ? 12 : 16;
+}
 
 // `lanes` threads rotate one head: each takes `vector` components from either half of the rotated part, for
 // `heads_per_thread` heads of one token, which share the cosines and sines that the thread computes once.

@@ -24,7 +24,7 @@ from mrrope.tables import FrequencyTable, frequency_table
 ENGINES = ("transformers", "transformers-longrope", "vllm", "sglang")
 
 REPLACED = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", *OPTIONS}
-REPLACED |= {"truncate", "low_freq_factor", "high_freq_factor"}
+REPLACED |= {"truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"}
 REPLACED |= {"short_factor", "long_factor", "short_mscale", "long_mscale"}
 """Keys of ``rope_parameters`` that say how RoPE is extended; the others, as ``mrope_section``, stay."""
 
@@ -83,11 +83,6 @@ def export_config(
     parameters = copy.deepcopy(text.rope_parameters)
     for layer_type, table in extended.items():
         old = parameters if layer_type is None else parameters[layer_type]
-        if "mscale_all_dim" in old:
-            raise ValueError(
-                f"the YaRN of {text.model_type} scales attention by mscale_all_dim and its own factor, so that no "
-                "other factor can be written; use mrrope.patch"
-            )
         new = {key: value for key, value in old.items() if key not in REPLACED}
         new |= _registered_type(table, method, options) if engine == "transformers" else _longrope(table)
         if layer_type is None:
@@ -97,7 +92,7 @@ def export_config(
 
     legacy = engine != "transformers"
     exported = _with_rope(data, parsed, parameters, length, legacy=legacy)
-    _check_frequencies(type(parsed).from_dict(copy.deepcopy(exported)), rotary, extended)
+    _check_exported(_parse(type(parsed), exported).get_text_config(), model, extended)
     if engine in LONGROPE_UNREAD:
         # They take the factor from these two keys, of which transformers knows nothing.
         parameters["short_mscale"] = parameters["long_mscale"] = parameters["attention_factor"]
@@ -166,18 +161,27 @@ def read_config(config: Any) -> tuple[dict[str, Any], Any]:
     model_type = config.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"config must have a model_type that transformers knows, got {model_type!r}")
+    return copy.deepcopy(config), _parse(CONFIG_MAPPING[model_type], config)
+
+
+def _parse(config_class: Any, data: dict[str, Any]) -> Any:
     try:
-        return copy.deepcopy(config), CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config))
+        return config_class.from_dict(copy.deepcopy(data))
     except Exception as error:  # of one of transformers' many kinds
-        raise ValueError(f"config must be one that transformers can read: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"transformers refuses this configuration of {data['model_type']}: {reason}") from error
 
 
 def _empty_model(text: Any) -> tuple[nn.Module, nn.Module]:
     """A model without weights, and its rotary embedding with its frequencies."""
     from transformers import AutoModel
 
-    with torch.device("meta"):
-        model = AutoModel.from_config(text)
+    try:
+        with torch.device("meta"):
+            model = AutoModel.from_config(text)
+    except Exception as error:  # of one of transformers' many kinds
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"transformers cannot build a {text.model_type} of this configuration: {reason}") from error
     rotary = next(model_rope.rotary_embeddings(model), None)
     if rotary is None:
         raise ValueError(f"config must be of a model with rotary position embeddings, and {text.model_type} has none")
@@ -284,15 +288,22 @@ def _with_rope(
     return exported
 
 
-def _check_frequencies(exported: Any, rotary: nn.Module, tables: dict[str | None, FrequencyTable]) -> None:
-    """Raises where transformers, reading the exported configuration, would rotate by something else."""
-    again: nn.Module = type(rotary)(config=exported.get_text_config())
+def _check_exported(text: Any, model: nn.Module, tables: dict[str | None, FrequencyTable]) -> None:
+    """Raises where transformers, reading the exported configuration, would do something else than a patched model."""
+    again, rotary = _empty_model(text)
     for layer_type, table in tables.items():
-        found: torch.Tensor = getattr(again, model_rope.attribute(layer_type, model_rope.FREQUENCIES))
-        factor: float = getattr(again, model_rope.attribute(layer_type, "attention_scaling"))
+        found: torch.Tensor = getattr(rotary, model_rope.attribute(layer_type, model_rope.FREQUENCIES))
+        factor: float = getattr(rotary, model_rope.attribute(layer_type, "attention_scaling"))
         right = found.shape == table.inv_freq.shape and torch.allclose(found.double(), table.inv_freq, 1e-5, 0.0)
         if not right or abs(factor - table.attention_factor) > 1e-6:
             raise ValueError(
-                f"the code of {exported.model_type} in transformers does not take its frequencies from "
-                "rope_parameters alone, so that no configuration can replace them; use mrrope.patch"
+                f"transformers does not take the frequencies of {text.model_type} from rope_parameters alone, so that "
+                "no configuration can replace them; use mrrope.patch"
             )
+    # DeepSeek's YaRN is a factor of the attention's logits, too.
+    before, after = ([getattr(module, "scaling", None) for module in made.modules()] for made in (model, again))
+    if before != after:
+        raise ValueError(
+            f"the attention of {text.model_type} is scaled by the rope_parameters that were to be replaced, so that no "
+            "configuration gives what mrrope.patch does"
+        )

@@ -117,7 +117,7 @@ def _trained(reader: Any, method: str | FrequencyTable | Path, original_max_posi
 def _write(reader: Any, file: IO[bytes], table: FrequencyTable) -> None:
     """The file's own bytes, with some metadata in place of other, and the factors after or in place of its tensors."""
     order = ">" if reader.endianess.name == "BIG" else "<"
-    raw = memoryview(reader.data)
+    raw, alignment = memoryview(reader.data), int(reader.alignment)
     factors = struct.pack(f"{order}{table.rotary_dim // 2}f", *table.cumulative_scale.tolist())
 
     def text(value: str) -> bytes:
@@ -139,12 +139,12 @@ def _write(reader: Any, file: IO[bytes], table: FrequencyTable) -> None:
     ]
     tensors = [field_bytes(tensor.field) for tensor in reader.tensors]
     data = raw[reader.data_offset :]
-    padding = -len(data) % reader.alignment
+    padding = -len(data) % alignment
     old = next((tensor for tensor in reader.tensors if tensor.name == FACTORS), None)
     if old is None:
         place = len(data) + padding
         tensors.append(text(FACTORS) + struct.pack(f"{order}IQIQ", 1, table.rotary_dim // 2, FLOAT32_TENSOR, place))
-        parts: list[memoryview | bytes] = [data, bytes(padding), factors, bytes(-len(factors) % reader.alignment)]
+        parts: list[memoryview | bytes] = [data, bytes(padding), factors, bytes(-len(factors) % alignment)]
     else:
         start = old.data_offset - reader.data_offset
         if old.tensor_type != FLOAT32_TENSOR or old.n_bytes != len(factors):
@@ -154,5 +154,5 @@ def _write(reader: Any, file: IO[bytes], table: FrequencyTable) -> None:
     file.write(raw[:8])  # the magic number and the version
     file.write(struct.pack(f"{order}QQ", len(tensors), len(metadata)))
     file.writelines(metadata + tensors)
-    file.write(bytes(-file.tell() % reader.alignment))
+    file.write(bytes(-file.tell() % alignment))
     file.writelines(parts)

@@ -18,15 +18,14 @@ class Tolerance:
     frobenius: float
 
 
-# A 16-bit result carries one rounding, at most half an eps; in Frobenius norm that is less, by the spread of mantissas.
+# A 16-bit result carries one rounding, at most half an eps; in Frobenius norm that is less, by the spread of mantissas
+# of many independent components, so that it is a measure for large random tensors only.
 TOLERANCES = {
     torch.float64: Tolerance(1e-15, 0.0, 1e-15),
     torch.float32: Tolerance(5e-7, 0.0, 5e-7),
     torch.float16: Tolerance(5e-7, 2.0**-11, 2.2e-4),
     torch.bfloat16: Tolerance(5e-7, 2.0**-8, 1.75e-3),
 }
-# From here on the Frobenius error of a normal distribution is within a few percent of its expectation.
-ENOUGH_FOR_FROBENIUS = 4096
 
 
 def unit_rotations(positions: torch.Tensor, turns: torch.Tensor) -> np.ndarray:
@@ -86,6 +85,3 @@ def assert_rotated(actual, x, positions, table, layout="bhsd", pairing="halves",
     allowed = tolerance.arithmetic * norms + tolerance.rounding * expected.abs() + smallest
     excess = (actual - expected).abs() - allowed
     assert (excess <= 0).all(), f"{(excess > 0).sum()} components are off, by up to {excess.max():.3g} too much"
-    if expected.numel() >= ENOUGH_FOR_FROBENIUS:
-        error = (actual - expected).norm() / expected.norm()
-        assert error <= tolerance.frobenius, f"Frobenius error {error:.3g} is above {tolerance.frobenius}"

@@ -6,7 +6,7 @@ from cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, Case, cases, onto, stor
 from conftest import needs_cuda
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from reference import TOLERANCES, assert_rotated
+from reference import TOLERANCES, assert_rotated, rotated
 
 import mrrope
 
@@ -172,6 +172,9 @@ def test_frobenius_error_is_one_rounding_at_every_distance(device, dtype, pairin
         (q, k), positions, table = at.heads_on(device), at.positions(device), at.table()
         for x, turned in zip((q, k), mrrope.rotary(q, k, positions, table, "bhsd", pairing), strict=True):
             assert_rotated(turned, x, positions, table, "bhsd", pairing)
+            expected = rotated(x, positions, table, "bhsd", pairing)
+            error = (turned.cpu().double() - expected).norm() / expected.norm()
+            assert error <= TOLERANCES[dtype].frobenius
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

