@@ -81,6 +81,32 @@ void check_heads(at::TensorList heads, const Layout& layout) {
                       k.sizes(), " for q of ", q.sizes());
 }
 
+// positions of [rows, batch, tokens], and which row turns each pair.
+PositionsView position_rows_of(const at::Tensor& positions, const at::Tensor& table, const at::Tensor& q,
+                               const Layout& layout) {
+    const int64_t tokens = q.size(layout.token);
+    const int64_t batch = size_or_one(q, layout.batch);
+    TORCH_CHECK_VALUE(layout.batch >= 0 && positions.size(0) >= 1 && positions.size(2) == tokens &&
+                          (positions.size(1) == batch || positions.size(1) == 1),
+                      "positions with a table of two rows must be [rows, ", batch, ", ", tokens, "] for q of ",
+                      q.sizes(), " in layout ", layout.name, ", got ", positions.sizes());
+    const auto* row_of_pair = static_cast<const int64_t*>(table.const_data_ptr()) + table.size(1);
+    if (table.is_cpu()) {
+        for (int64_t pair = 0; pair < table.size(1) - 1; ++pair) {
+            TORCH_CHECK_VALUE(0 <= row_of_pair[pair] && row_of_pair[pair] < positions.size(0),
+                              "table's second row must name rows of positions, 0 to ", positions.size(0) - 1, ", got ",
+                              row_of_pair[pair], " for pair ", pair);
+        }
+    }
+    return {.data = positions.const_data_ptr(),
+            .is_int64 = positions.scalar_type() == at::kLong,
+            .batch_stride = step(positions, 1),
+            .token_stride = step(positions, 2),
+            .rows = positions.size(0),
+            .row_stride = step(positions, 0),
+            .row_of_pair = reinterpret_cast<const uint64_t*>(row_of_pair)};
+}
+
 PositionsView positions_of(const at::Tensor& positions, const at::Tensor& q, const Layout& layout) {
     const int64_t tokens = q.size(layout.token);
     const int64_t batch = size_or_one(q, layout.batch);
@@ -101,10 +127,13 @@ PositionsView positions_of(const at::Tensor& positions, const at::Tensor& q, con
 }
 
 int rotary_dim_of(const at::Tensor& table, const at::Tensor& q) {
-    TORCH_CHECK_VALUE(table.dim() == 1 && table.size(0) >= 2 && table.is_contiguous(),
-                      "table must be a contiguous int64 tensor of rotary_dim / 2 turns and the attention factor, got ",
-                      table.sizes(), " with strides ", table.strides());
-    const int64_t rotary_dim = 2 * (table.size(0) - 1);
+    const bool is_row = table.dim() == 1 || (table.dim() == 2 && table.size(0) == 2);
+    TORCH_CHECK_VALUE(
+        is_row && table.size(-1) >= 2 && table.is_contiguous(),
+        "table must be a contiguous int64 tensor of rotary_dim / 2 turns and the attention factor, or two "
+        "such rows, the second for positions with rows, got ",
+        table.sizes(), " with strides ", table.strides());
+    const int64_t rotary_dim = 2 * (table.size(-1) - 1);
     TORCH_CHECK_VALUE(rotary_dim <= q.size(-1), "table.rotary_dim must be at most head_dim, the last dimension of q (",
                       q.size(-1), "), got ", rotary_dim);
     return static_cast<int>(rotary_dim);
@@ -188,8 +217,9 @@ RotaryArgs rotary_args(at::TensorList in, at::TensorList out, const at::Tensor& 
 
     const at::Tensor& q = in[0];
     RotaryArgs args;
-    args.positions = positions_of(positions, q, layout);
     args.rotary_dim = rotary_dim_of(table, q);
+    args.positions = table.dim() == 2 && positions.dim() == 3 ? position_rows_of(positions, table, q, layout)
+                                                              : positions_of(positions, q, layout);
     args.table = static_cast<const uint64_t*>(table.const_data_ptr());
     args.batch = size_or_one(q, layout.batch);
     args.tokens = q.size(layout.token);

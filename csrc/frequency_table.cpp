@@ -51,7 +51,9 @@ void require_base(double base) {
 
 void require_ordered(Bounds bounds) {
     const auto [low, high] = bounds;
-    require(0 <= low && low <= high, "bounds must be (d_l, d_h) with 0 <= d_l <= d_h, got (", low, ", ", high, ")");
+    constexpr int most = 1 << 16;  // far past any head; every step between them is computed
+    require(0 <= low && low <= high && high <= most, "bounds must be (d_l, d_h) with 0 <= d_l <= d_h <= ", most,
+            ", got (", low, ", ", high, ")");
 }
 
 bool has_temperature(Method method) {
@@ -327,8 +329,11 @@ FrequencyTable relative(const FrequencyTable& to, const FrequencyTable& from) {
     table.scale = to.scale / from.scale;
     table.attention_factor = to.attention_factor / from.attention_factor;
     for (int i = 0; i < to.pairs(); ++i) {
-        table.inv_freq.push_back(to.inv_freq[i] - from.inv_freq[i]);
-        table.turns.push_back(to.turns[i] - from.turns[i]);  // wraps, as angles do
+        // Wraps, as angles do: frequencies that differ by whole turns a position are the same.
+        const uint64_t turns = to.turns[i] - from.turns[i];
+        table.turns.push_back(turns);
+        table.inv_freq.push_back(std::ldexp(static_cast<double>(static_cast<int64_t>(turns)), -64) * 2.0 *
+                                 std::numbers::pi);
     }
     return table;
 }

@@ -116,8 +116,8 @@ struct HeadPointers {
     }
 };
 
-__device__ inline int64_t position_at(const PositionsView& positions, int batch, int token) {
-    const int64_t index = batch * positions.batch_stride + token * positions.token_stride;
+__device__ inline int64_t position_at(const PositionsView& positions, int64_t row, int batch, int token) {
+    const int64_t index = row * positions.row_stride + batch * positions.batch_stride + token * positions.token_stride;
     return positions.is_int64 ? static_cast<const int64_t*>(positions.data)[index]
                               : static_cast<const int32_t*>(positions.data)[index];
 }
@@ -151,13 +151,20 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
         if (head < heads) fragments[j].load(HeadPointers<Element>(args, batch, token, head).in, layout);
     }
 
-    const int64_t position = position_at(args.positions, batch, token);
-    const auto gain = static_cast<Real>(__longlong_as_double(static_cast<long long>(args.table[half])));
+    const PositionsView& positions = args.positions;
+    const int64_t only_position = position_at(positions, 0, batch, token);
+    const auto gain = static_cast<Real>(attention_factor_of(args.table[half]));
     const Real direction = args.conjugate ? Real(-1) : Real(1);
     CosSin<Real> by[Vector];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < Vector; ++j) {
-        by[j] = turn(phase_of(position, args.table[layout.pair(j)]), gain, direction);
+        const int pair = layout.pair(j);
+        int64_t position = only_position;
+        if (positions.row_of_pair != nullptr) {
+            const auto row = min(static_cast<int64_t>(positions.row_of_pair[pair]), positions.rows - 1);
+            position = position_at(positions, row, batch, token);
+        }
+        by[j] = turn(phase_of(position, args.table[pair]), gain, direction);
     }
 
     CUTLASS_PRAGMA_UNROLL

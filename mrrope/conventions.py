@@ -2,9 +2,9 @@
 
 Modeling code of transformers calls a function of its module, ``apply_rotary_pos_emb`` or the like, with what the
 rotary embedding gave it. Those functions differ in a few ways only: which components make a pair, whether the result is
-reordered, which part of the head turns, whether q and k come together. A :class:`Convention` is one combination. The
-right one is found by comparing results on random numbers, so that no list of models is kept, and a function that no
-combination reproduces is known to be one.
+reordered, which part of the head turns and in which direction, whether q and k come together. A :class:`Convention` is
+one combination. The right one is found by comparing results on random numbers, so that no list of models is kept, and a
+function that no combination reproduces is known to be one.
 
 A patched rotary embedding hands out integers, positions and a packed table, where the original hands out cosines and
 sines; by that the fused function tells a patched model's calls from all others, which it passes on.
@@ -12,16 +12,17 @@ sines; by that the fused function tells a patched model's calls from all others,
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import itertools
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
-
-from mrrope.tables import FrequencyTable
 
 Apply = Callable[..., Any]
 
@@ -37,6 +38,8 @@ class Convention:
     """The pairs come interleaved and leave as halves."""
     turns_last: bool = False
     """Where only a part of the head turns: its last components, not its first."""
+    backwards: bool = False
+    """By the negated angle."""
     layout: Literal["bhsd", "bshd"] | None = None
     """None: the call's ``unsqueeze_dim`` tells."""
 
@@ -47,7 +50,7 @@ class Convention:
         rotary_dim = 2 * (table.shape[-1] - 1)
         turning = [x[..., -rotary_dim:] if self.turns_last else x for x in heads]
         turning = [x if x.stride(-1) == 1 else x.contiguous() for x in turning]
-        turned = torch.ops.mrrope.rotary.default(turning, positions, table, layout, self.pairing)
+        turned = torch.ops.mrrope.rotary.default(turning, positions, table, layout, self.pairing, self.backwards)
         if self.gathers_halves:
             turned = [x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in turned]
         if self.turns_last:
@@ -130,41 +133,65 @@ def apply_functions(module: ModuleType) -> dict[str, Apply]:
     }
 
 
+@functools.cache
+def takes_embedding_apart(module_class: Any) -> str | None:
+    """Where a class computes with cosines and sines itself, beside handing them on: the expression that does."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(module_class)))
+    except (OSError, TypeError):
+        return None
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=value) | ast.Attribute(value=value):
+                operands = [value]
+            case ast.BinOp(left=left, right=right):
+                operands = [left, right]
+            case _:
+                continue
+        for operand in operands:
+            if isinstance(operand, ast.Name) and {"cos", "sin"} & set(operand.id.split("_")):
+                return ast.unparse(node)
+    return None
+
+
 def candidates(form: CallForm) -> list[Convention]:
     """Every convention that a function of this form may follow."""
     orders: list[tuple[Literal["halves", "interleaved"], bool]]
     orders = [("halves", False), ("interleaved", False), ("interleaved", True)]
     layouts: tuple[Literal["bhsd", "bshd"] | None, ...] = ("bhsd", "bshd") if form.unsqueeze_dim is None else (None,)
     return [
-        Convention(pairing, gathers_halves, turns_last, layout)
-        for (pairing, gathers_halves), turns_last, layout in itertools.product(orders, (False, True), layouts)
+        Convention(pairing, gathers_halves, turns_last, backwards, layout)
+        for backwards, (pairing, gathers_halves), turns_last, layout in itertools.product(
+            (False, True), orders, (False, True), layouts
+        )
     ]
 
 
 def find_convention(
     function: Apply,
     form: CallForm,
-    embed: Callable[[torch.Tensor, torch.Tensor], Any],
-    table: FrequencyTable,
+    embed: Callable[[torch.Tensor], Any],
+    positions: torch.Tensor,
+    table: torch.Tensor,
 ) -> Convention | None:
-    """The convention under which the op does what ``function`` does with the embedding that ``embed`` gives.
+    """The convention under which the op does what ``function`` does with a model's own embedding.
 
-    ``embed(x, positions)`` is the model's own rotary embedding, ``table`` holds its frequencies.
+    ``embed(x)`` is that embedding at ``positions``, for four tokens; ``table`` holds its frequencies, packed.
     """
     generator = torch.Generator().manual_seed(0)
-    positions = torch.tensor([[1, 5, 3, 40]])
+    rotary_dim = 2 * (table.shape[-1] - 1)
     # Heads, tokens and components differ in number, so that no layout is mistaken for another.
     for extra in (6, 0):
-        shape = {"bhsd": (1, 2, 4, table.rotary_dim + extra), "bshd": (1, 4, 2, table.rotary_dim + extra)}
+        shape = {"bhsd": (1, 2, 4, rotary_dim + extra), "bshd": (1, 4, 2, rotary_dim + extra)}
         for convention in candidates(form):
             heads = [torch.randn(shape[convention.layout or "bhsd"], generator=generator) for _ in form.heads]
             try:
-                embedding = embed(heads[0], positions)
+                embedding = embed(heads[0])
                 embedding = embedding if isinstance(embedding, tuple) else (embedding,)
                 want = form.call(function, heads, embedding)
             except (RuntimeError, ValueError, IndexError):
                 continue  # the function takes no such shapes
-            packed = packed_embedding(positions, table.packed(torch.device("cpu")), single=len(embedding) == 1)
+            packed = packed_embedding(positions, table, single=len(embedding) == 1)
             got = form.call(fused(function, form, convention), heads, packed)
             if _agree(want, got):
                 return convention

@@ -1,9 +1,8 @@
 """A frequency table as configuration of transformers, vLLM and SGLang.
 
 Engines that know nothing of mrrope know ``longrope``, which divides every frequency by a number of its own: a table's
-cumulative scales. Its attention factor goes beside them. Nothing about the model is kept in a list here: its
-configuration is handed to transformers, whose own code then says how the model rotates, and afterwards whether the
-exported configuration gives the table's frequencies.
+cumulative scales. Its attention factor goes beside them. What a model does is not looked up but asked of transformers:
+its code, given the configuration, says how the model rotates, and then whether the exported one gives the table.
 """
 
 from __future__ import annotations
@@ -66,18 +65,19 @@ def export_config(
     data, parsed = read_config(config)
     text = parsed.get_text_config()
     model, rotary = _empty_model(text)
-    layer_types = model_rope.layer_types(rotary)
     if engine in LONGROPE_UNREAD:
         _check_engine(engine, text, model, rotary)
 
     extended: dict[str | None, FrequencyTable] = {}
-    for layer_type in layer_types:
+    for layer_type in model_rope.layer_types(rotary):
         if layer_type in model_rope.LOCAL_ATTENTION and not local_layers:
             continue
         own = model_rope.settings(rotary, layer_type)
         trained = Trained(own.rotary_dim, own.base, own.original_max_position)
         extended[layer_type] = table_for(method, trained, scale, options)
 
+    if not extended:
+        raise ValueError(f"all layers of {text.model_type} see a window only; local_layers=True extends them too")
     longest = max(table.original_max_position * table.scale for table in extended.values())
     length = max(int(longest), text.max_position_embeddings)
     parameters = copy.deepcopy(text.rope_parameters)

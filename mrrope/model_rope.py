@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,22 @@ class RopeSettings:
 
     base: float
     rotary_dim: int
-    original_max_position: float
+    original_max_position: float | None
+    """None where the configuration does not tell."""
     table: FrequencyTable
     """What the model turns by now."""
+    turning: torch.Tensor
+    """Which pairs turn at all, bool."""
+    position_row: torch.Tensor | None
+    """Where a token has several positions: which of them turns each pair."""
+
+    def packed(self, table: FrequencyTable) -> torch.Tensor:
+        """A table as the op takes it, for this kind of layer: pairs that stand still go on standing still."""
+        packed = table.packed(torch.device("cpu")).clone()
+        packed[:-1] *= self.turning
+        if self.position_row is None:
+            return packed
+        return torch.stack([packed, torch.nn.functional.pad(self.position_row, (0, 1))])
 
 
 def rotary_embeddings(model: nn.Module) -> Iterator[nn.Module]:
@@ -61,14 +74,34 @@ def settings(module: nn.Module, layer_type: str | None) -> RopeSettings:
     frequencies: torch.Tensor = getattr(module, attribute(layer_type, FREQUENCIES)).double().cpu()
     base = float(parameters["rope_theta"])
     rotary_dim = 2 * frequencies.numel()
-    length = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+    length = parameters.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+    turning = frequencies != 0
     plain = base ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
     table = frequency_table(
         "longrope",
         rotary_dim=rotary_dim,
         base=base,
-        original_max_position=length,
-        factors=plain / frequencies,
+        original_max_position=length or 1.0,
+        factors=torch.where(turning, plain / frequencies, 1.0),
         attention_factor=getattr(module, attribute(layer_type, "attention_scaling"), 1.0),
     )
-    return RopeSettings(base, rotary_dim, float(length), table)
+    return RopeSettings(base, rotary_dim, length, table, turning, position_row(module, layer_type, rotary_dim // 2))
+
+
+def position_row(module: nn.Module, layer_type: str | None, pairs: int) -> torch.Tensor | None:
+    """Which of a token's several positions turns each pair, asked of the module's own code; None where it has one."""
+    compose: Callable[..., torch.Tensor] | None = getattr(module, "recomposition_frequencies", None)
+    if compose is None:
+        return None
+    extra = [] if layer_type is None else [layer_type]
+    for rows in (2, 3, 4):
+        named = torch.arange(rows).float().view(rows, 1, 1, 1).expand(rows, 1, 1, pairs).contiguous()
+        try:
+            composed = compose(named, *extra).flatten().long()
+        except (RuntimeError, IndexError, ValueError):
+            continue
+        if len(set(composed.tolist())) == rows:
+            # One number a component: twice over for halves, each twice for interleaved pairs.
+            is_halves = composed.numel() == pairs or bool((composed[:pairs] == composed[pairs:]).all())
+            return composed[:pairs] if is_halves else composed[::2]
+    return None

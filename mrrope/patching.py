@@ -36,9 +36,9 @@ class TableRotaryEmbedding(nn.Module):
         self.single = single
         device = next(original.buffers()).device
         for layer_type, table in tables.items():
+            packed = model_rope.settings(original, layer_type).packed(table)
             # Integers, so that no cast of the model to another dtype touches them.
-            name = model_rope.attribute(layer_type, "packed_table")
-            self.register_buffer(name, table.packed(torch.device("cpu")).to(device), persistent=False)
+            self.register_buffer(model_rope.attribute(layer_type, "packed_table"), packed.to(device), persistent=False)
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         table = getattr(self, model_rope.attribute(layer_type, "packed_table"))
@@ -93,22 +93,30 @@ class UnfusableError(Exception):
 def functions_for(model: nn.Module, rotary: nn.Module) -> list[tuple[ModuleType, str, CallForm, Convention]]:
     """Every function that applies what a rotary embedding gives, and how it does; raises :class:`UnfusableError`."""
     layer_type = model_rope.layer_types(rotary)[0]
-    table = model_rope.settings(rotary, layer_type).table
-
-    def embed(x: torch.Tensor, positions: torch.Tensor) -> Any:
-        extra = {} if layer_type is None else {"layer_type": layer_type}
-        return rotary(x.to(device), positions.to(device), **extra)
-
+    own = model_rope.settings(rotary, layer_type)
     device = next(rotary.buffers()).device
+    positions = torch.tensor([[1, 5, 3, 40]])
+    if own.position_row is not None:
+        positions = torch.stack([positions + row for row in range(int(own.position_row.max()) + 1)])
+
+    def embed(x: torch.Tensor) -> Any:
+        extra = {} if layer_type is None else {"layer_type": layer_type}
+        embedding = rotary(x.to(device), positions.to(device), **extra)
+        return tuple(part.cpu() for part in embedding) if isinstance(embedding, tuple) else embedding.cpu()
+
     found = []
-    modules = {type(module).__module__ for module in model.modules()} | {type(rotary).__module__}
+    classes = {type(module) for module in model.modules()}
+    for module_class in classes - {type(module) for module in model_rope.rotary_embeddings(model)}:
+        if expression := conventions.takes_embedding_apart(module_class):
+            raise UnfusableError(f"{module_class.__name__} computes with cosines and sines itself: {expression}")
+    modules = {module_class.__module__ for module_class in classes} | {type(rotary).__module__}
     for module in (sys.modules[name] for name in sorted(modules)):
         for name, function in conventions.apply_functions(module).items():
             function = getattr(function, "__wrapped__", function)
             form = CallForm.of(function)
             if form is None:
                 raise UnfusableError(f"the parameters of {module.__name__}.{name} are not understood")
-            convention = conventions.find_convention(function, form, embed, table)
+            convention = conventions.find_convention(function, form, embed, positions, own.packed(own.table))
             if convention is None:
                 raise UnfusableError(f"{module.__name__}.{name} rotates in a way the op does not")
             found.append((module, name, form, convention))
@@ -125,8 +133,9 @@ class SwappedTable:
     def __init__(self, rotary: nn.Module, tables: dict[str | None, FrequencyTable]) -> None:
         self.original: dict[str, Any] = {"rope_type": rotary.rope_type}
         for layer_type, table in tables.items():
+            turning = model_rope.settings(rotary, layer_type).turning
             for name in (model_rope.FREQUENCIES, f"original_{model_rope.FREQUENCIES}"):
-                self._set(rotary, model_rope.attribute(layer_type, name), table.inv_freq)
+                self._set(rotary, model_rope.attribute(layer_type, name), table.inv_freq * turning)
             self._set(rotary, model_rope.attribute(layer_type, "attention_scaling"), table.attention_factor)
         # Types that recompute their frequencies as they go would undo the swap.
         is_named_by_layer = isinstance(rotary.rope_type, dict)
@@ -162,7 +171,7 @@ def patch(
         scale: by how much to extend the context, with a method's name.
         local_layers: whether layers that see only a window, and have a RoPE of their own, are extended too.
         options: more arguments of :func:`frequency_table`: ``alpha``, ``beta``, ``bounds``, ``power``, ``factors``,
-            ``attention_factor``.
+            ``attention_factor``; or ``original_max_position``, in place of what the model's configuration says.
 
     Warns:
         UserWarning: where the model's own code rotates in a way the op does not: then it runs on, by the new table.
@@ -246,14 +255,14 @@ def _tables_for(
                 raise ValueError(f"method must be a table of the model's rotary_dim {own.rotary_dim}, got {method!r}")
             tables[layer_type] = method
         else:
-            tables[layer_type] = frequency_table(
-                method,
-                rotary_dim=own.rotary_dim,
-                base=own.base,
-                original_max_position=own.original_max_position,
-                scale=scale,
-                **options,
-            )
+            length = options.get("original_max_position", own.original_max_position)
+            if length is None:
+                raise ValueError(
+                    "original_max_position must be given for this model: its configuration does not say what length "
+                    "it was trained on"
+                )
+            build = {"rotary_dim": own.rotary_dim, "base": own.base, "scale": scale, **options}
+            tables[layer_type] = frequency_table(method, **{**build, "original_max_position": length})
     return tables
 
 

@@ -1,7 +1,6 @@
 #include "rotate_tokens.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include "mrrope/rotation.h"
@@ -25,30 +24,41 @@ struct Tile {
     alignas(64) Real sin[tokens_per_tile][pairs_per_tile];
 };
 
-int64_t position_at(const PositionsView& positions, int64_t batch, int64_t token) {
-    const int64_t index = batch * positions.batch_stride + token * positions.token_stride;
+int64_t position_at(const PositionsView& positions, int64_t row, int64_t batch, int64_t token) {
+    const int64_t index = row * positions.row_stride + batch * positions.batch_stride + token * positions.token_stride;
     return positions.is_int64 ? static_cast<const int64_t*>(positions.data)[index]
                               : static_cast<const int32_t*>(positions.data)[index];
 }
 
 // Split from the polynomials: processors have no vector product of 64-bit integers, and this way only that part stays
 // scalar.
-void fill_row(float* cos, float* sin, int64_t position, const uint64_t* turns, int pairs, float gain, float direction) {
-    alignas(64) uint32_t phase_top[pairs_per_tile];
-    for (int i = 0; i < pairs; ++i) phase_top[i] = static_cast<uint32_t>(phase_of(position, turns[i]) >> 32);
+void fill_phases(uint64_t* phases, const RotaryArgs& args, int64_t batch, int64_t token, int first_pair, int pairs) {
+    const PositionsView& positions = args.positions;
+    const uint64_t* turns = args.table + first_pair;
+    if (positions.row_of_pair == nullptr) {
+        const int64_t position = position_at(positions, 0, batch, token);
+        for (int i = 0; i < pairs; ++i) phases[i] = phase_of(position, turns[i]);
+    } else {
+        for (int i = 0; i < pairs; ++i) {
+            const auto row = static_cast<int64_t>(positions.row_of_pair[first_pair + i]);
+            phases[i] = phase_of(position_at(positions, row, batch, token), turns[i]);
+        }
+    }
+}
+
+void fill_row(float* cos, float* sin, const uint64_t* phases, int pairs, float gain, float direction) {
     const float signed_gain = gain * direction;
 #pragma omp simd
     for (int i = 0; i < pairs; ++i) {
-        const CosSin<float> unit = cos_sin(phase_top[i]);
+        const CosSin<float> unit = cos_sin(static_cast<uint32_t>(phases[i] >> 32));
         cos[i] = gain * unit.cos;
         sin[i] = signed_gain * unit.sin;
     }
 }
 
-void fill_row(double* cos, double* sin, int64_t position, const uint64_t* turns, int pairs, double gain,
-              double direction) {
+void fill_row(double* cos, double* sin, const uint64_t* phases, int pairs, double gain, double direction) {
     for (int i = 0; i < pairs; ++i) {
-        const CosSin<double> by = turn(phase_of(position, turns[i]), gain, direction);
+        const CosSin<double> by = turn(phases[i], gain, direction);
         cos[i] = by.cos;
         sin[i] = by.sin;
     }
@@ -131,14 +141,15 @@ template <class Storage>
 void rotate_span(const RotaryArgs& args, const TokenSpan& span) {
     using Real = decltype(load(Storage{}));
     const int half = args.rotary_dim / 2;
-    const auto gain = static_cast<Real>(std::bit_cast<double>(args.table[half]));
+    const auto gain = static_cast<Real>(attention_factor_of(args.table[half]));
     const auto direction = static_cast<Real>(args.conjugate ? -1 : 1);
     Tile<Real> tile;
     for (int first_pair = 0; first_pair < half; first_pair += pairs_per_tile) {
         const int pairs = std::min(pairs_per_tile, half - first_pair);
         for (int t = 0; t < span.count; ++t) {
-            fill_row(tile.cos[t], tile.sin[t], position_at(args.positions, span.batch, span.token + t),
-                     args.table + first_pair, pairs, gain, direction);
+            alignas(64) uint64_t phases[pairs_per_tile];
+            fill_phases(phases, args, span.batch, span.token + t, first_pair, pairs);
+            fill_row(tile.cos[t], tile.sin[t], phases, pairs, gain, direction);
         }
         rotate_heads<Storage>(args, args.q, tile, span, first_pair, pairs);
         rotate_heads<Storage>(args, args.k, tile, span, first_pair, pairs);

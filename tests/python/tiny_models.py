@@ -35,7 +35,7 @@ LARGEST: list[tuple[str, int]] = [
     (r"key_value_heads|kv_n_heads|kv_heads|num_key_heads", 2),
     (r"mamba_(n_|num_)?heads", 2 * HEADS),
     (r"heads?$|heads_per_layer$", HEADS),
-    (r"^linear_.*head_dim|d_state|state_size", 16),
+    (r"d_state|state_size", 16),
     (r"rank$", 16),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length", LENGTH),
     (r"sliding_window$|window_size|local_attention$|attention_chunk_size|chunk_size$|block_size$", 8),
@@ -161,14 +161,10 @@ def inputs(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
     }
 
 
-def smallest_rotary_share(rope_parameters: dict[str, Any] | None, share: float = 1.0) -> float:
+def smallest_rotary_share(rope_parameters: dict[str, Any]) -> float:
     """The smallest partial_rotary_factor in RoPE parameters, which may be nested by layer type."""
-    for name, value in (rope_parameters or {}).items():
-        if isinstance(value, dict):
-            share = min(share, smallest_rotary_share(value, share))
-        elif name == "partial_rotary_factor":
-            share = min(share, value)
-    return share
+    nested = [smallest_rotary_share(value) for value in rope_parameters.values() if isinstance(value, dict)]
+    return min([rope_parameters.get("partial_rotary_factor", 1.0), *nested])
 
 
 def tiny_rope(rope_parameters: dict[str, Any]) -> dict[str, Any]:
@@ -205,12 +201,12 @@ def tiny_config(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrain
     """The same kind of config, with every size shrunk and then the overrides applied."""
     names = [field.name for field in dataclasses.fields(config)]
     settings = {name: vars(config).get(config.attribute_map.get(name, name)) for name in names}
-    share = min(smallest_rotary_share(settings.get("rope_parameters")), settings.get("partial_rotary_factor") or 1.0)
-    head_dim = max(16, round(8 / share))
+    shares = [smallest_rotary_share(settings.get("rope_parameters") or {}), settings.get("partial_rotary_factor") or 1.0]
+    head_dim = max(16, round(8 / min(shares)))
     sizes = [
         (r"^(hidden_size|d_model|n_embd|emb(ed)?_dim|embedding_size|lru_width|hidden_size_global)$", HEADS * head_dim),
         (r"^(qk|index)_head_dim$", 2 * head_dim),
-        (r"(?<!^linear_key_)(?<!^linear_value_)(head_dim|d_head|kv_channels|rotary_dim)$", head_dim),
+        (r"(head_dim|d_head|kv_channels|rotary_dim)$", head_dim),
         *([(r"key_value_heads$", HEADS)] if "kv_lora_rank" in settings else []),
         *LARGEST,
     ]

@@ -12,7 +12,9 @@
 
 namespace mrrope {
 
-// A table as the ops take it: an int64 tensor of rotary_dim / 2 turns and the attention factor's bits.
+// A table as the ops take it: an int64 tensor of rotary_dim / 2 turns and the attention factor's bits. Negated, it
+// rotates backwards. Positions of [rows, batch, tokens] take a second row, which names the row of positions that turns
+// each pair.
 at::Tensor packed_tensor(const FrequencyTable& table, at::Device device);
 
 // Rotates q, or q and k, given as `heads`; differentiable. layout: bhsd, bshd or thd; pairing: halves or interleaved;

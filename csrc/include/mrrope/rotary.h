@@ -32,19 +32,24 @@ struct HeadsView {
     HeadStrides out_strides;
 };
 
-// int32 or int64 positions of [batch, tokens]; stride 0 broadcasts.
+// int32 or int64 positions of [batch, tokens]; stride 0 broadcasts. Where a token has several positions (time, height
+// and width, say), of [rows, batch, tokens], and row_of_pair tells which of them turns each pair.
 struct PositionsView {
     const void* data = nullptr;
     bool is_int64 = true;
     int64_t batch_stride = 0;
     int64_t token_stride = 1;
+    int64_t rows = 1;
+    int64_t row_stride = 0;
+    const uint64_t* row_of_pair = nullptr;  // where the table is
 };
 
 struct RotaryArgs {
     HeadsView q;
     HeadsView k;  // no heads: q alone
     PositionsView positions;
-    const uint64_t* table = nullptr;  // packed(FrequencyTable), where the heads are: host or device memory
+    // packed(FrequencyTable), where the heads are: host or device memory. Negated, word by word, it rotates backwards.
+    const uint64_t* table = nullptr;
     int64_t batch = 0;
     int64_t tokens = 0;
     int head_dim = 0;

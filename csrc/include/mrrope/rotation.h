@@ -1,5 +1,6 @@
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 // The arithmetic of one rotation, written once for host and device, so that testing it on a CPU tests the GPU's
@@ -29,6 +30,13 @@ struct Pair {
 // angles do, so no position, negative or huge, loses a bit.
 MRROPE_HOST_DEVICE uint64_t phase_of(int64_t position, uint64_t turns) {
     return static_cast<uint64_t>(position) * turns;
+}
+
+// The attention factor in the last word of a packed table. Whoever negates a table, to turn backwards, negates this
+// word too; the factor stays.
+MRROPE_HOST_DEVICE double attention_factor_of(uint64_t word) {
+    const auto bits = static_cast<int64_t>(word);
+    return std::bit_cast<double>(bits < 0 ? -bits : bits);
 }
 
 // Cosine and sine of the angle quarter * pi/2 + x * pi/4, given those of x * pi/4.
