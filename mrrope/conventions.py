@@ -134,7 +134,7 @@ def apply_functions(module: ModuleType) -> dict[str, Apply]:
 
 
 @functools.cache
-def takes_embedding_apart(module_class: Any) -> str | None:
+def takes_embedding_apart(module_class: type) -> str | None:
     """Where a class computes with cosines and sines itself, beside handing them on: the expression that does."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(module_class)))

@@ -70,7 +70,7 @@ def export_config(
 
     extended: dict[str | None, FrequencyTable] = {}
     for layer_type in model_rope.layer_types(rotary):
-        if layer_type in model_rope.LOCAL_ATTENTION and not local_layers:
+        if model_rope.is_local(layer_type) and not local_layers:
             continue
         own = model_rope.settings(rotary, layer_type)
         trained = Trained(own.rotary_dim, own.base, own.original_max_position)

@@ -13,8 +13,6 @@ from torch import nn
 from mrrope.tables import FrequencyTable, frequency_table
 
 FREQUENCIES = "inv_freq"
-LOCAL_ATTENTION = ("sliding_attention", "chunked_attention")
-"""Kinds of layers that never look past a window, and so need no extension."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,11 @@ def layer_types(module: nn.Module) -> list[str | None]:
     if FREQUENCIES in names:
         return [None]
     return [name.removesuffix(f"_{FREQUENCIES}") for name in names]
+
+
+def is_local(layer_type: str | None) -> bool:
+    """Whether layers of this kind never look past a window, and so need no extension."""
+    return layer_type is not None and any(word in layer_type for word in ("sliding", "chunked", "local"))
 
 
 def attribute(layer_type: str | None, name: str) -> str:

@@ -107,7 +107,7 @@ def functions_for(model: nn.Module, rotary: nn.Module) -> list[tuple[ModuleType,
     found = []
     classes = {type(module) for module in model.modules()}
     for module_class in classes - {type(module) for module in model_rope.rotary_embeddings(model)}:
-        if expression := conventions.takes_embedding_apart(module_class):
+        if expression := conventions.takes_embedding_apart(module_class):  # type: ignore[arg-type]
             raise UnfusableError(f"{module_class.__name__} computes with cosines and sines itself: {expression}")
     modules = {module_class.__module__ for module_class in classes} | {type(rotary).__module__}
     for module in (sys.modules[name] for name in sorted(modules)):
@@ -248,7 +248,7 @@ def _tables_for(
     tables: dict[str | None, FrequencyTable] = {}
     for layer_type in model_rope.layer_types(rotary):
         own = model_rope.settings(rotary, layer_type)
-        if layer_type in model_rope.LOCAL_ATTENTION and not local_layers:
+        if model_rope.is_local(layer_type) and not local_layers:
             tables[layer_type] = own.table
         elif isinstance(method, FrequencyTable):
             if method.rotary_dim != own.rotary_dim:

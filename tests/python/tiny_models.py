@@ -201,8 +201,8 @@ def tiny_config(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrain
     """The same kind of config, with every size shrunk and then the overrides applied."""
     names = [field.name for field in dataclasses.fields(config)]
     settings = {name: vars(config).get(config.attribute_map.get(name, name)) for name in names}
-    shares = [smallest_rotary_share(settings.get("rope_parameters") or {}), settings.get("partial_rotary_factor") or 1.0]
-    head_dim = max(16, round(8 / min(shares)))
+    share = smallest_rotary_share(settings.get("rope_parameters") or {})
+    head_dim = max(16, round(8 / min(share, settings.get("partial_rotary_factor") or 1.0)))
     sizes = [
         (r"^(hidden_size|d_model|n_embd|emb(ed)?_dim|embedding_size|lru_width|hidden_size_global)$", HEADS * head_dim),
         (r"^(qk|index)_head_dim$", 2 * head_dim),
