@@ -125,7 +125,9 @@ __device__ inline int64_t position_at(const PositionsView& positions, int64_t ro
 // A thread takes one vector from either half of HeadsPerThread heads of one token: 16 bytes a load, all of them in
 // flight while it computes the Vector phases that those heads share. Neighbouring threads take neighbouring vectors,
 // then heads, then tokens; no thread waits for another.
-template <class Element, int Vector, int HeadsPerThread, Pairing pairing>
+// with_rows: every pair has a position of its own. Apart, since asking at run time costs a decoding step a third of its
+// time.
+template <class Element, int Vector, int HeadsPerThread, Pairing pairing, bool with_rows>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(HeadsPerThread))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
     using Real = RealOf<Element>;
@@ -160,7 +162,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     for (int j = 0; j < Vector; ++j) {
         const int pair = layout.pair(j);
         int64_t position = only_position;
-        if (positions.row_of_pair != nullptr) {
+        if constexpr (with_rows) {
             const auto row = min(static_cast<int64_t>(positions.row_of_pair[pair]), positions.rows - 1);
             position = position_at(positions, row, batch, token);
         }
@@ -192,7 +194,7 @@ inline void check_launch(cudaError_t status) {
     }
 }
 
-template <class Element, int Vector, int HeadsPerThread, Pairing pairing>
+template <class Element, int Vector, int HeadsPerThread, Pairing pairing, bool with_rows = false>
 void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     const auto threads = static_cast<int>(args.batch * args.tokens * plan.threads_per_token());
     const RotaryLaunch launch{
@@ -204,12 +206,16 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
         .copies_tail = args.rotary_dim < args.head_dim && (args.q.in != args.q.out || args.k.in != args.k.out),
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
-    rotary_kernel<Element, Vector, HeadsPerThread, pairing><<<blocks, rotary_block_threads, 0, stream>>>(launch);
+    rotary_kernel<Element, Vector, HeadsPerThread, pairing, with_rows>
+        <<<blocks, rotary_block_threads, 0, stream>>>(launch);
     check_launch(cudaGetLastError());
 }
 
 template <class Element, int Vector, Pairing pairing>
 void launch_vectors(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
+    if (args.positions.row_of_pair != nullptr) {
+        return launch_planned<Element, Vector, heads_per_thread_with_rows, pairing, true>(args, plan, stream);
+    }
     switch (plan.heads_per_thread) {
         case 1: return launch_planned<Element, Vector, 1, pairing>(args, plan, stream);
         case 2: return launch_planned<Element, Vector, 2, pairing>(args, plan, stream);

@@ -34,6 +34,7 @@ int choose_heads_per_thread(const RotaryShape& shape, int lanes) {
     constexpr int64_t few_threads = 8192;
     constexpr int64_t many_threads = 1 << 18;
     const int64_t threads = shape.batch * shape.tokens * shape.heads * lanes;
+    if (shape.with_rows) return heads_per_thread_with_rows;
     if (shape.heads == 1 || threads < few_threads) return 1;
     return shape.heads > 2 && shape.heads <= 8 && threads >= many_threads ? 4 : 2;
 }
@@ -48,7 +49,8 @@ RotaryShape shape_of(const RotaryArgs& args) {
             .head_dim = args.head_dim,
             .rotary_dim = args.rotary_dim,
             .element_size = element_size,
-            .aligned = starts_aligned(args.q, element_size) && starts_aligned(args.k, element_size)};
+            .aligned = starts_aligned(args.q, element_size) && starts_aligned(args.k, element_size),
+            .with_rows = args.positions.row_of_pair != nullptr};
 }
 
 RotaryPlan plan_rotary(const RotaryShape& shape) {

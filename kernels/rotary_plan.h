@@ -16,7 +16,8 @@ struct RotaryShape {
     int head_dim = 0;
     int rotary_dim = 0;
     int element_size = 0;
-    bool aligned = false;  // every head starts at a multiple of 16 bytes
+    bool aligned = false;    // every head starts at a multiple of 16 bytes
+    bool with_rows = false;  // tokens have several positions
 };
 
 RotaryShape shape_of(const RotaryArgs& args);
@@ -28,6 +29,9 @@ inline constexpr int rotary_block_threads = 64;
 constexpr int rotary_resident_blocks(int heads_per_thread) {
     return heads_per_thread == 4 ? 12 : 16;
 }
+
+// The one kernel there is for tokens with several positions.
+inline constexpr int heads_per_thread_with_rows = 2;
 
 // `lanes` threads rotate one head: each takes `vector` components from either half of the rotated part, for
 // `heads_per_thread` heads of one token, which share the cosines and sines that the thread computes once.

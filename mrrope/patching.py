@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from mrrope import conventions, model_rope
-from mrrope.conventions import CallForm, Convention
+from mrrope.conventions import Apply, CallForm, Convention
 from mrrope.tables import FrequencyTable, frequency_table
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -42,13 +42,17 @@ class TableRotaryEmbedding(nn.Module):
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         table = getattr(self, model_rope.attribute(layer_type, "packed_table"))
-        packed = conventions.packed_embedding(position_ids.to(x.device), table.to(x.device), single=self.single)
+        positions = position_ids.to(x.device, conventions.PACKED_TABLE_DTYPE)
+        packed = conventions.packed_embedding(positions, table.to(x.device), single=self.single)
         return packed[0] if self.single else packed
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Private ones, such as accelerate's hooks, belong to the original alone.
+            if name.startswith("_"):
+                raise
             return getattr(super().__getattr__("original"), name)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -62,25 +66,34 @@ class InstalledFunctions:
     """The fused functions that stand in modeling modules, each for as long as a patched model needs it."""
 
     def __init__(self) -> None:
-        self._users: dict[tuple[ModuleType, str], weakref.WeakSet[TableRotaryEmbedding]] = {}
+        self._installed: dict[tuple[ModuleType, str], tuple[Apply, weakref.WeakSet[TableRotaryEmbedding]]] = {}
 
     def install(
         self, module: ModuleType, name: str, form: CallForm, convention: Convention, *, user: TableRotaryEmbedding
     ) -> None:
         """Puts the fused function in place, unless it stands there already."""
-        users = self._users.get((module, name))
-        if users is None:
-            users = self._users[module, name] = weakref.WeakSet()
-            setattr(module, name, conventions.fused(getattr(module, name), form, convention))
-        users.add(user)
+        if (module, name) not in self._installed:
+            function = conventions.fused(getattr(module, name), form, convention)
+            setattr(module, name, function)
+            self._installed[module, name] = function, weakref.WeakSet()
+        self._installed[module, name][1].add(user)
+        # A patched model may also just be dropped.
+        weakref.finalize(user, self._restore_unused).atexit = False
 
     def release(self, user: TableRotaryEmbedding) -> None:
         """Puts the originals back where no other patched model needs the fused ones."""
-        for (module, name), users in list(self._users.items()):
+        for _, users in self._installed.values():
             users.discard(user)
-            if not users:
-                setattr(module, name, getattr(module, name).__wrapped__)
-                del self._users[module, name]
+        self._restore_unused()
+
+    def _restore_unused(self) -> None:
+        for (module, name), (function, users) in list(self._installed.items()):
+            if next(iter(users), None) is not None:
+                continue
+            del self._installed[module, name]
+            # What others have put over it since is theirs.
+            if getattr(module, name) is function:
+                setattr(module, name, function.__wrapped__)
 
 
 installed_functions = InstalledFunctions()
@@ -131,6 +144,7 @@ class SwappedTable:
     ATTRIBUTE = "_mrrope_swapped"
 
     def __init__(self, rotary: nn.Module, tables: dict[str | None, FrequencyTable]) -> None:
+        self.tables = tables
         self.original: dict[str, Any] = {"rope_type": rotary.rope_type}
         for layer_type, table in tables.items():
             turning = model_rope.settings(rotary, layer_type).turning
@@ -186,6 +200,8 @@ def patch(
         raise ValueError(
             f"model must have rotary position embeddings, and {type(model).__name__} has none that mrrope knows"
         )
+    if rotaries[0] is model:
+        raise ValueError(f"model must be the one that {type(model).__name__} is a part of: it is what gets replaced")
     if isinstance(method, Path) or (isinstance(method, str) and method.endswith(".json")):
         method = FrequencyTable.load(method)
     if isinstance(method, FrequencyTable) and (options or scale != 1.0):
@@ -196,10 +212,7 @@ def patch(
     if is_patched(model):
         unpatch(model)
     for rotary, by_layer in zip(rotaries, tables, strict=True):
-        try:
-            _fuse(model, rotary, by_layer)
-        except UnfusableError as reason:
-            SwappedTable(rotary, by_layer)
+        if reason := _put_in(model, rotary, by_layer):
             warnings.warn(
                 f"{type(model).__name__} gets the table but not the fused op: {reason}", UserWarning, stacklevel=2
             )
@@ -232,14 +245,15 @@ def unpatch(model: Model) -> Model:
 @contextlib.contextmanager
 def patched(model: Model, method: str | FrequencyTable | Path, **options: Any) -> Iterator[Model]:
     """:func:`patch` for the length of a ``with`` block; a model that comes patched leaves as it came."""
-    before = [module for module in model.modules() if isinstance(module, TableRotaryEmbedding)]
+    before = list(_tables_in(model)) if isinstance(model, nn.Module) else []
     patch(model, method, **options)
     try:
         yield model
     finally:
-        unpatch(model)
-        for rotary in before:
-            _fuse(model, rotary.original, rotary.tables)
+        if is_patched(model):
+            unpatch(model)
+        for rotary, tables in before:
+            _put_in(model, rotary, tables)
 
 
 def _tables_for(
@@ -251,8 +265,6 @@ def _tables_for(
         if model_rope.is_local(layer_type) and not local_layers:
             tables[layer_type] = own.table
         elif isinstance(method, FrequencyTable):
-            if method.rotary_dim != own.rotary_dim:
-                raise ValueError(f"method must be a table of the model's rotary_dim {own.rotary_dim}, got {method!r}")
             tables[layer_type] = method
         else:
             length = options.get("original_max_position", own.original_max_position)
@@ -263,7 +275,28 @@ def _tables_for(
                 )
             build = {"rotary_dim": own.rotary_dim, "base": own.base, "scale": scale, **options}
             tables[layer_type] = frequency_table(method, **{**build, "original_max_position": length})
+        if (table := tables[layer_type]).rotary_dim != own.rotary_dim:
+            raise ValueError(f"method must give a table of the model's rotary_dim {own.rotary_dim}, got {table!r}")
     return tables
+
+
+def _tables_in(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str | None, FrequencyTable]]]:
+    """The rotary embeddings that a patched model had, and the tables it has in their place."""
+    for module in model.modules():
+        if isinstance(module, TableRotaryEmbedding):
+            yield module.original, module.tables
+        elif hasattr(module, SwappedTable.ATTRIBUTE):
+            yield module, getattr(module, SwappedTable.ATTRIBUTE).tables
+
+
+def _put_in(model: nn.Module, rotary: nn.Module, tables: dict[str | None, FrequencyTable]) -> str | None:
+    """Makes a model turn by these tables; where the op cannot do it, tells why."""
+    try:
+        _fuse(model, rotary, tables)
+    except UnfusableError as reason:
+        SwappedTable(rotary, tables)
+        return str(reason)
+    return None
 
 
 def _fuse(model: nn.Module, rotary: nn.Module, tables: dict[str | None, FrequencyTable]) -> None:
