@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parent / "results"
 PREFILL_TOKENS = (8192, 32768)
 DECODE_BATCHES = (1, 16, 64)
 CONTEXT = 1024
-ROUNDS = 11
+ROUNDS = 5
 
 
 def llama(layers: int) -> Any:
@@ -122,7 +122,7 @@ def measure(kind: str, forward: Forward, layers: int) -> list[dict[str, Any]]:
     model = llama(layers)
     steps = {f"prefill {tokens}": (functools.partial(prefill, model, forward, tokens), 1) for tokens in PREFILL_TOKENS}
     steps |= {
-        f"decode batch {batch}": (functools.partial(decode, model, forward, batch), 20) for batch in DECODE_BATCHES
+        f"decode batch {batch}": (functools.partial(decode, model, forward, batch), 10) for batch in DECODE_BATCHES
     }
     return [
         compare(model, f"{name}, {kind}, {layers} layers", make, repeats)

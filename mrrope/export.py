@@ -73,6 +73,8 @@ def export_config(
         if model_rope.is_local(layer_type) and not local_layers:
             continue
         own = model_rope.settings(rotary, layer_type)
+        if own.original_max_position is None:
+            raise ValueError(f"config must say what length {text.model_type} was trained on: max_position_embeddings")
         trained = Trained(own.rotary_dim, own.base, own.original_max_position)
         extended[layer_type] = table_for(method, trained, scale, options)
 

@@ -119,7 +119,8 @@ def functions_for(model: nn.Module, rotary: nn.Module) -> list[tuple[ModuleType,
 
     found = []
     classes = {type(module) for module in model.modules()}
-    for module_class in classes - {type(module) for module in model_rope.rotary_embeddings(model)}:
+    # Rotary embeddings, of text and of vision, may compute as they like.
+    for module_class in classes - {type(module) for module in model.modules() if model_rope.layer_types(module)}:
         if expression := conventions.takes_embedding_apart(module_class):  # type: ignore[arg-type]
             raise UnfusableError(f"{module_class.__name__} computes with cosines and sines itself: {expression}")
     modules = {module_class.__module__ for module_class in classes} | {type(rotary).__module__}
@@ -185,7 +186,8 @@ def patch(
         scale: by how much to extend the context, with a method's name.
         local_layers: whether layers that see only a window, and have a RoPE of their own, are extended too.
         options: more arguments of :func:`frequency_table`: ``alpha``, ``beta``, ``bounds``, ``power``, ``factors``,
-            ``attention_factor``; or ``original_max_position``, in place of what the model's configuration says.
+            ``attention_factor``; or ``base`` and ``original_max_position``, in place of what the model's configuration
+            says.
 
     Warns:
         UserWarning: where the model's own code rotates in a way the op does not: then it runs on, by the new table.
