@@ -434,7 +434,7 @@ TEST(Inverse, NegatesAnglesAndInvertsTheAttentionFactor) {
     const FrequencyTable undo = inverse(table);
     for (int i = 0; i < 64; ++i) {
         EXPECT_EQ(undo.turns[i] + table.turns[i], 0u);
-        EXPECT_DOUBLE_EQ(undo.inv_freq[i], -table.inv_freq[i]);
+        EXPECT_NEAR(undo.inv_freq[i], -table.inv_freq[i], 0x1p-53);
     }
     EXPECT_DOUBLE_EQ(undo.attention_factor * table.attention_factor, 1.0);
     EXPECT_EQ(undo.method, Method::relative);
