@@ -12,7 +12,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
 # Where setup.py builds; ctest runs there.
-BUILD = build/$(shell $(BIN)/python -c "import sys; print(sys.implementation.cache_tag)")-torch$(basename $(TORCH))
+BUILD = build/$(shell $(BIN)/python -c "import sys, importlib.metadata as m; \
+	print(sys.implementation.cache_tag + '-torch' + '.'.join(m.version('torch').split('.')[:2]))")
 SOURCES := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc kernels bindings mrrope -type f \
 	-not -name '*.so' -not -path '*/__pycache__/*')
 CPP_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu' '*.cuh')
@@ -34,7 +35,7 @@ lint: $(VENV)/.packages
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 bench: install
-	$(BIN)/python -m benchmarks.rotary
+	$(BIN)/python benchmarks/rotary.py
 
 # Needs a GPU. Small tests only: under the sanitizer every access is checked.
 sanitize: cpp-tests
@@ -46,7 +47,7 @@ cpp-tests: install
 	cmake --build $(BUILD)
 
 $(VENV)/.mrrope: $(VENV)/.packages $(SOURCES)
-	CMAKE_ARGS="-DMRROPE_TESTS=ON $(CMAKE_ARGS)" $(BIN)/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
+	CMAKE_ARGS="-DMRROPE_TESTS=ON -DMRROPE_STRICT=ON $(CMAKE_ARGS)" $(BIN)/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
 	touch $@
 
 # CUTLASS is wanted for its headers, not for the packages it depends on.

@@ -53,7 +53,8 @@ def build_requirements() -> list[str]:
     requirements = []
     if package_folder("torch") is None:
         requirements.append(torch_requirement())
-    has_nvcc = "CUDACXX" in os.environ or shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()
+    names_nvcc = any(variable in os.environ for variable in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"))
+    has_nvcc = names_nvcc or shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()
     if has_nvcc and "CUTLASS_PATH" not in os.environ and package_folder("cutlass_library") is None:
         requirements.append(CUTLASS)
     return requirements
@@ -87,7 +88,9 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
             output = ROOT / "mrrope"
         version = torch_requirement().removeprefix("torch==").removesuffix(".*")
         build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{version}"
+        # What was found for another environment is looked for again.
         arguments = [
+            *("-U", "LibTorch_*", "-U", "CUTLASS_INCLUDE_DIR"),
             f"-DCMAKE_MAKE_PROGRAM={program('ninja', 'BIN_DIR')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",

@@ -1,6 +1,6 @@
 """A Llama-3-8B-shaped model, stock against patched: prefill and decode, eager and compiled, time and memory.
 
-    python -m benchmarks.model [--layers 32] [--compiled-layers 2] [--output benchmarks/results/NAME]
+    python benchmarks/model.py [--layers 32] [--compiled-layers 2] [--output benchmarks/results/NAME]
 
 Random weights, bfloat16, one GPU. Stock and patched alternate, so that both see the same clocks; prints one table and
 writes NAME.json and NAME.png.
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "model_cuda", help="where to write, without ending")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks.model needs a GPU: an 8B model's prefill takes too long without one")
+        raise SystemExit("this needs a GPU: an 8B model's prefill takes too long without one")
     torch._dynamo.config.recompile_limit = 64  # every shape, stock and patched, is a graph of its own
     rows = measure("eager", eager, options.layers)
     torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """Speed and error of the rotary op beside a copy of the same bytes and what transformers does.
 
-    python -m benchmarks.rotary [--device cuda|cpu] [--output benchmarks/results/NAME]
+    python benchmarks/rotary.py [--device cuda|cpu] [--output benchmarks/results/NAME]
 
 Prints one table and writes NAME.json and NAME.png. Times are medians; on a GPU by CUDA-graph replay, over buffers that
 do not fit the cache.
@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from timing import Step, buffer_sets, median_seconds
 from tqdm import tqdm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import mrrope
-from benchmarks.timing import Step, buffer_sets, median_seconds
 from mrrope import plain
 
 RESULTS = Path(__file__).parent / "results"

@@ -154,6 +154,18 @@ bool has_own_memory(const at::Tensor& tensor) {
     return true;
 }
 
+HeadsView view_of(const at::Tensor& in, const at::Tensor& out, const Layout& layout) {
+    const int64_t heads = in.size(layout.head);
+    TORCH_CHECK_VALUE(heads <= std::numeric_limits<int>::max(), "q and k must have fewer than 2^31 heads, got ", heads);
+    return {.in = in.const_data_ptr(),
+            .out = out.data_ptr(),
+            .heads = static_cast<int>(heads),
+            .in_strides = strides_of(in, layout),
+            .out_strides = strides_of(out, layout)};
+}
+
+}  // namespace
+
 void check_writable(at::TensorList heads) {
     for (size_t i = 0; i < heads.size(); ++i) {
         TORCH_CHECK(has_own_memory(heads[i]), head_name(i),
@@ -167,18 +179,6 @@ void check_writable(at::TensorList heads) {
                 "q and k must not share memory to be rotated in place, got overlapping tensors of ", heads[0].sizes(),
                 " and ", heads[1].sizes());
 }
-
-HeadsView view_of(const at::Tensor& in, const at::Tensor& out, const Layout& layout) {
-    const int64_t heads = in.size(layout.head);
-    TORCH_CHECK_VALUE(heads <= std::numeric_limits<int>::max(), "q and k must have fewer than 2^31 heads, got ", heads);
-    return {.in = in.const_data_ptr(),
-            .out = out.data_ptr(),
-            .heads = static_cast<int>(heads),
-            .in_strides = strides_of(in, layout),
-            .out_strides = strides_of(out, layout)};
-}
-
-}  // namespace
 
 const char* head_name(size_t index) {
     return index == 0 ? "q" : "k";
@@ -229,6 +229,9 @@ RotaryArgs rotary_args(at::TensorList in, at::TensorList out, const at::Tensor& 
     args.conjugate = conjugate;
     args.q = view_of(q, out[0], layout);
     if (in.size() == 2) args.k = view_of(in[1], out[1], layout);
+    const int64_t per_token = (static_cast<int64_t>(args.q.heads) + args.k.heads) * args.head_dim;
+    TORCH_CHECK_VALUE(per_token <= std::numeric_limits<int>::max(),
+                      "q and k must have fewer than 2^31 components a token, got ", per_token);
     return args;
 }
 

@@ -17,6 +17,9 @@ RotaryArgs rotary_args(at::TensorList in, at::TensorList out, const at::Tensor& 
 void check_kinds(at::TensorList heads, const at::Tensor& positions, const at::Tensor& table, std::string_view layout,
                  std::string_view pairing);
 
+// That q and k have memory of their own, to be rotated in place.
+void check_writable(at::TensorList heads);
+
 const char* head_name(size_t index);
 
 }  // namespace mrrope

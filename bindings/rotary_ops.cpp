@@ -165,11 +165,17 @@ void rotary_in_place_autograd(TensorList heads, const Tensor& positions, const T
         return rotary_in_place_op().call(heads, positions, table, layout, pairing, conjugate);
     }
     check_kinds(heads, positions, table, layout, pairing);
+    const c10::DispatchKeySet traced({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
+    bool has_memory = true;
     for (size_t i = 0; i < heads.size(); ++i) {
-        TORCH_CHECK(
-            !(heads[i].is_leaf() && heads[i].requires_grad()), head_name(i),
-            " is a leaf tensor that requires grad and cannot be rotated in place: use rotary, or torch.no_grad()");
+        const at::TensorBase& x = heads[i];
+        const at::TensorBase& owner = x.is_view() ? x._base() : x;
+        TORCH_CHECK(!(owner.is_leaf() && owner.requires_grad()), head_name(i), " is a ",
+                    x.is_view() ? "view of a " : "",
+                    "leaf tensor that requires grad and cannot be rotated in place: use rotary, or torch.no_grad()");
+        has_memory = has_memory && !x.key_set().has_any(traced);
     }
+    if (has_memory) check_writable(heads);
     // Autograd knows what copying over a tensor means for its views and its history.
     const std::vector<Tensor> turned = rotary_op().call(heads, positions, table, layout, pairing, conjugate);
     for (size_t i = 0; i < heads.size(); ++i) heads[i].copy_(turned[i]);

@@ -163,8 +163,9 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
         const int pair = layout.pair(j);
         int64_t position = only_position;
         if constexpr (with_rows) {
-            const auto row = min(static_cast<int64_t>(positions.row_of_pair[pair]), positions.rows - 1);
-            position = position_at(positions, row, batch, token);
+            // Unsigned, so that no row, however wrong, leads out of the positions.
+            const auto row = min(positions.row_of_pair[pair], static_cast<uint64_t>(positions.rows - 1));
+            position = position_at(positions, static_cast<int64_t>(row), batch, token);
         }
         by[j] = turn(phase_of(position, args.table[pair]), gain, direction);
     }

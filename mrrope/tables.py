@@ -30,6 +30,8 @@ def _integer(argument: str, value: SupportsIndex, bits: int = 31) -> int:
 
 
 def _real(argument: str, value: SupportsFloat) -> float:
+    if isinstance(value, str):
+        raise TypeError(f"{argument} must be a number, got {value!r}")
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -64,7 +66,9 @@ class FrequencyTable:
 
     def __init__(self, core: _core.Table) -> None:
         self._core = core
-        self._packed = {torch.device("cpu"): torch.tensor(core.packed(), dtype=torch.int64, device="cpu")}
+        # A tensor made in inference mode could not take part in training later.
+        with torch.inference_mode(False):
+            self._packed = {torch.device("cpu"): torch.tensor(core.packed(), dtype=torch.int64, device="cpu")}
 
     @property
     def method(self) -> str:
@@ -124,12 +128,14 @@ class FrequencyTable:
     def packed(self, device: torch.device) -> torch.Tensor:
         """The table as the ops take it, one int64 tensor on ``device``; copied there once and kept."""
         tensor = self._packed.get(device)
-        if tensor is None:
-            tensor = self._packed[torch.device("cpu")].to(device)
-            # What is made while a graph is being traced belongs to that graph.
-            if not torch.compiler.is_compiling():
-                self._packed[device] = tensor
-        return tensor
+        if tensor is not None:
+            return tensor
+        on_host = self._packed[torch.device("cpu")]
+        if torch.compiler.is_compiling():
+            return on_host.to(device)  # what is made while a graph is being traced belongs to that graph
+        with torch.inference_mode(False):
+            self._packed[device] = on_host.to(device)
+        return self._packed[device]
 
     def to(self, device: torch.device | str) -> FrequencyTable:
         """Puts the table on a device ahead of its first use there, as CUDA-graph capture and torch.compile want."""
@@ -198,7 +204,7 @@ class FrequencyTable:
         """Reads what :meth:`save` wrote."""
         try:
             data = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(data, dict):
             raise ValueError(f"{path} must hold a JSON object, got {type(data).__name__}")

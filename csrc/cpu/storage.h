@@ -33,7 +33,7 @@ inline float load(BFloat16 x) {
 
 #if defined(__aarch64__)
 
-// Every 64-bit Arm converts whole vectors of these in one instruction.
+// Every 64-bit Arm has instructions for this.
 inline float load(Float16 x) {
     return static_cast<float>(std::bit_cast<__fp16>(x.bits));
 }

@@ -543,7 +543,8 @@ def test_unpickled_in_a_fresh_process(tmp_path: Path) -> None:
         cases[family] = (mrrope.patch(model, "mrrope_pro", scale=4.0), tokens(2, 24), logits(model), plain)
     path = tmp_path / "models.pickle"
     path.write_bytes(pickle.dumps(cases))
-    run = subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS, path], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", IN_A_FRESH_PROCESS, path]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
 
 

@@ -182,7 +182,7 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize("imports", IMPORTS.values(), ids=IMPORTS)
-def test_whoever_is_imported_first(imports):
+def test_whoever_is_imported_first(imports, tmp_path):
     program = (
         f"import sys; {imports}\n"
         "from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin as Mixin\n"
@@ -190,5 +190,5 @@ def test_whoever_is_imported_first(imports):
         "    assert name in ROPE_INIT_FUNCTIONS and hasattr(Mixin, f'_validate_{name}_rope_parameters'), name\n"
         "assert sum('RegisterOnImport' in type(finder).__name__ for finder in sys.meta_path) == 1"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

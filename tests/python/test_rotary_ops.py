@@ -423,9 +423,9 @@ def test_table_goes_to_a_device_once(device):
     assert table.packed(where).tolist()[:-1] == table.turns.tolist()
 
 
-def test_import_leaves_transformers_alone():
+def test_import_leaves_transformers_alone(tmp_path):
     code = "import sys, mrrope; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=tmp_path).returncode == 0
 
 
 # --- CUDA ---
@@ -501,3 +501,29 @@ def test_cuda_agrees_with_the_cpu(cuda, dtype, position_dtype):
     eps = torch.finfo(dtype).eps
     for actual, expected in zip(on_cuda, on_cpu, strict=True):
         torch.testing.assert_close(actual.cpu(), expected, rtol=eps, atol=4 * eps if dtype == torch.float64 else 2e-6)
+
+
+def test_a_table_first_used_in_inference_mode_can_train_later(device):
+    with torch.inference_mode():
+        table = table_of("yarn", 8)
+        mrrope.rotary(torch.randn(1, 2, 3, 8, device=device), None, torch.arange(3, device=device), table)
+    q = torch.randn(1, 2, 3, 8, device=device, requires_grad=True)
+    mrrope.rotary(q, None, torch.arange(3, device=device), table)[0].sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("make_k", "text"),
+    [
+        (lambda x: x[:, :1].expand(-1, 4, -1, -1), "k must not overlap itself"),
+        (lambda x: x, "q and k must not share memory"),
+        (lambda x: torch.randn_like(x, requires_grad=True)[:], "k is a view of a leaf tensor"),
+    ],
+    ids=["expanded", "the same tensor", "view of a leaf"],
+)
+def test_in_place_with_gradients_refuses_before_it_writes(make_k, text):
+    q = torch.randn(1, 4, 3, 8, requires_grad=True) * 1.0
+    before = q.detach().clone()
+    with pytest.raises(RuntimeError, match=text):
+        mrrope.rotary_(q, make_k(q), torch.arange(3), table_of("yarn", 8))
+    assert torch.equal(q, before)
