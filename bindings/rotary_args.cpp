@@ -166,7 +166,8 @@ HeadsView view_of(const at::Tensor& in, const at::Tensor& out, const Layout& lay
 
 }  // namespace
 
-void check_writable(at::TensorList heads) {
+void check_writable(at::TensorList heads, std::string_view layout) {
+    check_heads(heads, layout_named(layout));
     for (size_t i = 0; i < heads.size(); ++i) {
         TORCH_CHECK(has_own_memory(heads[i]), head_name(i),
                     " must not overlap itself in memory to be rotated in place, got strides ", heads[i].strides(),
@@ -213,7 +214,7 @@ RotaryArgs rotary_args(at::TensorList in, at::TensorList out, const at::Tensor& 
     check_kinds(in, positions, table, layout_name, pairing);
     const Layout layout = layout_named(layout_name);
     check_heads(in, layout);
-    if (in[0].is_same(out[0])) check_writable(in);
+    if (in[0].is_same(out[0])) check_writable(in, layout_name);
 
     const at::Tensor& q = in[0];
     RotaryArgs args;

@@ -17,8 +17,8 @@ RotaryArgs rotary_args(at::TensorList in, at::TensorList out, const at::Tensor& 
 void check_kinds(at::TensorList heads, const at::Tensor& positions, const at::Tensor& table, std::string_view layout,
                  std::string_view pairing);
 
-// That q and k have memory of their own, to be rotated in place.
-void check_writable(at::TensorList heads);
+// That q and k are laid out as they should be and have memory of their own, to be rotated in place.
+void check_writable(at::TensorList heads, std::string_view layout);
 
 const char* head_name(size_t index);
 

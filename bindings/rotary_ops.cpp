@@ -175,7 +175,7 @@ void rotary_in_place_autograd(TensorList heads, const Tensor& positions, const T
                     "leaf tensor that requires grad and cannot be rotated in place: use rotary, or torch.no_grad()");
         has_memory = has_memory && !x.key_set().has_any(traced);
     }
-    if (has_memory) check_writable(heads);
+    if (has_memory) check_writable(heads, layout);
     // Autograd knows what copying over a tensor means for its views and its history.
     const std::vector<Tensor> turned = rotary_op().call(heads, positions, table, layout, pairing, conjugate);
     for (size_t i = 0; i < heads.size(); ++i) heads[i].copy_(turned[i]);
