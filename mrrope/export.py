@@ -201,7 +201,8 @@ def _check_engine(engine: str, text: Any, model: nn.Module, rotary: nn.Module) -
     if getattr(text, "dual_chunk_attention_config", None):
         raise cannot("with dual_chunk_attention_config it always rotates by plain RoPE")
     if model_rope.layer_types(rotary) != [None]:
-        raise cannot("the kinds of its layers have a RoPE each, and longrope there is for all layers alike")
+        # Some models there read nested rope_parameters, others do not; which is not known here.
+        raise ValueError(f"mrrope has no export of {text.model_type} for {engine}: each kind of its layers has a RoPE")
     if "mrope_section" in text.rope_parameters:
         raise cannot("it has M-RoPE, and longrope there takes one position a token")
     try:
