@@ -20,8 +20,8 @@ FAMILIES = tiny_models.causal_lm_families()
 UNSUPPORTED = {"codegen", "gptj", "roformer"}
 # Where the model's own code computes with cosines and sines beside applying them.
 TABLE_ONLY = {"qwen4_exp", "qwen4_exp_text"}
-# Recurrent in depth: one rounding of its embeddings moves its logits by as much.
-TOLERANCE = {"hrm_text": 4e-5}
+# Recurrent in depth: noise of 1.2e-7 on its embeddings alone moves its logits by 1.3e-5.
+TOLERANCE = {"hrm_text": 2.5e-5}
 rows: dict[str, str] = {}
 
 
