@@ -1,18 +1,13 @@
 #include <ATen/Functions.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/autograd.h>
 #include <torch/library.h>
 
 #include <string>
 
+#include "backends.h"
 #include "mrrope/torch_ops.h"
 #include "rotary_args.h"
-
-#ifdef MRROPE_WITH_CUDA
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
 
 namespace mrrope {
 namespace {
@@ -20,9 +15,12 @@ namespace {
 using at::Tensor;
 using at::TensorList;
 
+using Index = std::optional<Tensor>;
+
 using RotarySignature = std::vector<Tensor>(TensorList, const Tensor&, const Tensor&, c10::string_view,
-                                            c10::string_view, bool);
-using RotaryInPlaceSignature = void(TensorList, const Tensor&, const Tensor&, c10::string_view, c10::string_view, bool);
+                                            c10::string_view, bool, const Index&);
+using RotaryInPlaceSignature = void(TensorList, const Tensor&, const Tensor&, c10::string_view, c10::string_view, bool,
+                                    const Index&);
 
 const auto& rotary_op() {
     static const auto op =
@@ -49,50 +47,30 @@ std::vector<Tensor> like(TensorList heads) {
 // --- backends
 // ----------------------------------------------------------------------------------------------------------
 
-struct Cpu {
-    static void run(const RotaryArgs& args, const Tensor&) {
-        rotary_cpu(
-            args, [](int64_t count, int64_t grain, const RangeBody& body) { at::parallel_for(0, count, grain, body); });
-    }
-};
-
-struct Cuda {
-    static void run(const RotaryArgs& args, const Tensor& q) {
-#ifdef MRROPE_WITH_CUDA
-        const c10::cuda::CUDAGuard guard(q.device());
-        rotary_cuda(args, c10::cuda::getCurrentCUDAStream(q.device().index()).stream());
-#else
-        TORCH_CHECK(
-            false, "q is on ", q.device(),
-            ", but this build of mrrope has no CUDA kernels: rebuild it where nvcc and a CUDA build of torch are");
-#endif
-    }
-};
-
 template <class Backend>
 std::vector<Tensor> rotary_on(TensorList heads, const Tensor& positions, const Tensor& table, c10::string_view layout,
-                              c10::string_view pairing, bool conjugate) {
-    check_kinds(heads, positions, table, layout, pairing);
+                              c10::string_view pairing, bool conjugate, const Index& table_index) {
+    check_kinds(heads, {positions, table, layout, pairing, conjugate, table_index});
     std::vector<Tensor> out = like(heads);
-    Backend::run(rotary_args(heads, out, positions, table, layout, pairing, conjugate), heads[0]);
+    Backend::run(rotary_args(heads, out, {positions, table, layout, pairing, conjugate, table_index}), heads[0]);
     return out;
 }
 
 template <class Backend>
 void rotary_in_place_on(TensorList heads, const Tensor& positions, const Tensor& table, c10::string_view layout,
-                        c10::string_view pairing, bool conjugate) {
-    Backend::run(rotary_args(heads, heads, positions, table, layout, pairing, conjugate), heads[0]);
+                        c10::string_view pairing, bool conjugate, const Index& table_index) {
+    Backend::run(rotary_args(heads, heads, {positions, table, layout, pairing, conjugate, table_index}), heads[0]);
 }
 
 std::vector<Tensor> rotary_meta(TensorList heads, const Tensor& positions, const Tensor& table, c10::string_view layout,
-                                c10::string_view pairing, bool /*conjugate*/) {
-    check_kinds(heads, positions, table, layout, pairing);
+                                c10::string_view pairing, bool conjugate, const Index& table_index) {
+    check_kinds(heads, {positions, table, layout, pairing, conjugate, table_index});
     return like(heads);
 }
 
 void rotary_in_place_meta(TensorList heads, const Tensor& positions, const Tensor& table, c10::string_view layout,
-                          c10::string_view pairing, bool /*conjugate*/) {
-    check_kinds(heads, positions, table, layout, pairing);
+                          c10::string_view pairing, bool conjugate, const Index& table_index) {
+    check_kinds(heads, {positions, table, layout, pairing, conjugate, table_index});
 }
 
 // --- autograd
@@ -105,20 +83,21 @@ struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
 
     static std::vector<Tensor> forward(torch::autograd::AutogradContext* context, const Tensor& q,
                                        const std::optional<Tensor>& k, const Tensor& positions, const Tensor& table,
-                                       const std::string& layout, const std::string& pairing, bool conjugate) {
+                                       const std::string& layout, const std::string& pairing, bool conjugate,
+                                       const Index& table_index) {
         const at::AutoDispatchBelowADInplaceOrView below_autograd;
         context->set_materialize_grads(false);
-        context->save_for_backward({positions, table});
+        context->save_for_backward({positions, table, table_index.value_or(Tensor())});
         context->saved_data["layout"] = layout;
         context->saved_data["pairing"] = pairing;
         context->saved_data["conjugate"] = conjugate;
         std::vector<Tensor> heads{q};
         if (k) heads.push_back(*k);
-        return rotary_op().call(heads, positions, table, layout, pairing, conjugate);
+        return rotary_op().call(heads, positions, table, layout, pairing, conjugate, table_index);
     }
 
     static std::vector<Tensor> backward(torch::autograd::AutogradContext* context, std::vector<Tensor> gradients) {
-        constexpr size_t inputs = 7;
+        constexpr size_t inputs = 8;
         std::vector<Tensor> result(inputs);
         std::vector<size_t> wanted;
         std::vector<Tensor> heads;
@@ -132,7 +111,8 @@ struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
         const auto saved = context->get_saved_variables();
         const std::vector<Tensor> turned_back =
             rotary_op().call(heads, saved[0], saved[1], context->saved_data["layout"].toStringRef(),
-                             context->saved_data["pairing"].toStringRef(), !context->saved_data["conjugate"].toBool());
+                             context->saved_data["pairing"].toStringRef(), !context->saved_data["conjugate"].toBool(),
+                             saved[2].defined() ? Index(saved[2]) : std::nullopt);
         for (size_t i = 0; i < wanted.size(); ++i) result[wanted[i]] = turned_back[i];
         return result;
     }
@@ -148,23 +128,25 @@ bool needs_gradient(TensorList heads) {
 }
 
 std::vector<Tensor> rotary_autograd(TensorList heads, const Tensor& positions, const Tensor& table,
-                                    c10::string_view layout, c10::string_view pairing, bool conjugate) {
+                                    c10::string_view layout, c10::string_view pairing, bool conjugate,
+                                    const Index& table_index) {
     if (!needs_gradient(heads)) {
         const at::AutoDispatchBelowADInplaceOrView below_autograd;
-        return rotary_op().call(heads, positions, table, layout, pairing, conjugate);
+        return rotary_op().call(heads, positions, table, layout, pairing, conjugate, table_index);
     }
-    check_kinds(heads, positions, table, layout, pairing);
+    check_kinds(heads, {positions, table, layout, pairing, conjugate, table_index});
     const std::optional<Tensor> k = heads.size() == 2 ? std::optional<Tensor>(heads[1]) : std::nullopt;
-    return RotaryFunction::apply(heads[0], k, positions, table, std::string(layout), std::string(pairing), conjugate);
+    return RotaryFunction::apply(heads[0], k, positions, table, std::string(layout), std::string(pairing), conjugate,
+                                 table_index);
 }
 
 void rotary_in_place_autograd(TensorList heads, const Tensor& positions, const Tensor& table, c10::string_view layout,
-                              c10::string_view pairing, bool conjugate) {
+                              c10::string_view pairing, bool conjugate, const Index& table_index) {
     if (!needs_gradient(heads)) {
         const at::AutoDispatchBelowAutograd below_autograd;
-        return rotary_in_place_op().call(heads, positions, table, layout, pairing, conjugate);
+        return rotary_in_place_op().call(heads, positions, table, layout, pairing, conjugate, table_index);
     }
-    check_kinds(heads, positions, table, layout, pairing);
+    check_kinds(heads, {positions, table, layout, pairing, conjugate, table_index});
     const c10::DispatchKeySet traced({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
     bool has_memory = true;
     for (size_t i = 0; i < heads.size(); ++i) {
@@ -177,19 +159,20 @@ void rotary_in_place_autograd(TensorList heads, const Tensor& positions, const T
     }
     if (has_memory) check_writable(heads, layout);
     // Autograd knows what copying over a tensor means for its views and its history.
-    const std::vector<Tensor> turned = rotary_op().call(heads, positions, table, layout, pairing, conjugate);
+    const std::vector<Tensor> turned =
+        rotary_op().call(heads, positions, table, layout, pairing, conjugate, table_index);
     for (size_t i = 0; i < heads.size(); ++i) heads[i].copy_(turned[i]);
 }
 
 void rotary_in_place_versioned(TensorList heads, const Tensor& positions, const Tensor& table, c10::string_view layout,
-                               c10::string_view pairing, bool conjugate) {
+                               c10::string_view pairing, bool conjugate, const Index& table_index) {
     for (size_t i = 0; i < heads.size(); ++i) {
         TORCH_CHECK(!heads[i].is_inference() || c10::InferenceMode::is_enabled(), head_name(i),
                     " was made in inference mode and cannot be rotated in place outside it: clone it first");
     }
     {
         const at::AutoDispatchBelowADInplaceOrView below_autograd;
-        rotary_in_place_op().call(heads, positions, table, layout, pairing, conjugate);
+        rotary_in_place_op().call(heads, positions, table, layout, pairing, conjugate, table_index);
     }
     for (const Tensor& x : heads) torch::autograd::impl::bump_version(x);
 }
@@ -200,11 +183,11 @@ TORCH_LIBRARY(mrrope, m) {
     const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
     m.def(
         "rotary(Tensor[] heads, Tensor positions, Tensor table, str layout='bhsd', str pairing='halves', "
-        "bool conjugate=False) -> Tensor[]",
+        "bool conjugate=False, Tensor? table_index=None) -> Tensor[]",
         tags);
     m.def(
         "rotary_(Tensor(a!)[] heads, Tensor positions, Tensor table, str layout='bhsd', str pairing='halves', "
-        "bool conjugate=False) -> ()",
+        "bool conjugate=False, Tensor? table_index=None) -> ()",
         tags);
 }
 
@@ -243,13 +226,13 @@ Tensor packed_tensor(const FrequencyTable& table, at::Device device) {
 }
 
 std::vector<Tensor> rotary(TensorList heads, const Tensor& positions, const Tensor& table, std::string_view layout,
-                           std::string_view pairing, bool conjugate) {
-    return rotary_op().call(heads, positions, table, layout, pairing, conjugate);
+                           std::string_view pairing, bool conjugate, const Index& table_index) {
+    return rotary_op().call(heads, positions, table, layout, pairing, conjugate, table_index);
 }
 
 void rotary_(TensorList heads, const Tensor& positions, const Tensor& table, std::string_view layout,
-             std::string_view pairing, bool conjugate) {
-    rotary_in_place_op().call(heads, positions, table, layout, pairing, conjugate);
+             std::string_view pairing, bool conjugate, const Index& table_index) {
+    rotary_in_place_op().call(heads, positions, table, layout, pairing, conjugate, table_index);
 }
 
 }  // namespace mrrope

@@ -1,22 +1,13 @@
 #pragma once
 
-#include <cuda_runtime.h>
-#include <cutlass/array.h>
 #include <cutlass/fast_math.h>
-#include <cutlass/numeric_conversion.h>
-#include <cutlass/numeric_types.h>
 
 #include <stdexcept>
-#include <string>
-#include <type_traits>
 
-#include "mrrope/rotation.h"
+#include "head_fragment.cuh"
 #include "rotary_plan.h"
 
 namespace mrrope {
-
-template <class Element>
-using RealOf = std::conditional_t<std::is_same_v<Element, double>, double, float>;
 
 // Passed to the kernel by value. The divisors take a thread's number apart without dividing.
 struct RotaryLaunch {
@@ -26,76 +17,6 @@ struct RotaryLaunch {
     cutlass::FastDivmod tokens;
     int threads;
     bool copies_tail;
-};
-
-// Where lane `lane` of a head finds its two vectors, and which pairs they hold. Both pairings touch memory alike: one
-// vector in either half of the rotated part; interleaved vectors hold whole pairs, so the two hold different ones.
-template <Pairing pairing, int Vector>
-struct LaneLayout {
-    int lane;
-    int half;
-
-    static constexpr bool crosses_vectors = pairing == Pairing::halves || Vector == 1;
-
-    __device__ int first() const { return pairing == Pairing::interleaved && Vector == 1 ? 2 * lane : lane * Vector; }
-
-    __device__ int second() const {
-        return pairing == Pairing::interleaved && Vector == 1 ? 2 * lane + 1 : half + lane * Vector;
-    }
-
-    __device__ int pair(int j) const {
-        if constexpr (crosses_vectors) return lane * Vector + j;
-        constexpr int held = Vector / 2;
-        return lane * held + (j < held ? j : half / 2 + j - held);
-    }
-};
-
-template <class Element, int Vector>
-struct HeadFragment {
-    using Stored = cutlass::AlignedArray<Element, Vector>;
-    using Real = RealOf<Element>;
-
-    Stored first;
-    Stored second;
-
-    template <class Layout>
-    __device__ void load(const Element* head, Layout layout) {
-        first = *reinterpret_cast<const Stored*>(head + layout.first());
-        second = *reinterpret_cast<const Stored*>(head + layout.second());
-    }
-
-    template <class Layout>
-    __device__ void store(Element* head, Layout layout) const {
-        *reinterpret_cast<Stored*>(head + layout.first()) = first;
-        *reinterpret_cast<Stored*>(head + layout.second()) = second;
-    }
-
-    template <bool crosses_vectors>
-    __device__ void rotate(const CosSin<Real> (&by)[Vector]) {
-        cutlass::NumericArrayConverter<Real, Element, Vector> widen;
-        cutlass::NumericArrayConverter<Element, Real, Vector> narrow;
-        cutlass::Array<Real, Vector> a = widen(first);
-        cutlass::Array<Real, Vector> b = widen(second);
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) {
-            if constexpr (crosses_vectors) {
-                rotate_pair(a[j], b[j], by[j]);
-            } else {
-                auto& vector = j < Vector / 2 ? a : b;
-                const int at = 2 * (j % (Vector / 2));
-                rotate_pair(vector[at], vector[at + 1], by[j]);
-            }
-        }
-        static_cast<cutlass::Array<Element, Vector>&>(first) = narrow(a);
-        static_cast<cutlass::Array<Element, Vector>&>(second) = narrow(b);
-    }
-
-private:
-    __device__ static void rotate_pair(Real& a, Real& b, CosSin<Real> by) {
-        const Pair<Real> turned = mrrope::rotate<Real>({a, b}, by);
-        a = turned.first;
-        b = turned.second;
-    }
 };
 
 // One head of q or k, in and out, seen from one token.
@@ -116,18 +37,25 @@ struct HeadPointers {
     }
 };
 
-__device__ inline int64_t position_at(const PositionsView& positions, int64_t row, int batch, int token) {
-    const int64_t index = row * positions.row_stride + batch * positions.batch_stride + token * positions.token_stride;
-    return positions.is_int64 ? static_cast<const int64_t*>(positions.data)[index]
-                              : static_cast<const int32_t*>(positions.data)[index];
+// What a thread has to look up before it knows its angles. Each is a kernel of its own: asking at run time which it is
+// costs a decoding step a third of its time.
+enum class Lookup {
+    one_table,      // every token turns by the same table
+    chosen_table,   // by the one that TableChoice names
+    position_rows,  // every pair has a position of its own; one table or a chosen one
+};
+
+// Unsigned, so that no index, however wrong, leads out of the tables.
+__device__ inline int64_t chosen_table(const TableChoice& choice, int batch, int token) {
+    if (choice.index == nullptr) return choice.count == 1 ? 0 : batch;
+    const auto index = static_cast<uint32_t>(choice.index[batch * choice.batch_stride + token * choice.token_stride]);
+    return min(index, static_cast<uint32_t>(choice.count - 1));
 }
 
 // A thread takes one vector from either half of HeadsPerThread heads of one token: 16 bytes a load, all of them in
 // flight while it computes the Vector phases that those heads share. Neighbouring threads take neighbouring vectors,
 // then heads, then tokens; no thread waits for another.
-// with_rows: every pair has a position of its own. Apart, since asking at run time costs a decoding step a third of its
-// time.
-template <class Element, int Vector, int HeadsPerThread, Pairing pairing, bool with_rows>
+template <class Element, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(HeadsPerThread))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
     using Real = RealOf<Element>;
@@ -155,19 +83,23 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
 
     const PositionsView& positions = args.positions;
     const int64_t only_position = position_at(positions, 0, batch, token);
-    const auto gain = static_cast<Real>(attention_factor_of(args.table[half]));
+    int64_t table_start = 0;
+    if constexpr (lookup != Lookup::one_table) {
+        table_start = chosen_table(args.choice, batch, token) * args.choice.stride;
+    }
+    const uint64_t* table = args.table + table_start;
+    const auto gain = static_cast<Real>(attention_factor_of(table[half]));
     const Real direction = args.conjugate ? Real(-1) : Real(1);
     CosSin<Real> by[Vector];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < Vector; ++j) {
         const int pair = layout.pair(j);
         int64_t position = only_position;
-        if constexpr (with_rows) {
-            // Unsigned, so that no row, however wrong, leads out of the positions.
-            const auto row = min(positions.row_of_pair[pair], static_cast<uint64_t>(positions.rows - 1));
+        if constexpr (lookup == Lookup::position_rows) {
+            const auto row = min(positions.row_of_pair[table_start + pair], static_cast<uint64_t>(positions.rows - 1));
             position = position_at(positions, static_cast<int64_t>(row), batch, token);
         }
-        by[j] = turn(phase_of(position, args.table[pair]), gain, direction);
+        by[j] = turn(phase_of(position, table[pair]), gain, direction);
     }
 
     CUTLASS_PRAGMA_UNROLL
@@ -188,14 +120,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     }
 }
 
-inline void check_launch(cudaError_t status) {
-    if (status != cudaSuccess) {
-        throw std::runtime_error(std::string("mrrope: the rotary kernel could not be launched: ") +
-                                 cudaGetErrorString(status));
-    }
-}
-
-template <class Element, int Vector, int HeadsPerThread, Pairing pairing, bool with_rows = false>
+template <class Element, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
 void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     const auto threads = static_cast<int>(args.batch * args.tokens * plan.threads_per_token());
     const RotaryLaunch launch{
@@ -207,29 +132,38 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
         .copies_tail = args.rotary_dim < args.head_dim && (args.q.in != args.q.out || args.k.in != args.k.out),
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
-    rotary_kernel<Element, Vector, HeadsPerThread, pairing, with_rows>
+    rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup>
         <<<blocks, rotary_block_threads, 0, stream>>>(launch);
     check_launch(cudaGetLastError());
 }
 
-template <class Element, int Vector, Pairing pairing>
-void launch_vectors(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    if (args.positions.row_of_pair != nullptr) {
-        return launch_planned<Element, Vector, heads_per_thread_with_rows, pairing, true>(args, plan, stream);
-    }
+template <class Element, int Vector, Pairing pairing, Lookup lookup>
+void launch_heads(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     switch (plan.heads_per_thread) {
-        case 1: return launch_planned<Element, Vector, 1, pairing>(args, plan, stream);
-        case 2: return launch_planned<Element, Vector, 2, pairing>(args, plan, stream);
-        case 4: return launch_planned<Element, Vector, 4, pairing>(args, plan, stream);
+        case 1: return launch_planned<Element, Vector, 1, pairing, lookup>(args, plan, stream);
+        case 2: return launch_planned<Element, Vector, 2, pairing, lookup>(args, plan, stream);
+        case 4: return launch_planned<Element, Vector, 4, pairing, lookup>(args, plan, stream);
     }
     throw std::logic_error("mrrope: no rotary kernel takes that many heads a thread");
+}
+
+template <class Element, int Vector, Pairing pairing>
+void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
+    if (args.positions.row_of_pair != nullptr) {
+        return launch_planned<Element, Vector, heads_per_thread_with_rows, pairing, Lookup::position_rows>(args, plan,
+                                                                                                           stream);
+    }
+    if (args.choice.count > 1) {
+        return launch_heads<Element, Vector, pairing, Lookup::chosen_table>(args, plan, stream);
+    }
+    return launch_heads<Element, Vector, pairing, Lookup::one_table>(args, plan, stream);
 }
 
 template <class Element, int Vector>
 void launch_pairing(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     switch (args.pairing) {
-        case Pairing::halves: return launch_vectors<Element, Vector, Pairing::halves>(args, plan, stream);
-        case Pairing::interleaved: return launch_vectors<Element, Vector, Pairing::interleaved>(args, plan, stream);
+        case Pairing::halves: return launch_lookup<Element, Vector, Pairing::halves>(args, plan, stream);
+        case Pairing::interleaved: return launch_lookup<Element, Vector, Pairing::interleaved>(args, plan, stream);
     }
 }
 

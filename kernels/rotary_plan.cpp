@@ -2,24 +2,14 @@
 
 #include <limits>
 
+#include "head_split.h"
+
 namespace mrrope {
 namespace {
-
-constexpr int access_bytes = 16;
-
-bool starts_aligned(const void* pointer, const HeadStrides& strides, int element_size) {
-    const auto misaligned = [](int64_t bytes) { return bytes % access_bytes != 0; };
-    return !misaligned(reinterpret_cast<int64_t>(pointer)) && !misaligned(strides.batch * element_size) &&
-           !misaligned(strides.token * element_size) && !misaligned(strides.head * element_size);
-}
 
 bool starts_aligned(const HeadsView& view, int element_size) {
     return view.heads == 0 || (starts_aligned(view.in, view.in_strides, element_size) &&
                                starts_aligned(view.out, view.out_strides, element_size));
-}
-
-int64_t ceil_div(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
 }
 
 // Heads that share a thread share its phases, but wait for each other. Microseconds on an H200, bfloat16, head_dim 128,
@@ -55,11 +45,9 @@ RotaryShape shape_of(const RotaryArgs& args) {
 
 RotaryPlan plan_rotary(const RotaryShape& shape) {
     RotaryPlan plan;
-    const int half = shape.rotary_dim / 2;
-    const int vector = access_bytes / shape.element_size;
-    const bool fits_vectors = half % vector == 0 && (shape.head_dim - shape.rotary_dim) % vector == 0;
-    plan.vector = shape.aligned && fits_vectors ? vector : 1;
-    plan.lanes = half / plan.vector;
+    const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
+    plan.vector = split.vector;
+    plan.lanes = split.lanes;
     plan.heads_per_thread = choose_heads_per_thread(shape, plan.lanes);
     plan.head_groups = static_cast<int>(ceil_div(shape.heads, plan.heads_per_thread));
     // The last block of a launch may count past its last thread.
@@ -85,6 +73,14 @@ RotaryArgs slice(const RotaryArgs& args, int64_t first_batch, int64_t batch, int
     advance(part.k);
     const int64_t positions = first_batch * args.positions.batch_stride + first_token * args.positions.token_stride;
     part.positions.data = static_cast<const char*>(args.positions.data) + positions * (args.positions.is_int64 ? 8 : 4);
+    const TableChoice& choice = args.choice;
+    if (choice.index != nullptr) {
+        part.choice.index += first_batch * choice.batch_stride + first_token * choice.token_stride;
+    } else if (choice.count > 1) {
+        part.table += first_batch * choice.stride;
+        if (part.positions.row_of_pair != nullptr) part.positions.row_of_pair += first_batch * choice.stride;
+        part.choice.count = batch;
+    }
     part.batch = batch;
     part.tokens = tokens;
     return part;

@@ -30,17 +30,25 @@ int64_t position_at(const PositionsView& positions, int64_t row, int64_t batch, 
                               : static_cast<const int32_t*>(positions.data)[index];
 }
 
+int64_t chosen_table(const TableChoice& choice, int64_t batch, int64_t token) {
+    if (choice.count == 1) return 0;
+    if (choice.index == nullptr) return batch;
+    return choice.index[batch * choice.batch_stride + token * choice.token_stride];
+}
+
 // Split from the polynomials: processors have no vector product of 64-bit integers, and this way only that part stays
 // scalar.
-void fill_phases(uint64_t* phases, const RotaryArgs& args, int64_t batch, int64_t token, int first_pair, int pairs) {
+void fill_phases(uint64_t* phases, const RotaryArgs& args, int64_t table, int64_t batch, int64_t token, int first_pair,
+                 int pairs) {
     const PositionsView& positions = args.positions;
-    const uint64_t* turns = args.table + first_pair;
+    const int64_t first = table * args.choice.stride + first_pair;
+    const uint64_t* turns = args.table + first;
     if (positions.row_of_pair == nullptr) {
         const int64_t position = position_at(positions, 0, batch, token);
         for (int i = 0; i < pairs; ++i) phases[i] = phase_of(position, turns[i]);
     } else {
         for (int i = 0; i < pairs; ++i) {
-            const auto row = static_cast<int64_t>(positions.row_of_pair[first_pair + i]);
+            const auto row = static_cast<int64_t>(positions.row_of_pair[first + i]);
             phases[i] = phase_of(position_at(positions, row, batch, token), turns[i]);
         }
     }
@@ -141,14 +149,15 @@ template <class Storage>
 void rotate_span(const RotaryArgs& args, const TokenSpan& span) {
     using Real = decltype(load(Storage{}));
     const int half = args.rotary_dim / 2;
-    const auto gain = static_cast<Real>(attention_factor_of(args.table[half]));
     const auto direction = static_cast<Real>(args.conjugate ? -1 : 1);
     Tile<Real> tile;
     for (int first_pair = 0; first_pair < half; first_pair += pairs_per_tile) {
         const int pairs = std::min(pairs_per_tile, half - first_pair);
         for (int t = 0; t < span.count; ++t) {
             alignas(64) uint64_t phases[pairs_per_tile];
-            fill_phases(phases, args, span.batch, span.token + t, first_pair, pairs);
+            const int64_t table = chosen_table(args.choice, span.batch, span.token + t);
+            const auto gain = static_cast<Real>(attention_factor_of(args.table[table * args.choice.stride + half]));
+            fill_phases(phases, args, table, span.batch, span.token + t, first_pair, pairs);
             fill_row(tile.cos[t], tile.sin[t], phases, pairs, gain, direction);
         }
         rotate_heads<Storage>(args, args.q, tile, span, first_pair, pairs);

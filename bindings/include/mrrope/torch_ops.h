@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/string_view.h>
 
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -13,18 +14,25 @@
 namespace mrrope {
 
 // A table as the ops take it: an int64 tensor of rotary_dim / 2 turns and the attention factor's bits. Negated, it
-// rotates backwards. Positions of [rows, batch, tokens] take a second row, which names the row of positions that turns
-// each pair.
+// rotates backwards. A stack of such tables, [count, ...], holds one for each sequence, or those that table_index picks
+// from: int32, [batch], or [tokens] in layout thd. Positions of [rows, batch, tokens] take a stack [count, 2, ...]
+// whose second rows name the row of positions that turns each pair.
 at::Tensor packed_tensor(const FrequencyTable& table, at::Device device);
 
 // Rotates q, or q and k, given as `heads`; differentiable. layout: bhsd, bshd or thd; pairing: halves or interleaved;
 // conjugate: by the negated angle, with the same attention factor.
 std::vector<at::Tensor> rotary(at::TensorList heads, const at::Tensor& positions, const at::Tensor& table,
                                std::string_view layout = "bhsd", std::string_view pairing = "halves",
-                               bool conjugate = false);
+                               bool conjugate = false, const std::optional<at::Tensor>& table_index = std::nullopt);
 
 // The same, in place.
 void rotary_(at::TensorList heads, const at::Tensor& positions, const at::Tensor& table,
-             std::string_view layout = "bhsd", std::string_view pairing = "halves", bool conjugate = false);
+             std::string_view layout = "bhsd", std::string_view pairing = "halves", bool conjugate = false,
+             const std::optional<at::Tensor>& table_index = std::nullopt);
+
+// Turns cached keys, a tensor of every layer, from one table of a stack to another, in place: those of sequence i from
+// tables[from[i]] to tables[to[i]].
+void rescale_cache_(at::TensorList keys, const at::Tensor& positions, const at::Tensor& tables, const at::Tensor& from,
+                    const at::Tensor& to, std::string_view layout = "bhsd", std::string_view pairing = "halves");
 
 }  // namespace mrrope

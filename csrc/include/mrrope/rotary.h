@@ -41,7 +41,17 @@ struct PositionsView {
     int64_t token_stride = 1;
     int64_t rows = 1;
     int64_t row_stride = 0;
-    const uint64_t* row_of_pair = nullptr;  // where the table is
+    const uint64_t* row_of_pair = nullptr;  // where the table is; of several tables, the first one's
+};
+
+// Which of `count` tables, `stride` words apart, a token is rotated by: the one that its int32 index names, or, without
+// an index, the one of its sequence; of one table there is no choice. Stride 0 broadcasts an index.
+struct TableChoice {
+    int64_t count = 1;
+    int64_t stride = 0;
+    const int32_t* index = nullptr;  // where the tables are
+    int64_t batch_stride = 0;
+    int64_t token_stride = 0;
 };
 
 struct RotaryArgs {
@@ -50,6 +60,7 @@ struct RotaryArgs {
     PositionsView positions;
     // packed(FrequencyTable), where the heads are: host or device memory. Negated, word by word, it rotates backwards.
     const uint64_t* table = nullptr;
+    TableChoice choice;
     int64_t batch = 0;
     int64_t tokens = 0;
     int head_dim = 0;

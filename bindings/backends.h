@@ -1,0 +1,49 @@
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include "mrrope/rescale.h"
+#include "mrrope/rotary.h"
+
+#ifdef MRROPE_WITH_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+// Where ops run: on torch's own threads, or on its current stream of the tensors' device.
+
+namespace mrrope {
+
+struct Cpu {
+    static void run(const RotaryArgs& args, const at::Tensor&) { rotary_cpu(args, parallel_for); }
+    static void run(const RescaleArgs& args, const at::Tensor&) { rescale_cpu(args, parallel_for); }
+
+private:
+    static void parallel_for(int64_t count, int64_t grain, const RangeBody& body) {
+        at::parallel_for(0, count, grain, body);
+    }
+};
+
+struct Cuda {
+#ifdef MRROPE_WITH_CUDA
+    static void run(const RotaryArgs& args, const at::Tensor& heads) { on_stream(rotary_cuda, args, heads); }
+    static void run(const RescaleArgs& args, const at::Tensor& heads) { on_stream(rescale_cuda, args, heads); }
+
+private:
+    template <class Args>
+    static void on_stream(void (*launch)(const Args&, CUstream_st*), const Args& args, const at::Tensor& heads) {
+        const c10::cuda::CUDAGuard guard(heads.device());
+        launch(args, c10::cuda::getCurrentCUDAStream(heads.device().index()).stream());
+    }
+#else
+    template <class Args>
+    static void run(const Args&, const at::Tensor& heads) {
+        TORCH_CHECK(
+            false, "q is on ", heads.device(),
+            ", but this build of mrrope has no CUDA kernels: rebuild it where nvcc and a CUDA build of torch are");
+    }
+#endif
+};
+
+}  // namespace mrrope

@@ -1,0 +1,154 @@
+#include "tensor_views.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+namespace mrrope {
+namespace {
+
+constexpr std::array layouts{
+    Layout{"bhsd", "[batch, heads, tokens, head_dim]", 0, 2, 1},
+    Layout{"bshd", "[batch, tokens, heads, head_dim]", 0, 1, 2},
+    Layout{"thd", "[tokens, heads, head_dim]", -1, 0, 1},
+};
+
+// Sorted by stride, each dimension must step over all the ones below it.
+bool has_own_memory(const at::Tensor& tensor) {
+    if (tensor.numel() == 0) return true;
+    std::vector<int64_t> dims(tensor.dim());
+    std::iota(dims.begin(), dims.end(), 0);
+    std::sort(dims.begin(), dims.end(), [&](int64_t a, int64_t b) { return tensor.stride(a) < tensor.stride(b); });
+    int64_t reach = 1;
+    for (const int64_t dim : dims) {
+        if (tensor.size(dim) == 1) continue;
+        if (tensor.stride(dim) < reach) return false;
+        reach += tensor.stride(dim) * (tensor.size(dim) - 1);
+    }
+    return true;
+}
+
+void check_device(const char* name, const at::Tensor& tensor, NamedHeads heads) {
+    TORCH_CHECK(tensor.device() == heads.tensor.device(), name, " must be on ", heads.name, "'s device ",
+                heads.tensor.device(), ", got ", tensor.device());
+}
+
+}  // namespace
+
+Layout layout_named(std::string_view name) {
+    for (const Layout& layout : layouts) {
+        if (name == layout.name) return layout;
+    }
+    TORCH_CHECK_VALUE(false, "layout must be one of bhsd, bshd, thd, got '", name, "'");
+}
+
+Pairing pairing_named(std::string_view name) {
+    if (name == "halves") return Pairing::halves;
+    if (name == "interleaved") return Pairing::interleaved;
+    TORCH_CHECK_VALUE(false, "pairing must be one of halves, interleaved, got '", name, "'");
+}
+
+DType dtype_of(NamedHeads heads) {
+    switch (heads.tensor.scalar_type()) {
+        case at::kDouble: return DType::float64;
+        case at::kFloat: return DType::float32;
+        case at::kHalf: return DType::float16;
+        case at::kBFloat16: return DType::bfloat16;
+        default: break;
+    }
+    TORCH_CHECK_TYPE(false, heads.name, " must be float64, float32, float16 or bfloat16, got ",
+                     heads.tensor.scalar_type());
+}
+
+void check_rank(NamedHeads heads, const Layout& layout) {
+    TORCH_CHECK_VALUE(heads.tensor.dim() == layout.rank(), heads.name, " must be ", layout.shape, " for layout ",
+                      layout.name, ", got a tensor of ", heads.tensor.dim(), " dimensions");
+}
+
+void check_positions_kind(const at::Tensor& positions, NamedHeads heads) {
+    TORCH_CHECK_TYPE(positions.scalar_type() == at::kInt || positions.scalar_type() == at::kLong,
+                     "positions must be int32 or int64, got ", positions.scalar_type());
+    check_device("positions", positions, heads);
+}
+
+void check_table_kind(const at::Tensor& table, NamedHeads heads) {
+    TORCH_CHECK_TYPE(table.scalar_type() == at::kLong, "table must be an int64 tensor, got ", table.scalar_type());
+    check_device("table", table, heads);
+}
+
+void check_index_kind(const char* name, const at::Tensor& index, NamedHeads heads) {
+    TORCH_CHECK_TYPE(index.scalar_type() == at::kInt, name, " must be int32, got ", index.scalar_type());
+    check_device(name, index, heads);
+}
+
+void check_last_dimension(NamedHeads heads, const Layout& layout) {
+    const at::Tensor& x = heads.tensor;
+    TORCH_CHECK_VALUE(x.numel() == 0 || x.stride(-1) == 1, heads.name, " must be ", layout.shape,
+                      " with a contiguous last dimension, got strides ", x.strides());
+}
+
+void check_own_memory(NamedHeads heads) {
+    TORCH_CHECK(has_own_memory(heads.tensor), heads.name,
+                " must not overlap itself in memory to be rotated in place, got strides ", heads.tensor.strides(),
+                " for shape ", heads.tensor.sizes(), " (an expanded tensor? clone it first)");
+}
+
+void check_range(const char* name, const at::Tensor& index, int64_t count) {
+    if (!index.is_cpu()) return;
+    const auto* values = static_cast<const int32_t*>(index.const_data_ptr());
+    for (int64_t i = 0; i < index.size(0); ++i) {
+        const int32_t value = values[i * step(index, 0)];
+        TORCH_CHECK_INDEX(0 <= value && value < count, name, " must name one of ", count, " tables, 0 to ", count - 1,
+                          ", got ", value, " at ", i);
+    }
+}
+
+int64_t step(const at::Tensor& tensor, int dim) {
+    return dim < 0 || tensor.size(dim) <= 1 ? 0 : tensor.stride(dim);
+}
+
+HeadStrides strides_of(const at::Tensor& heads, const Layout& layout) {
+    return {step(heads, layout.batch), step(heads, layout.token), step(heads, layout.head)};
+}
+
+int heads_of(NamedHeads heads, const Layout& layout) {
+    const int64_t count = heads.tensor.size(layout.head);
+    TORCH_CHECK_VALUE(count <= std::numeric_limits<int>::max(), heads.name, " must have fewer than 2^31 heads, got ",
+                      count);
+    return static_cast<int>(count);
+}
+
+PositionsView positions_of(const at::Tensor& positions, NamedHeads heads, const Layout& layout) {
+    const at::Tensor& x = heads.tensor;
+    const int64_t tokens = x.size(layout.token);
+    const int64_t batch = layout.batch_of(x);
+    const bool is_row = positions.dim() == 1 && positions.size(0) == tokens;
+    const bool is_matrix = layout.batch >= 0 && positions.dim() == 2 && positions.size(1) == tokens &&
+                           (positions.size(0) == batch || positions.size(0) == 1);
+    if (layout.batch >= 0) {
+        TORCH_CHECK_VALUE(is_row || is_matrix, "positions must be [", tokens, "], [1, ", tokens, "] or [", batch, ", ",
+                          tokens, "] for ", heads.name, " of ", x.sizes(), " in layout ", layout.name, ", got ",
+                          positions.sizes());
+    } else {
+        TORCH_CHECK_VALUE(is_row, "positions must be [", tokens, "] for ", heads.name, " of ", x.sizes(), " in layout ",
+                          layout.name, ", got ", positions.sizes());
+    }
+    return {.data = positions.const_data_ptr(),
+            .is_int64 = positions.scalar_type() == at::kLong,
+            .batch_stride = is_matrix ? step(positions, 0) : 0,
+            .token_stride = step(positions, positions.dim() - 1)};
+}
+
+int rotary_dim_of(const at::Tensor& table, NamedHeads heads) {
+    const int64_t rotary_dim = 2 * (table.size(-1) - 1);
+    TORCH_CHECK_VALUE(rotary_dim <= heads.tensor.size(-1),
+                      "table.rotary_dim must be at most head_dim, the last dimension of ", heads.name, " (",
+                      heads.tensor.size(-1), "), got ", rotary_dim);
+    return static_cast<int>(rotary_dim);
+}
+
+}  // namespace mrrope

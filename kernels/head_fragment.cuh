@@ -1,0 +1,116 @@
+#pragma once
+
+#include <cuda_runtime.h>
+#include <cutlass/array.h>
+#include <cutlass/numeric_conversion.h>
+#include <cutlass/numeric_types.h>
+
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "mrrope/rotary.h"
+#include "mrrope/rotation.h"
+
+// What every kernel that rotates heads is made of: a thread's part of a head, read, turned and written.
+
+namespace mrrope {
+
+template <class Element>
+using RealOf = std::conditional_t<std::is_same_v<Element, double>, double, float>;
+
+// Where lane `lane` of a head finds its two vectors, and which pairs they hold. Both pairings touch memory alike: one
+// vector in either half of the rotated part; interleaved vectors hold whole pairs, so the two hold different ones.
+template <Pairing pairing, int Vector>
+struct LaneLayout {
+    int lane;
+    int half;
+
+    static constexpr bool crosses_vectors = pairing == Pairing::halves || Vector == 1;
+
+    __device__ int first() const { return pairing == Pairing::interleaved && Vector == 1 ? 2 * lane : lane * Vector; }
+
+    __device__ int second() const {
+        return pairing == Pairing::interleaved && Vector == 1 ? 2 * lane + 1 : half + lane * Vector;
+    }
+
+    __device__ int pair(int j) const {
+        if constexpr (crosses_vectors) return lane * Vector + j;
+        constexpr int held = Vector / 2;
+        return lane * held + (j < held ? j : half / 2 + j - held);
+    }
+};
+
+template <class Element, int Vector>
+struct HeadFragment {
+    using Stored = cutlass::AlignedArray<Element, Vector>;
+    using Real = RealOf<Element>;
+
+    Stored first;
+    Stored second;
+
+    template <class Layout>
+    __device__ void load(const Element* head, Layout layout) {
+        first = *reinterpret_cast<const Stored*>(head + layout.first());
+        second = *reinterpret_cast<const Stored*>(head + layout.second());
+    }
+
+    template <class Layout>
+    __device__ void store(Element* head, Layout layout) const {
+        *reinterpret_cast<Stored*>(head + layout.first()) = first;
+        *reinterpret_cast<Stored*>(head + layout.second()) = second;
+    }
+
+    template <bool crosses_vectors>
+    __device__ void rotate(const CosSin<Real> (&by)[Vector]) {
+        cutlass::NumericArrayConverter<Real, Element, Vector> widen;
+        cutlass::NumericArrayConverter<Element, Real, Vector> narrow;
+        cutlass::Array<Real, Vector> a = widen(first);
+        cutlass::Array<Real, Vector> b = widen(second);
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Vector; ++j) {
+            if constexpr (crosses_vectors) {
+                rotate_pair(a[j], b[j], by[j]);
+            } else {
+                auto& vector = j < Vector / 2 ? a : b;
+                const int at = 2 * (j % (Vector / 2));
+                rotate_pair(vector[at], vector[at + 1], by[j]);
+            }
+        }
+        static_cast<cutlass::Array<Element, Vector>&>(first) = narrow(a);
+        static_cast<cutlass::Array<Element, Vector>&>(second) = narrow(b);
+    }
+
+private:
+    __device__ static void rotate_pair(Real& a, Real& b, CosSin<Real> by) {
+        const Pair<Real> turned = mrrope::rotate<Real>({a, b}, by);
+        a = turned.first;
+        b = turned.second;
+    }
+};
+
+template <class Index>
+__device__ int64_t position_at(const PositionsView& positions, int64_t row, Index batch, Index token) {
+    const int64_t index = row * positions.row_stride + batch * positions.batch_stride + token * positions.token_stride;
+    return positions.is_int64 ? static_cast<const int64_t*>(positions.data)[index]
+                              : static_cast<const int32_t*>(positions.data)[index];
+}
+
+// Calls f with a value of the element type that `dtype` names.
+template <class F>
+void with_element(DType dtype, F&& f) {
+    switch (dtype) {
+        case DType::float64: return f(double{});
+        case DType::float32: return f(float{});
+        case DType::float16: return f(cutlass::half_t{});
+        case DType::bfloat16: return f(cutlass::bfloat16_t{});
+    }
+}
+
+inline void check_launch(cudaError_t status) {
+    if (status != cudaSuccess) {
+        throw std::runtime_error(std::string("mrrope: a kernel could not be launched: ") + cudaGetErrorString(status));
+    }
+}
+
+}  // namespace mrrope

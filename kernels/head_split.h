@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+
+#include "mrrope/rotary.h"
+
+// How threads share one head.
+
+namespace mrrope {
+
+inline constexpr int access_bytes = 16;
+
+// `lanes` threads, each with `vector` components from either half of the rotated part.
+struct HeadSplit {
+    int vector = 1;
+    int lanes = 1;
+};
+
+// Full vectors where every head starts, and every half and the rest of it ends, at a multiple of 16 bytes.
+constexpr HeadSplit split_head(int head_dim, int rotary_dim, int element_size, bool aligned) {
+    const int half = rotary_dim / 2;
+    const int full = access_bytes / element_size;
+    const bool fits = half % full == 0 && (head_dim - rotary_dim) % full == 0;
+    const int vector = aligned && fits ? full : 1;
+    return {vector, half / vector};
+}
+
+inline bool starts_aligned(const void* heads, const HeadStrides& strides, int element_size) {
+    const auto misaligned = [](int64_t bytes) { return bytes % access_bytes != 0; };
+    return !misaligned(reinterpret_cast<int64_t>(heads)) && !misaligned(strides.batch * element_size) &&
+           !misaligned(strides.token * element_size) && !misaligned(strides.head * element_size);
+}
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+}  // namespace mrrope

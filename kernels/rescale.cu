@@ -1,0 +1,122 @@
+#include <algorithm>
+
+#include "head_fragment.cuh"
+#include "mrrope/rescale.h"
+#include "rescale_plan.h"
+
+namespace mrrope {
+namespace {
+
+// Passed to the kernel by value.
+struct RescaleLaunch {
+    void* keys[most_layers_per_launch];
+    HeadStrides strides;
+    PositionsView positions;
+    const uint64_t* tables;
+    uint32_t table_count;
+    const int32_t* from;
+    const int32_t* to;
+    int64_t batch;
+    int64_t tokens;
+    int heads;
+    int half;
+    RescalePlan plan;
+};
+
+// Blocks of row y turn layer y, one sequence after the other, and leave out those that stay with their table: asked of
+// a cache that has nothing to turn, all of them return at once. What a thread does to its heads is what rotary_kernel
+// does, by the difference of two tables.
+template <class Element, int Vector, Pairing pairing>
+__global__ void __launch_bounds__(rescale_block_threads, rescale_resident_blocks)
+    rescale_kernel(const __grid_constant__ RescaleLaunch launch) {
+    using Real = RealOf<Element>;
+    using Layout = LaneLayout<pairing, Vector>;
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x;
+    const int lane = thread % launch.plan.lanes;
+    const int group = thread / launch.plan.lanes % launch.plan.head_groups;
+    const int first_token = thread / launch.plan.lanes / launch.plan.head_groups;
+    if (first_token >= launch.plan.token_step) return;
+    const Layout layout{lane, launch.half};
+
+    for (int64_t sequence = 0; sequence < launch.batch; ++sequence) {
+        // Unsigned, so that no index, however wrong, leads out of the tables.
+        const auto at = [&](const int32_t* index) {
+            return min(static_cast<uint32_t>(index[sequence]), launch.table_count - 1);
+        };
+        if (at(launch.from) == at(launch.to)) continue;
+        const uint64_t* from = launch.tables + at(launch.from) * static_cast<int64_t>(launch.half + 1);
+        const uint64_t* to = launch.tables + at(launch.to) * static_cast<int64_t>(launch.half + 1);
+        const auto gain =
+            static_cast<Real>(attention_factor_of(to[launch.half]) / attention_factor_of(from[launch.half]));
+        uint64_t turns[Vector];
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Vector; ++j) turns[j] = to[layout.pair(j)] - from[layout.pair(j)];
+
+        Element* const keys = static_cast<Element*>(launch.keys[blockIdx.y]) + sequence * launch.strides.batch;
+        for (int64_t token = first_token; token < launch.tokens; token += launch.plan.token_step) {
+            const auto head_at = [&](int j) -> Element* {
+                const int64_t head = group + j * launch.plan.head_groups;
+                return head < launch.heads ? keys + token * launch.strides.token + head * launch.strides.head : nullptr;
+            };
+            HeadFragment<Element, Vector> fragments[rescale_heads_per_thread];
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < rescale_heads_per_thread; ++j) {
+                if (const Element* head = head_at(j)) fragments[j].load(head, layout);
+            }
+            const int64_t position = position_at(launch.positions, 0, sequence, token);
+            CosSin<Real> by[Vector];
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < Vector; ++j) by[j] = turn(phase_of(position, turns[j]), gain, Real(1));
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < rescale_heads_per_thread; ++j) {
+                Element* head = head_at(j);
+                if (head == nullptr) break;
+                fragments[j].template rotate<Layout::crosses_vectors>(by);
+                fragments[j].store(head, layout);
+            }
+        }
+    }
+}
+
+template <class Element, int Vector>
+void launch_rescale(const RescaleArgs& args, const RescalePlan& plan, cudaStream_t stream) {
+    RescaleLaunch launch{.strides = args.strides,
+                         .positions = args.positions,
+                         .tables = args.tables,
+                         .table_count = static_cast<uint32_t>(args.table_count),
+                         .from = args.from,
+                         .to = args.to,
+                         .batch = args.batch,
+                         .tokens = args.tokens,
+                         .heads = args.heads,
+                         .half = args.rotary_dim / 2,
+                         .plan = plan};
+    std::copy(args.keys.begin(), args.keys.end(), launch.keys);
+    const dim3 grid(plan.blocks_per_layer, static_cast<unsigned>(args.keys.size()));
+    switch (args.pairing) {
+        case Pairing::halves:
+            rescale_kernel<Element, Vector, Pairing::halves><<<grid, rescale_block_threads, 0, stream>>>(launch);
+            break;
+        case Pairing::interleaved:
+            rescale_kernel<Element, Vector, Pairing::interleaved><<<grid, rescale_block_threads, 0, stream>>>(launch);
+            break;
+    }
+    check_launch(cudaGetLastError());
+}
+
+}  // namespace
+
+void rescale_cuda(const RescaleArgs& args, CUstream_st* stream) {
+    if (args.keys.empty() || args.batch == 0 || args.tokens == 0 || args.heads == 0) return;
+    for_each_rescale_launch(args, [&](const RescaleArgs& part) {
+        const RescalePlan plan = plan_rescale(part);
+        with_element(args.dtype, [&](auto element) {
+            using Element = decltype(element);
+            constexpr int full_vector = 16 / sizeof(Element);
+            if (plan.vector == full_vector) return launch_rescale<Element, full_vector>(part, plan, stream);
+            return launch_rescale<Element, 1>(part, plan, stream);
+        });
+    });
+}
+
+}  // namespace mrrope

@@ -1,0 +1,29 @@
+#include "rescale_plan.h"
+
+#include "head_split.h"
+
+namespace mrrope {
+
+// An H200 holds some 1600 blocks at a time, of all layers together.
+constexpr int64_t blocks_in_all = 2048;
+
+RescalePlan plan_rescale(const RescaleArgs& args) {
+    const int element_size = size_of(args.dtype);
+    const bool aligned = std::all_of(args.keys.begin(), args.keys.end(), [&](const void* keys) {
+        return starts_aligned(keys, args.strides, element_size);
+    });
+    const HeadSplit split = split_head(args.rotary_dim, args.rotary_dim, element_size, aligned);
+    const auto head_groups = static_cast<int>(ceil_div(args.heads, rescale_heads_per_thread));
+    const int64_t threads_per_token = static_cast<int64_t>(split.lanes) * head_groups;
+    const int64_t wanted = ceil_div(args.tokens * threads_per_token, rescale_block_threads);
+    const int64_t share = ceil_div(blocks_in_all, static_cast<int64_t>(args.keys.size()));
+    const int64_t least = ceil_div(threads_per_token, rescale_block_threads);
+    const int64_t blocks = std::max(least, std::min(wanted, share));
+    return {.vector = split.vector,
+            .lanes = split.lanes,
+            .head_groups = head_groups,
+            .blocks_per_layer = static_cast<int>(blocks),
+            .token_step = static_cast<int>(blocks * rescale_block_threads / threads_per_token)};
+}
+
+}  // namespace mrrope

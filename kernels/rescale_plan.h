@@ -1,0 +1,40 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "mrrope/rescale.h"
+
+// How turning cached keys is laid over the GPU: pure functions of the arguments, tested without one.
+
+namespace mrrope {
+
+inline constexpr int rescale_block_threads = 64;
+inline constexpr int rescale_resident_blocks = 10;
+inline constexpr int rescale_heads_per_thread = 2;
+// Their pointers travel as parameters of the kernel.
+inline constexpr int most_layers_per_launch = 128;
+
+// A thread keeps its lane and its heads, and goes from token to token in steps of `token_step`. Threads that make up no
+// whole token rest.
+struct RescalePlan {
+    int vector = 1;
+    int lanes = 1;             // threads a head
+    int head_groups = 1;       // groups of rescale_heads_per_thread heads
+    int blocks_per_layer = 1;  // few enough in all to return in no time where there is nothing to turn
+    int token_step = 1;
+};
+
+RescalePlan plan_rescale(const RescaleArgs& args);
+
+// Calls f with parts of as many layers as one launch takes.
+template <class F>
+void for_each_rescale_launch(const RescaleArgs& args, F&& f) {
+    for (size_t layer = 0; layer < args.keys.size(); layer += most_layers_per_launch) {
+        RescaleArgs part = args;
+        part.keys = args.keys.subspan(layer, std::min<size_t>(most_layers_per_launch, args.keys.size() - layer));
+        f(part);
+    }
+}
+
+}  // namespace mrrope
