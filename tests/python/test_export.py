@@ -164,6 +164,15 @@ def test_the_original_length_of_an_extended_model():
     assert not {"low_freq_factor", "high_freq_factor"} & exported["rope_parameters"].keys()
 
 
+def test_what_is_given_goes_before_what_the_configuration_says():
+    given = {"original_max_position": 32, "base": 1e4}
+    exported = mrrope.export_config(tiny("llama"), "mrrope_pro", scale=SCALE, **given)
+    table = mrrope.frequency_table("mrrope_pro", rotary_dim=32, scale=SCALE, **given)
+    assert exported["rope_parameters"]["original_max_position_embeddings"] == 32
+    assert exported["rope_theta"] == 1e4
+    assert exported["rope_parameters"]["long_factor"] == table.cumulative_scale.tolist()
+
+
 @pytest.mark.parametrize("engine", export.ENGINES)
 def test_a_ready_table(engine, tmp_path):
     table = mrrope.frequency_table(
