@@ -12,17 +12,10 @@ import mrrope
 from mrrope import command_line, export
 
 transformers = pytest.importorskip("transformers")
+from tiny_models import TINY_SIZES  # noqa: E402
 
 ORIGINAL, SCALE = 64, 4.0
-TINY = {
-    "vocab_size": 40,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": ORIGINAL,
-}
+TINY = TINY_SIZES | {"max_position_embeddings": ORIGINAL}
 BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0}}
 
 
