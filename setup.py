@@ -68,14 +68,18 @@ def program(name: str, folder_attribute: str) -> str:
 
 
 class CMakeBuild(build_ext):  # type: ignore[misc]
-    """Configures and builds the CMake project, with its Python targets going into the package's folder."""
+    """Configures and builds the CMake project, and copies its Python targets into the package's folder.
+
+    Every version of Python and torch has a build folder of its own, outputs included: CMake takes a file that is newer
+    than its sources for its own.
+    """
 
     def run(self) -> None:
         self.builds_in_source = bool(self.inplace or self.editable_mode)
         super().run()
 
     def copy_extensions_to_source(self) -> None:
-        """Nothing to do: CMake put them there."""
+        """Nothing to do: build_extension put them there."""
 
     def build_extension(self, extension: Extension) -> None:
         import pybind11
@@ -83,9 +87,6 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
         torch = package_folder("torch")
         if torch is None:
             raise RuntimeError("mrrope is compiled against torch, and none was found: install torch first")
-        output = Path(self.get_ext_fullpath(extension.name)).resolve().parent
-        if self.builds_in_source:
-            output = ROOT / "mrrope"
         version = torch_requirement().removeprefix("torch==").removesuffix(".*")
         build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{version}"
         # What was found for another environment is looked for again.
@@ -95,7 +96,6 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DLibTorch_ROOT={torch}",
-            f"-DMRROPE_PYTHON_OUTPUT={output}",
             "-DMRROPE_PYTHON=ON",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
@@ -105,6 +105,12 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
         cmake = program("cmake", "CMAKE_BIN_DIR")
         subprocess.run([cmake, "-S", ROOT, "-B", build, "-G", "Ninja", *arguments], check=True)
         subprocess.run([cmake, "--build", build, "--target", "_core", "mrrope_torch"], check=True)
+        package = ROOT / "mrrope" if self.builds_in_source else Path(self.build_lib) / "mrrope"
+        package.mkdir(parents=True, exist_ok=True)
+        for library in (build / "mrrope").glob("*.so"):
+            # A new file: whoever has the old one loaded keeps it whole.
+            (package / library.name).unlink(missing_ok=True)
+            shutil.copy2(library, package)
 
 
 setup(

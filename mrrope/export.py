@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from torch import nn
 
 from mrrope import model_rope, patching
 from mrrope.rope_types import OPTIONS, ROPE_TYPES, register_rope_types
-from mrrope.tables import FrequencyTable, frequency_table
+from mrrope.tables import FrequencyTable
+from mrrope.trained import Trained, table_for
 
 ENGINES = ("transformers", "transformers-longrope", "vllm", "sglang")
 
@@ -72,11 +72,7 @@ def export_config(
     for layer_type in model_rope.layer_types(rotary):
         if model_rope.is_local(layer_type) and not local_layers:
             continue
-        own = model_rope.settings(rotary, layer_type)
-        if own.original_max_position is None:
-            raise ValueError(f"config must say what length {text.model_type} was trained on: max_position_embeddings")
-        trained = Trained(own.rotary_dim, own.base, own.original_max_position)
-        extended[layer_type] = table_for(method, trained, scale, options)
+        extended[layer_type] = exportable_table(model_rope.settings(rotary, layer_type), method, scale, options)
 
     if not extended:
         raise ValueError(f"all layers of {text.model_type} see a window only; local_layers=True extends them too")
@@ -106,38 +102,14 @@ def export_config(
     return _with_rope(data, parsed, parameters, length, legacy=legacy)
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What a model was trained with, as far as a table depends on it."""
-
-    rotary_dim: int
-    base: float
-    original_max_position: float
-
-
-def table_for(
-    method: str | FrequencyTable | Path, trained: Trained, scale: float, options: dict[str, Any]
+def exportable_table(
+    trained: Trained, method: str | FrequencyTable | Path, scale: float, options: dict[str, Any]
 ) -> FrequencyTable:
-    """A ready table, or its JSON's path, checked against the model; or the table of a method's name."""
-    if isinstance(method, Path) or (isinstance(method, str) and method.endswith(".json")):
-        method = FrequencyTable.load(method)
-    if not isinstance(method, FrequencyTable):
-        return frequency_table(
-            method,
-            rotary_dim=trained.rotary_dim,
-            base=trained.base,
-            original_max_position=trained.original_max_position,
-            scale=scale,
-            **options,
-        )
-    if options or scale != 1.0:
-        given = {**({"scale": scale} if scale != 1.0 else {}), **options}
-        raise ValueError(f"method is a ready table, which leaves no room for {given}")
-    if method.rotary_dim != trained.rotary_dim:
-        raise ValueError(f"method must be a table of the model's rotary_dim {trained.rotary_dim}, got {method!r}")
-    if not method.cumulative_scale.numel():
-        raise ValueError(f"method must be a table with cumulative scales, and {method!r} has none")
-    return method
+    """As :func:`table_for`; engines know tables by their cumulative scales only."""
+    table = table_for(trained, method, scale, options)
+    if not table.cumulative_scale.numel():
+        raise ValueError(f"method must be a table with cumulative scales, and {table!r} has none")
+    return table
 
 
 def read_config(config: Any) -> tuple[dict[str, Any], Any]:

@@ -11,8 +11,9 @@ import struct
 from pathlib import Path
 from typing import IO, Any
 
-from mrrope.export import Trained, table_for
+from mrrope.export import exportable_table
 from mrrope.tables import METHODS, FrequencyTable
+from mrrope.trained import Trained
 
 ARCHITECTURE = "llama"
 FACTORS = "rope_freqs.weight"
@@ -59,7 +60,7 @@ def export_gguf(
     if destination.exists() and destination.samefile(source):
         raise ValueError(f"destination must be another file than the source, got {destination} for both")
     _check_architecture(reader)
-    table = table_for(method, _trained(reader, method, original_max_position), scale, options)
+    table = exportable_table(_trained(reader, method, original_max_position), method, scale, options)
     unfinished = destination.with_name(f"{destination.name}.unfinished")
     try:
         with unfinished.open("wb") as file:

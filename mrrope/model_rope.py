@@ -11,18 +11,15 @@ import torch
 from torch import nn
 
 from mrrope.tables import FrequencyTable, frequency_table
+from mrrope.trained import Trained
 
 FREQUENCIES = "inv_freq"
 
 
 @dataclass(frozen=True)
-class RopeSettings:
+class RopeSettings(Trained):
     """RoPE of one kind of layer, before any extension."""
 
-    base: float
-    rotary_dim: int
-    original_max_position: float | None
-    """None where the configuration does not tell."""
     table: FrequencyTable
     """What the model turns by now."""
     turning: torch.Tensor
@@ -88,7 +85,7 @@ def settings(module: nn.Module, layer_type: str | None) -> RopeSettings:
         factors=torch.where(turning, plain / frequencies, 1.0),
         attention_factor=getattr(module, attribute(layer_type, "attention_scaling"), 1.0),
     )
-    return RopeSettings(base, rotary_dim, length, table, turning, position_row(module, layer_type, rotary_dim // 2))
+    return RopeSettings(rotary_dim, base, length, table, turning, position_row(module, layer_type, rotary_dim // 2))
 
 
 def position_row(module: nn.Module, layer_type: str | None, pairs: int) -> torch.Tensor | None:

@@ -21,7 +21,8 @@ from torch import nn
 
 from mrrope import conventions, model_rope
 from mrrope.conventions import Apply, CallForm, Convention
-from mrrope.tables import FrequencyTable, frequency_table
+from mrrope.tables import FrequencyTable
+from mrrope.trained import table_for
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -204,11 +205,6 @@ def patch(
         )
     if rotaries[0] is model:
         raise ValueError(f"model must be the one that {type(model).__name__} is a part of: it is what gets replaced")
-    if isinstance(method, Path) or (isinstance(method, str) and method.endswith(".json")):
-        method = FrequencyTable.load(method)
-    if isinstance(method, FrequencyTable) and (options or scale != 1.0):
-        given = {**({"scale": scale} if scale != 1.0 else {}), **options}
-        raise ValueError(f"method is a ready table, which leaves no room for {given}")
     tables = [_tables_for(rotary, method, scale, local_layers, options) for rotary in rotaries]
 
     if is_patched(model):
@@ -259,26 +255,13 @@ def patched(model: Model, method: str | FrequencyTable | Path, **options: Any) -
 
 
 def _tables_for(
-    rotary: nn.Module, method: str | FrequencyTable, scale: float, local_layers: bool, options: dict[str, Any]
+    rotary: nn.Module, method: str | FrequencyTable | Path, scale: float, local_layers: bool, options: dict[str, Any]
 ) -> dict[str | None, FrequencyTable]:
     tables: dict[str | None, FrequencyTable] = {}
     for layer_type in model_rope.layer_types(rotary):
         own = model_rope.settings(rotary, layer_type)
-        if model_rope.is_local(layer_type) and not local_layers:
-            tables[layer_type] = own.table
-        elif isinstance(method, FrequencyTable):
-            tables[layer_type] = method
-        else:
-            length = options.get("original_max_position", own.original_max_position)
-            if length is None:
-                raise ValueError(
-                    "original_max_position must be given for this model: its configuration does not say what length "
-                    "it was trained on"
-                )
-            build = {"rotary_dim": own.rotary_dim, "base": own.base, "scale": scale, **options}
-            tables[layer_type] = frequency_table(method, **{**build, "original_max_position": length})
-        if (table := tables[layer_type]).rotary_dim != own.rotary_dim:
-            raise ValueError(f"method must give a table of the model's rotary_dim {own.rotary_dim}, got {table!r}")
+        stays = model_rope.is_local(layer_type) and not local_layers
+        tables[layer_type] = own.table if stays else table_for(own, method, scale, options)
     return tables
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,17 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session", params=[pytest.param("cuda", marks=needs_cuda)])
 def cuda(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(scope="module")
+def quiet_transformers() -> Iterator[None]:
+    """Without the remarks that transformers has on tiny models."""
+    import transformers
+
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(level)
 
 
 @pytest.fixture(scope="session")

@@ -12,17 +12,10 @@ import mrrope
 from mrrope import command_line, export
 
 transformers = pytest.importorskip("transformers")
+from tiny_models import TINY_SIZES  # noqa: E402
 
 ORIGINAL, SCALE = 64, 4.0
-TINY = {
-    "vocab_size": 40,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": ORIGINAL,
-}
+TINY = TINY_SIZES | {"max_position_embeddings": ORIGINAL}
 BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0}}
 
 
@@ -162,6 +155,15 @@ def test_the_original_length_of_an_extended_model():
     assert exported["rope_parameters"]["original_max_position_embeddings"] == 16
     assert exported["max_position_embeddings"] == 256
     assert not {"low_freq_factor", "high_freq_factor"} & exported["rope_parameters"].keys()
+
+
+def test_what_is_given_goes_before_what_the_configuration_says():
+    given = {"original_max_position": 32, "base": 1e4}
+    exported = mrrope.export_config(tiny("llama"), "mrrope_pro", scale=SCALE, **given)
+    table = mrrope.frequency_table("mrrope_pro", rotary_dim=32, scale=SCALE, **given)
+    assert exported["rope_parameters"]["original_max_position_embeddings"] == 32
+    assert exported["rope_theta"] == 1e4
+    assert exported["rope_parameters"]["long_factor"] == table.cumulative_scale.tolist()
 
 
 @pytest.mark.parametrize("engine", export.ENGINES)

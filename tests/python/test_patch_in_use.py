@@ -32,13 +32,7 @@ from transformers import PreTrainedModel
 NEW = {"max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0}
 SLIDING_WINDOW = 8
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(level)
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
 @pytest.fixture

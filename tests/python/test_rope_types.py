@@ -12,17 +12,10 @@ from mrrope.rope_types import ROPE_TYPES
 
 transformers = pytest.importorskip("transformers")
 from huggingface_hub.errors import StrictDataclassError  # noqa: E402
+from tiny_models import TINY_SIZES  # noqa: E402
 
 BASIC = {"rope_theta": 50_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-TINY = {
-    "vocab_size": 40,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 256,
-}
+TINY = TINY_SIZES | {"max_position_embeddings": 256}
 
 
 def parameters(rope_type: str, **more: object) -> dict:

@@ -1,11 +1,9 @@
 """Every causal LM of transformers that uses RoPE builds tiny, shows what RoPE does, and decodes as it prefills."""
 
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
-import transformers
 from tiny_models import (
     causal_lm_families,
     families_without_rope,
@@ -25,6 +23,8 @@ UNBUILDABLE = {
     "musicgen_melody": "as musicgen",
 }
 
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
 # Rotary tensors on which no logits depend.
 UNUSED = {
     "blt": r"patcher\.",  # only decides where patches end
@@ -39,14 +39,6 @@ KNOWN = {
     "blt": "it hashes groups of bytes within one call only, without those in the cache; not the only cause",
     "roformer": "its attention is bidirectional even with is_decoder (5.17; causal in 5.22)",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 @pytest.fixture(scope="module", params=causal_lm_families())

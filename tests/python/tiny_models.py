@@ -19,6 +19,16 @@ VOCABULARY = 128
 ORDINARY_TOKENS = range(3, 96)  # pad, bos and eos lie below, the tokens that stand for images and audio above
 LENGTH = 64
 
+# A configuration of a Llama, or of many others, small enough to build a model of it.
+TINY_SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
 # How big an integer setting may be, by the first pattern that its name matches; sizes that depend on the head
 # dimension are in `tiny_config`.
 LARGEST: list[tuple[str, int]] = [

@@ -1,0 +1,64 @@
+"""The Python in README.md and docs/ runs as it stands there, and README's equivalent is one."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mrrope.patching import is_patched
+
+pytest.importorskip("transformers")
+
+from tiny_models import tiny_model, tokens
+
+ROOT = Path(__file__).parents[2]
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DOCUMENTS = [
+    document for document in [ROOT / "README.md", *ROOT.glob("docs/*.md")] if PYTHON.search(document.read_text())
+]
+
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
+
+def after_running(document: Path, names: dict[str, Any]) -> dict[str, Any]:
+    """The names that a document's code leaves, run from top to bottom with those that it takes for granted."""
+    text = document.read_text()
+    for block in PYTHON.finditer(text):
+        # So that a traceback names the document's own lines.
+        lines_above = text.count("\n", 0, block.start(1))
+        exec(compile("\n" * lines_above + block[1], str(document), "exec"), names)
+    return names
+
+
+@pytest.fixture
+def taken_for_granted(tmp_path: Path) -> dict[str, Any]:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    return {
+        "torch": torch,
+        "path": tmp_path,
+        "model": model,
+        "inputs": {"input_ids": tokens(1, 12)},
+        "q": torch.randn(2, 4, 12, 128),
+        "k": torch.randn(2, 2, 12, 128),
+        "positions": 8192 + torch.arange(12),
+    }
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_the_code_runs(document: Path, taken_for_granted: dict[str, Any]) -> None:
+    after_running(document, taken_for_granted)
+
+
+def test_readme_does_what_it_says(taken_for_granted: dict[str, Any]) -> None:
+    q, k, positions = (taken_for_granted[name] for name in ("q", "k", "positions"))
+    names = after_running(ROOT / "README.md", taken_for_granted)
+    assert is_patched(names["model"])
+    assert names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
+    for found, want in zip((names["q"], names["k"]), names["rotary"](q, k, positions, names["table"]), strict=True):
+        error = (found.double() - want.double()).norm() / want.double().norm()
+        # Each is rounded once; the equivalent's angles, in float64, are off by far less.
+        assert error < torch.finfo(torch.float32).eps
