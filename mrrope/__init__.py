@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from mrrope.cached_keys import rescale_cache_
 from mrrope.export import export_config
 from mrrope.gguf_export import export_gguf
 from mrrope.patching import patch, patched, unpatch
@@ -23,6 +24,7 @@ __all__ = [
     "patch",
     "patched",
     "register_rope_types",
+    "rescale_cache_",
     "rotary",
     "rotary_",
     "unpatch",

@@ -97,7 +97,8 @@ def packed_embedding(positions: torch.Tensor, table: torch.Tensor, *, single: bo
     in place of one of complex numbers."""
     if not single:
         return positions, table
-    return (torch.cat([positions, table.expand(positions.shape[0], -1)], dim=1),)
+    batch = max(positions.shape[0], table.shape[0] if table.dim() == 2 else 1)
+    return (torch.cat([positions.expand(batch, -1), table.expand(batch, -1)], dim=1),)
 
 
 def fused(original: Apply, form: CallForm, convention: Convention) -> Apply:
@@ -116,7 +117,7 @@ def fused(original: Apply, form: CallForm, convention: Convention) -> Apply:
         if len(embedding) == 2:
             positions, table = embedding
         else:
-            positions, table = embedding[0][:, :tokens], embedding[0][0, tokens:]
+            positions, table = embedding[0][:, :tokens], embedding[0][:, tokens:].contiguous()
         turned = convention.rotate(heads, positions, table, layout)
         return turned[0] if len(form.heads) == 1 else tuple(turned)
 

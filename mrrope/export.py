@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mrrope import model_rope, patching
+from mrrope import embeddings, model_rope
 from mrrope.rope_types import OPTIONS, ROPE_TYPES, register_rope_types
 from mrrope.tables import FrequencyTable
 from mrrope.trained import Trained, table_for
@@ -178,8 +178,8 @@ def _check_engine(engine: str, text: Any, model: nn.Module, rotary: nn.Module) -
     if "mrope_section" in text.rope_parameters:
         raise cannot("it has M-RoPE, and longrope there takes one position a token")
     try:
-        found = patching.functions_for(model, rotary)
-    except patching.UnfusableError as reason:
+        found = embeddings.functions_for(model, rotary)
+    except embeddings.UnfusableError as reason:
         raise cannot(f"longrope there pairs component i with i + rotary_dim / 2, but {reason}") from None
     if any(convention.pairing != "halves" or convention.turns_last for *_, convention in found):
         raise cannot("longrope there pairs component i with i + rotary_dim / 2, and this model pairs others")

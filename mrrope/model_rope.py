@@ -26,6 +26,8 @@ class RopeSettings(Trained):
     """Which pairs turn at all, bool."""
     position_row: torch.Tensor | None
     """Where a token has several positions: which of them turns each pair."""
+    native_length: float | None
+    """How far the model reads as it is, with the extension that its configuration may name already."""
 
     def packed(self, table: FrequencyTable) -> torch.Tensor:
         """A table as the op takes it, for this kind of layer: pairs that stand still go on standing still."""
@@ -33,7 +35,7 @@ class RopeSettings(Trained):
         packed[:-1] *= self.turning
         if self.position_row is None:
             return packed
-        return torch.stack([packed, torch.nn.functional.pad(self.position_row, (0, 1))])
+        return torch.stack([packed, torch.nn.functional.pad(self.position_row, (0, 1))])[None]
 
 
 def rotary_embeddings(model: nn.Module) -> Iterator[nn.Module]:
@@ -85,7 +87,10 @@ def settings(module: nn.Module, layer_type: str | None) -> RopeSettings:
         factors=torch.where(turning, plain / frequencies, 1.0),
         attention_factor=getattr(module, attribute(layer_type, "attention_scaling"), 1.0),
     )
-    return RopeSettings(rotary_dim, base, length, table, turning, position_row(module, layer_type, rotary_dim // 2))
+    rows = position_row(module, layer_type, rotary_dim // 2)
+    stated = getattr(config, "max_position_embeddings", None)
+    native_length = max(stated or length, length * (parameters.get("factor") or 1.0)) if length else None
+    return RopeSettings(rotary_dim, base, length, table, turning, rows, native_length)
 
 
 def position_row(module: nn.Module, layer_type: str | None, pairs: int) -> torch.Tensor | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from mrrope.tables import FrequencyTable, _require_table
+from mrrope.tables import FrequencyTable, _require_table, packed_stack
 
 torch.ops.load_library(Path(__file__).with_name("libmrrope_torch.so"))  # type: ignore[no-untyped-call]
 
@@ -15,9 +16,10 @@ def rotary(
     q: torch.Tensor,
     k: torch.Tensor | None,
     positions: torch.Tensor,
-    table: FrequencyTable,
+    table: FrequencyTable | Sequence[FrequencyTable],
     layout: str = "bhsd",
     pairing: str = "halves",
+    table_index: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotates q and k by their positions; differentiable.
 
@@ -25,16 +27,21 @@ def rotary(
         q, k: float64, float32, float16 or bfloat16, any strides with a contiguous last dimension; ``k`` may have
             another number of heads, or be None.
         positions: int32 or int64, any value: ``[tokens]``, ``[1, tokens]`` or ``[batch, tokens]``.
-        table: the frequencies; its ``rotary_dim`` may be less than the head's, whose remainder is then copied.
+        table: the frequencies; its ``rotary_dim`` may be less than the head's, whose remainder is then copied. Or
+            several tables of one ``rotary_dim``: one for each sequence, or those that ``table_index`` picks from.
         layout: ``bhsd`` ``[batch, heads, tokens, head_dim]``, ``bshd`` ``[batch, tokens, heads, head_dim]``, or
             ``thd`` ``[tokens, heads, head_dim]``.
         pairing: which components turn together: ``halves`` (i, i + rotary_dim / 2), as in Llama, or
             ``interleaved`` (2i, 2i + 1), as in GPT-J.
+        table_index: int32, on q's device: which table rotates each sequence, ``[batch]``; in layout ``thd`` each token,
+            ``[tokens]``.
 
     Returns:
         The rotated q and k, with q's and k's strides where those are dense; None for a k of None.
     """
-    turned = torch.ops.mrrope.rotary.default(*_arguments(q, k, positions, table), layout, pairing)
+    turned = torch.ops.mrrope.rotary.default(
+        *_arguments(q, k, positions, table), layout, pairing, table_index=_index(table_index)
+    )
     return turned[0], None if k is None else turned[1]
 
 
@@ -42,20 +49,26 @@ def rotary_(
     q: torch.Tensor,
     k: torch.Tensor | None,
     positions: torch.Tensor,
-    table: FrequencyTable,
+    table: FrequencyTable | Sequence[FrequencyTable],
     layout: str = "bhsd",
     pairing: str = "halves",
+    table_index: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """:func:`rotary` in place: writes the rotated q and k over the given ones, and returns those.
 
     Where gradients are wanted it is rotary and a copy; a leaf that requires grad is refused.
     """
-    torch.ops.mrrope.rotary_.default(*_arguments(q, k, positions, table), layout, pairing)
+    torch.ops.mrrope.rotary_.default(
+        *_arguments(q, k, positions, table), layout, pairing, table_index=_index(table_index)
+    )
     return q, k
 
 
 def _arguments(
-    q: torch.Tensor, k: torch.Tensor | None, positions: torch.Tensor, table: FrequencyTable
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    positions: torch.Tensor,
+    table: FrequencyTable | Sequence[FrequencyTable],
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     for name, value in (("q", q), ("positions", positions)):
         if not isinstance(value, torch.Tensor):
@@ -63,4 +76,12 @@ def _arguments(
     if k is not None and not isinstance(k, torch.Tensor):
         raise TypeError(f"k must be a tensor or None, got {type(k).__name__}")
     heads = [q] if k is None else [q, k]
+    if isinstance(table, (list, tuple)):
+        return heads, positions, packed_stack(table, q.device)
     return heads, positions, _require_table("table", table).packed(q.device)
+
+
+def _index(table_index: object) -> torch.Tensor | None:
+    if table_index is not None and not isinstance(table_index, torch.Tensor):
+        raise TypeError(f"table_index must be a tensor or None, got {type(table_index).__name__}")
+    return table_index

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex
 
@@ -57,6 +57,26 @@ def _bounds(value: Iterable[SupportsIndex]) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
+class DeviceCopies:
+    """A tensor of host memory, copied to every device where it is wanted once and kept there."""
+
+    def __init__(self, on_host: torch.Tensor) -> None:
+        self._copies = {torch.device("cpu"): on_host}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The copy on a device."""
+        tensor = self._copies.get(device)
+        if tensor is not None:
+            return tensor
+        on_host = self._copies[torch.device("cpu")]
+        if torch.compiler.is_compiling():
+            return on_host.to(device)  # what is made while a graph is being traced belongs to that graph
+        # A tensor made in inference mode could not take part in training later.
+        with torch.inference_mode(False):
+            self._copies[device] = on_host.to(device)
+        return self._copies[device]
+
+
 class FrequencyTable:
     """How fast each pair of components turns, and the attention factor that goes with it.
 
@@ -66,9 +86,8 @@ class FrequencyTable:
 
     def __init__(self, core: _core.Table) -> None:
         self._core = core
-        # A tensor made in inference mode could not take part in training later.
         with torch.inference_mode(False):
-            self._packed = {torch.device("cpu"): torch.tensor(core.packed(), dtype=torch.int64, device="cpu")}
+            self._packed = DeviceCopies(torch.tensor(core.packed(), dtype=torch.int64, device="cpu"))
 
     @property
     def method(self) -> str:
@@ -127,15 +146,7 @@ class FrequencyTable:
 
     def packed(self, device: torch.device) -> torch.Tensor:
         """The table as the ops take it, one int64 tensor on ``device``; copied there once and kept."""
-        tensor = self._packed.get(device)
-        if tensor is not None:
-            return tensor
-        on_host = self._packed[torch.device("cpu")]
-        if torch.compiler.is_compiling():
-            return on_host.to(device)  # what is made while a graph is being traced belongs to that graph
-        with torch.inference_mode(False):
-            self._packed[device] = on_host.to(device)
-        return self._packed[device]
+        return self._packed.on(device)
 
     def to(self, device: torch.device | str) -> FrequencyTable:
         """Puts the table on a device ahead of its first use there, as CUDA-graph capture and torch.compile want."""
@@ -214,6 +225,10 @@ class FrequencyTable:
         return isinstance(other, FrequencyTable) and self.to_dict() == other.to_dict()
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash(tuple(self._core.packed()))
 
     def __reduce__(self) -> tuple[Callable[[dict[str, Any]], FrequencyTable], tuple[dict[str, Any]]]:
@@ -226,6 +241,25 @@ class FrequencyTable:
             f"original_max_position={core.original_max_position:g}, scale={core.scale:g}, bounds={core.bounds}, "
             f"attention_factor={core.attention_factor:.6g})"
         )
+
+
+def packed_stack(tables: Sequence[FrequencyTable], device: torch.device) -> torch.Tensor:
+    """Several tables of one rotary_dim as the ops take them, one int64 tensor on ``device``."""
+    if not tables:
+        raise ValueError("table must be a FrequencyTable or a sequence of at least one, got none")
+    for i, table in enumerate(tables):
+        dim = _require_table(f"table[{i}]", table).rotary_dim
+        if dim != tables[0].rotary_dim:
+            raise ValueError(f"table[{i}] must have table[0]'s rotary_dim {tables[0].rotary_dim}, got {dim}")
+    if torch.compiler.is_compiling():
+        return torch.stack([table.packed(device) for table in tables])
+    return _stack_of(tuple(tables)).on(device)
+
+
+@lru_cache(maxsize=256)
+def _stack_of(tables: tuple[FrequencyTable, ...]) -> DeviceCopies:
+    with torch.inference_mode(False):
+        return DeviceCopies(torch.stack([table.packed(torch.device("cpu")) for table in tables]))
 
 
 def _require_table(argument: str, value: object) -> FrequencyTable:

@@ -22,7 +22,7 @@ def random_call(device, dtype=torch.float32, batch=2, tokens=5):
 
 def with_rows(table, row_of_pair, device):
     packed = table.packed(torch.device("cpu"))
-    return torch.stack([packed, torch.nn.functional.pad(row_of_pair, (0, 1))]).to(device)
+    return torch.stack([packed, torch.nn.functional.pad(row_of_pair, (0, 1))])[None].to(device)
 
 
 def rotated_by_rows(x, positions, row_of_pair, table, pairing):

@@ -1,0 +1,78 @@
+"""Cached keys, turned from one frequency table to another: rotations compose, so that nothing is computed anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mrrope.tables import FrequencyTable, packed_stack
+
+Tables = FrequencyTable | Sequence[FrequencyTable]
+
+
+def rescale_cache_(
+    keys: torch.Tensor | Sequence[torch.Tensor],
+    positions: torch.Tensor,
+    old: Tables,
+    new: Tables,
+    layout: str = "bhsd",
+    pairing: str = "halves",
+    blocks: torch.Tensor | None = None,
+) -> None:
+    """Turns cached keys that ``old`` rotated into what ``new`` would have made of them, in place.
+
+    Every key is read, turned and written once, with one rounding to its dtype; of a static or dynamic cache all layers
+    in one launch, and sequences that keep their table are not touched.
+
+    Args:
+        keys: the keys of a layer, or of several layers of one dtype and device.
+        positions: of the cached tokens, int32 or int64: ``[tokens]``, ``[1, tokens]`` or ``[batch, tokens]``.
+        old, new: one table for all sequences, or one for each.
+        layout: of the keys, ``bhsd``, ``bshd`` or ``thd``.
+        pairing: which components turn together, ``halves`` or ``interleaved``.
+        blocks: of a paged cache, whose first dimension counts blocks (``[blocks, heads, slots, head_dim]`` is layout
+            ``bhsd``, ``[blocks, slots, heads, head_dim]`` is ``bshd``): the blocks to turn, int64. ``positions`` and
+            lists of tables are of those blocks, in their order.
+
+    Raises:
+        ValueError, TypeError, IndexError: naming the argument; no key has changed then.
+    """
+    layers = [keys] if isinstance(keys, torch.Tensor) else list(keys)
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, torch.Tensor):
+            raise TypeError(f"keys[{i}] must be a tensor, got {type(layer).__name__}")
+    if not isinstance(positions, torch.Tensor):
+        raise TypeError(f"positions must be a tensor, got {type(positions).__name__}")
+    if not layers:
+        raise ValueError("keys must hold a tensor for every layer, got none")
+    taken = layers if blocks is None else [_blocks_of(layer, layout, blocks) for layer in layers]
+    sequences = 1 if layout == "thd" else taken[0].shape[0]
+    device = taken[0].device
+    chosen = [_each("old", old, sequences), _each("new", new, sequences)]
+    number = {table: i for i, table in enumerate(dict.fromkeys(chosen[0] + chosen[1]))}
+    indices = [torch.tensor([number[table] for table in side], dtype=torch.int32, device=device) for side in chosen]
+    stack = packed_stack(list(number), device)
+    torch.ops.mrrope.rescale_cache_.default(taken, positions, stack, *indices, layout, pairing)
+    if blocks is not None:
+        for layer, part in zip(layers, taken, strict=True):
+            layer.index_copy_(0, blocks, part)
+
+
+def _each(name: str, tables: Tables, sequences: int) -> list[FrequencyTable]:
+    """One table a sequence."""
+    if isinstance(tables, FrequencyTable):
+        return [tables] * sequences
+    if not isinstance(tables, (list, tuple)) or not all(isinstance(table, FrequencyTable) for table in tables):
+        raise TypeError(f"{name} must be a FrequencyTable or a list of them, got {tables!r}")
+    if len(tables) != sequences:
+        raise ValueError(f"{name} must be one table, or one for each of {sequences} sequences, got {len(tables)}")
+    return list(tables)
+
+
+def _blocks_of(layer: torch.Tensor, layout: str, blocks: object) -> torch.Tensor:
+    if not isinstance(blocks, torch.Tensor) or blocks.dtype != torch.int64 or blocks.dim() != 1:
+        raise TypeError(f"blocks must be an int64 tensor of one dimension, got {blocks!r}")
+    if layout == "thd":
+        raise ValueError("blocks must come with layout bhsd or bshd, got 'thd'")
+    return layer.index_select(0, blocks)

@@ -1,0 +1,173 @@
+"""What stands in a patched model: rotary embeddings that give tables, and functions that rotate by them.
+
+A patched model has other modules where its rotary embeddings were; they hand positions and a packed table through the
+model's own ``position_embeddings``, and the functions of its modeling module that would apply cosines and sines apply
+the fused op instead. Nothing else is touched, and the originals are kept.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from mrrope import conventions, model_rope
+from mrrope.conventions import Apply, CallForm, Convention
+from mrrope.following import Follower
+from mrrope.ladder import Ladder
+
+Ladders = dict[str | None, Ladder]
+"""What turns each kind of layer that a rotary embedding serves."""
+
+
+class TableRotaryEmbedding(nn.Module):
+    """Stands where a model's rotary embedding stood, and gives positions and a table for cosines and sines."""
+
+    def __init__(self, original: nn.Module, ladders: Ladders, *, single: bool) -> None:
+        super().__init__()
+        self.original = original
+        self.ladders = ladders
+        self.single = single
+        self.follower: Follower | None = None
+        device = next(original.buffers()).device
+        for layer_type, ladder in ladders.items():
+            own = model_rope.settings(original, layer_type)
+            packed = [own.packed(table) for table in ladder.tables]
+            # Integers, so that no cast of the model to another dtype touches them.
+            buffer = packed[0] if ladder.is_fixed else torch.stack(packed)
+            self.register_buffer(model_rope.attribute(layer_type, "packed_table"), buffer.to(device), persistent=False)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        table = getattr(self, model_rope.attribute(layer_type, "packed_table")).to(x.device)
+        positions = position_ids.to(x.device, conventions.PACKED_TABLE_DTYPE)
+        if self.follower is not None and not self.ladders[layer_type].is_fixed:
+            table = table.index_select(0, self.follower.choose(positions, table, x.shape[0], layer_type))
+        packed = conventions.packed_embedding(positions, table, single=self.single)
+        return packed[0] if self.single else packed
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # Private ones, such as accelerate's hooks, belong to the original alone.
+            if name.startswith("_"):
+                raise
+            return getattr(super().__getattr__("original"), name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        # In another process the functions have to be put in place again.
+        for found in functions_for(self.original, self.original):
+            installed_functions.install(*found, user=self)
+
+
+class InstalledFunctions:
+    """The fused functions that stand in modeling modules, each for as long as a patched model needs it."""
+
+    def __init__(self) -> None:
+        self._installed: dict[tuple[ModuleType, str], tuple[Apply, weakref.WeakSet[TableRotaryEmbedding]]] = {}
+
+    def install(
+        self, module: ModuleType, name: str, form: CallForm, convention: Convention, *, user: TableRotaryEmbedding
+    ) -> None:
+        """Puts the fused function in place, unless it stands there already."""
+        if (module, name) not in self._installed:
+            function = conventions.fused(getattr(module, name), form, convention)
+            setattr(module, name, function)
+            self._installed[module, name] = function, weakref.WeakSet()
+        self._installed[module, name][1].add(user)
+        # A patched model may also just be dropped.
+        weakref.finalize(user, self._restore_unused).atexit = False
+
+    def release(self, user: TableRotaryEmbedding) -> None:
+        """Puts the originals back where no other patched model needs the fused ones."""
+        for _, users in self._installed.values():
+            users.discard(user)
+        self._restore_unused()
+
+    def _restore_unused(self) -> None:
+        for (module, name), (function, users) in list(self._installed.items()):
+            if next(iter(users), None) is not None:
+                continue
+            del self._installed[module, name]
+            # What others have put over it since is theirs.
+            if getattr(module, name) is function:
+                setattr(module, name, function.__wrapped__)
+
+
+installed_functions = InstalledFunctions()
+
+
+class UnfusableError(Exception):
+    """Why the op cannot stand in for a model's own functions."""
+
+
+def functions_for(model: nn.Module, rotary: nn.Module) -> list[tuple[ModuleType, str, CallForm, Convention]]:
+    """Every function that applies what a rotary embedding gives, and how it does; raises :class:`UnfusableError`."""
+    layer_type = model_rope.layer_types(rotary)[0]
+    own = model_rope.settings(rotary, layer_type)
+    device = next(rotary.buffers()).device
+    positions = torch.tensor([[1, 5, 3, 40]])
+    if own.position_row is not None:
+        positions = torch.stack([positions + row for row in range(int(own.position_row.max()) + 1)])
+
+    def embed(x: torch.Tensor) -> Any:
+        extra = {} if layer_type is None else {"layer_type": layer_type}
+        embedding = rotary(x.to(device), positions.to(device), **extra)
+        return tuple(part.cpu() for part in embedding) if isinstance(embedding, tuple) else embedding.cpu()
+
+    found = []
+    classes = {type(module) for module in model.modules()}
+    # Rotary embeddings, of text and of vision, may compute as they like.
+    for module_class in classes - {type(module) for module in model.modules() if model_rope.layer_types(module)}:
+        if expression := conventions.takes_embedding_apart(module_class):  # type: ignore[arg-type]
+            raise UnfusableError(f"{module_class.__name__} computes with cosines and sines itself: {expression}")
+    modules = {module_class.__module__ for module_class in classes} | {type(rotary).__module__}
+    for module in (sys.modules[name] for name in sorted(modules)):
+        for name, function in conventions.apply_functions(module).items():
+            function = getattr(function, "__wrapped__", function)
+            form = CallForm.of(function)
+            if form is None:
+                raise UnfusableError(f"the parameters of {module.__name__}.{name} are not understood")
+            convention = conventions.find_convention(function, form, embed, positions, own.packed(own.table))
+            if convention is None:
+                raise UnfusableError(f"{module.__name__}.{name} rotates in a way the op does not")
+            found.append((module, name, form, convention))
+    if not found:
+        raise UnfusableError(f"{type(rotary).__module__} has no function that applies RoPE")
+    return found
+
+
+class SwappedTable:
+    """A rotary embedding that keeps its own code and gets other frequencies: where the op cannot be fused."""
+
+    ATTRIBUTE = "_mrrope_swapped"
+
+    def __init__(self, rotary: nn.Module, ladders: Ladders) -> None:
+        self.ladders = ladders
+        self.original: dict[str, Any] = {"rope_type": rotary.rope_type}
+        for layer_type, ladder in ladders.items():
+            (table,) = ladder.tables
+            turning = model_rope.settings(rotary, layer_type).turning
+            for name in (model_rope.FREQUENCIES, f"original_{model_rope.FREQUENCIES}"):
+                self._set(rotary, model_rope.attribute(layer_type, name), table.inv_freq * turning)
+            self._set(rotary, model_rope.attribute(layer_type, "attention_scaling"), table.attention_factor)
+        # Types that recompute their frequencies as they go would undo the swap.
+        is_named_by_layer = isinstance(rotary.rope_type, dict)
+        rotary.rope_type = dict.fromkeys(ladders, "default") if is_named_by_layer else "default"  # type: ignore[assignment]
+        setattr(rotary, self.ATTRIBUTE, self)
+
+    def _set(self, rotary: nn.Module, name: str, value: Any) -> None:
+        old = self.original[name] = getattr(rotary, name)
+        setattr(rotary, name, value.to(old) if isinstance(old, torch.Tensor) else value)
+
+    def undo(self, rotary: nn.Module) -> None:
+        """Puts the original frequencies back."""
+        for name, value in self.original.items():
+            current = getattr(rotary, name)
+            setattr(rotary, name, value.to(current.device) if isinstance(value, torch.Tensor) else value)
+        delattr(rotary, self.ATTRIBUTE)

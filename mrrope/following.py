@@ -1,0 +1,184 @@
+"""The scale follows the text: every sequence is read with the smallest scale of a ladder that covers it.
+
+A patched model's rotary embedding sees the positions of all tokens before any layer does. From them it takes the length
+of every sequence, picks each one's table, and where a sequence has outgrown the table that its cached keys were rotated
+by, it has those keys turned first. All of it is arithmetic on the device: nothing waits for the GPU, and a compiled
+step stays one graph, whether anything has to be turned or not.
+
+Which table the keys of a cache were rotated by is written on the cache itself, so that copies of it know as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from mrrope import model_rope
+from mrrope.ladder import Ladder
+from mrrope.model_cache import CachedKeys, turn
+
+CACHE_ATTRIBUTE = "mrrope_tables"
+"""Where a cache keeps, by kind of layer, which table of the ladder each sequence's keys are rotated by: int32."""
+
+
+class Follower(nn.Module):
+    """Picks a table for every sequence of a batch, and keeps the cached keys in step."""
+
+    def __init__(self, owner: nn.Module, ladders: dict[str | None, Ladder], keys: dict[str | None, CachedKeys]) -> None:
+        super().__init__()
+        self.keys = keys
+        self.parameters_of_owner = tuple(inspect.signature(owner.forward).parameters)
+        for layer_type, ladder in ladders.items():
+            # Integers, so that no cast of the model to another dtype touches them.
+            limits = torch.tensor(ladder.reaches[:-1]).floor().long()
+            self.register_buffer(model_rope.attribute(layer_type, "limits"), limits, persistent=False)
+        self.expected_lengths: torch.Tensor | None = None
+        self.cache: Any = None
+        self.attention_mask: Any = None
+        self.chosen: dict[str | None, torch.Tensor] = {}
+        owner.register_forward_pre_hook(self.before_call, with_kwargs=True)
+        owner.register_forward_hook(self.after_call)
+
+    def leave(self, owner: nn.Module) -> None:
+        """Takes the hooks off the module they were put on."""
+        for hooks in (owner._forward_pre_hooks, owner._forward_hooks):
+            for number, hook in list(hooks.items()):
+                if getattr(hook, "__self__", None) is self:
+                    del hooks[number]
+                    owner._forward_pre_hooks_with_kwargs.pop(number, None)
+
+    def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keeps what the model was called with: a rotary embedding is told positions and no more."""
+        given = dict(zip(self.parameters_of_owner, args, strict=False)) | kwargs
+        if given.get("cache") is not None:
+            raise ValueError("cache must not be a paged one where the scale follows the text: patch with a fixed scale")
+        self.cache = given.get("past_key_values")
+        self.attention_mask = given.get("attention_mask")
+
+    def after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Notes on a cache that the model made itself what its keys are rotated by."""
+        parts = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
+        for cache in parts if self.cache is None else ():
+            if hasattr(cache, "layers"):
+                for layer_type, index in self.chosen.items():
+                    _note(cache, layer_type, index)
+        self.cache = self.attention_mask = None
+        self.chosen = {}
+
+    def choose(self, positions: torch.Tensor, tables: torch.Tensor, batch: int, layer_type: str | None) -> torch.Tensor:
+        """The number of each sequence's table, ``[batch]``, with its cached keys turned to that table."""
+        limits = getattr(self, model_rope.attribute(layer_type, "limits")).to(positions.device)
+        wanted: torch.Tensor = (self._lengths(positions, batch)[:, None] > limits).sum(-1, dtype=torch.int32)
+        if self.cache is not None:
+            wanted = self._in_step_with(self.cache, positions, tables, wanted, layer_type)
+        self.chosen[layer_type] = wanted
+        return wanted
+
+    def _lengths(self, positions: torch.Tensor, batch: int) -> torch.Tensor:
+        """How many tokens of its own each sequence has, or will have where that is known."""
+        mask = self.attention_mask
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            lengths = mask.to(positions.device).long().sum(-1)
+        else:
+            lengths = positions.amax(-1) + 1
+        lengths = lengths.expand(batch)
+        if self.expected_lengths is None:
+            return lengths
+        return torch.maximum(lengths, _for_batch(self.expected_lengths.to(positions.device), batch))
+
+    def _in_step_with(
+        self,
+        cache: Any,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        wanted: torch.Tensor,
+        layer_type: str | None,
+    ) -> torch.Tensor:
+        """Turns what a cache holds. A sequence never goes back to a smaller scale: its last answer was read with it."""
+        parts = self.keys[layer_type].held_by(cache)
+        if parts:
+            old = getattr(cache, CACHE_ATTRIBUTE, {}).get(layer_type)
+            # Keys that nobody made a note of come from the model as it was.
+            old = torch.zeros_like(wanted) if old is None else _for_batch(old.to(wanted.device), wanted.shape[0])
+            length = parts[0][1].get_seq_length()
+            if isinstance(length, torch.Tensor):
+                # A static cache may have been emptied for another text.
+                old = torch.where(length.to(old.device) > 0, old, wanted)
+            wanted = torch.maximum(old, wanted)
+            turn(parts, positions[:, 0], tables, old, wanted)
+        _note(cache, layer_type, wanted)
+        return wanted
+
+
+def _for_batch(values: torch.Tensor, batch: int) -> torch.Tensor:
+    """What is known of every text, for each of its beams or answers: those are neighbours in a batch."""
+    if values.shape[0] == batch:
+        return values
+    if batch % values.shape[0] != 0:
+        raise ValueError(
+            f"past_key_values must keep its sequences where the scale follows the text: it was of {values.shape[0]}, "
+            f"and {batch} go on"
+        )
+    return values.repeat_interleave(batch // values.shape[0])
+
+
+def _note(cache: Any, layer_type: str | None, index: torch.Tensor) -> None:
+    notes = getattr(cache, CACHE_ATTRIBUTE, None)
+    if notes is None:
+        notes = {}
+        setattr(cache, CACHE_ATTRIBUTE, notes)
+    if layer_type in notes and notes[layer_type].shape == index.shape:
+        # In place: CUDA graphs want the same memory every time.
+        notes[layer_type].copy_(index)
+    elif torch.compiler.is_compiling():
+        notes[layer_type] = index.clone()
+    else:
+        # A tensor made in inference mode could not be written to outside it.
+        with torch.inference_mode(False):
+            notes[layer_type] = index.clone()
+        torch._dynamo.mark_static_address(notes[layer_type])
+
+
+class GenerateKnowingLengths:
+    """A model's own ``generate``, which first tells how long the texts will get, so that most never cross a step."""
+
+    def __init__(self, model: nn.Module, followers: list[Follower]) -> None:
+        self.model = model
+        self.followers = followers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        expected = self._expected_lengths(args, kwargs)
+        for follower in self.followers:
+            follower.expected_lengths = expected
+        try:
+            return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]
+        finally:
+            for follower in self.followers:
+                follower.expected_lengths = None
+
+    def _expected_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        given = dict(zip(("inputs", "generation_config"), args, strict=False)) | kwargs
+        texts = (given.get(name) for name in ("inputs_embeds", "input_ids", "inputs"))
+        text = next((text for text in texts if isinstance(text, torch.Tensor)), None)
+        if text is None:
+            return None
+        config = given.get("generation_config") or self.model.generation_config
+
+        def setting(name: str) -> Any:
+            return given[name] if given.get(name) is not None else getattr(config, name, None)
+
+        mask, pad = given.get("attention_mask"), setting("pad_token_id")
+        if mask is None:
+            # As generate itself tells padding from text.
+            is_padded = pad is not None and pad != setting("eos_token_id") and text.dim() == 2
+            mask = text != pad if is_padded else torch.ones(text.shape[:2], device=text.device)
+        room = 0
+        if setting("max_new_tokens") is not None:
+            room = setting("max_new_tokens")
+        elif setting("max_length") is not None:
+            room = max(0, setting("max_length") - text.shape[1])
+        lengths: torch.Tensor = mask.long().sum(-1)
+        return lengths + room

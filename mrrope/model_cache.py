@@ -1,0 +1,176 @@
+"""How a model of transformers caches its keys, found by trying it, and those keys turned to other tables.
+
+One token read at two positions gives the same hidden states, so that its cached keys differ where a layer rotates them
+and nowhere else, and by nothing but that rotation. No list of models is kept, and a cache that holds more than keys in
+dependence of positions is known to be one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from mrrope.conventions import Convention
+from mrrope.model_rope import RopeSettings
+
+PROBED_POSITIONS = (3, 40)
+PROBED_TOKENS = 8
+PAIRINGS: tuple[Literal["halves", "interleaved"], ...] = ("halves", "interleaved")
+
+
+class UnfollowableError(Exception):
+    """Why the cached keys of a model cannot be turned."""
+
+
+@dataclass(frozen=True)
+class RotatedPart:
+    """Something that a layer of a cache keeps rotated: its keys, or what a model keeps in their place or beside them."""
+
+    layer: int
+    attribute: str
+    convention: Convention
+
+    def of(self, layer: Any, rotary_dim: int) -> torch.Tensor:
+        """``[batch, heads, tokens, ...]`` of that layer, from the first component that turns on."""
+        part: torch.Tensor = _with_heads(getattr(layer, self.attribute))
+        return part[..., -rotary_dim:] if self.convention.turns_last else part
+
+
+class CachedKeys:
+    """Where the rotated keys of one kind of layer lie in a cache."""
+
+    def __init__(self, parts: list[RotatedPart]) -> None:
+        self.parts = parts
+
+    def held_by(self, cache: Any) -> list[tuple[RotatedPart, Any]]:
+        """The parts that a cache holds already, each with its layer."""
+        parts = [(part, cache.layers[part.layer]) for part in self.parts if part.layer < len(cache.layers)]
+        parts = [(part, layer) for part, layer in parts if layer.is_initialized and layer.keys.numel() > 0]
+        for _, layer in parts:
+            length = layer.get_seq_length()
+            whole = isinstance(length, torch.Tensor) or layer.is_sliding or layer.keys.shape[-2] == length
+            if not whole:
+                raise ValueError(
+                    "past_key_values must hold its keys as they are where the scale follows the text, and "
+                    f"{type(layer).__name__} does not: patch with a fixed scale"
+                )
+        return parts
+
+
+def turn(
+    parts: list[tuple[RotatedPart, Any]],
+    first_new: torch.Tensor,
+    tables: torch.Tensor,
+    old: torch.Tensor,
+    new: torch.Tensor,
+) -> None:
+    """Turns cached keys from one table to another, sequence by sequence.
+
+    ``first_new`` is the position of the first token that is not cached yet; those before it end there.
+    """
+    alike = defaultdict(list)
+    for part, layer in parts:
+        keys = part.of(layer, 2 * (tables.shape[-1] - 1))
+        alike[keys.device, keys.dtype, keys.shape[-2], part.convention.pairing].append((keys, layer))
+    for (device, _, slots, pairing), group in alike.items():
+        if device != first_new.device and not torch.compiler.is_compiling():
+            torch.cuda.synchronize()  # an offloaded layer may still be on its way
+        length = group[0][1].get_seq_length()
+        filled = length.clamp(max=slots) if isinstance(length, torch.Tensor) else min(length, slots)
+        positions = (first_new.to(device)[:, None] - filled) + torch.arange(slots, device=device)
+        keys = [keys for keys, _ in group]
+        with _writing(keys):
+            torch.ops.mrrope.rescale_cache_.default(
+                keys, positions, tables.to(device), old.to(device), new.to(device), "bhsd", pairing
+            )
+
+
+@contextlib.contextmanager
+def _writing(keys: list[torch.Tensor]) -> Iterator[None]:
+    """Keys that were made in inference mode can be written in inference mode alone."""
+    if torch.compiler.is_compiling() or not keys[0].is_inference():
+        yield
+    else:
+        with torch.inference_mode():
+            yield
+
+
+def find_cached_keys(owner: nn.Module, settings: dict[str | None, RopeSettings]) -> dict[str | None, CachedKeys]:
+    """Where a model caches the keys of every kind of layer; raises :class:`UnfollowableError`.
+
+    Args:
+        owner: the part of the model that calls the rotary embedding and takes a cache.
+        settings: of that rotary embedding, by kind of layer.
+    """
+    first, second = (_read_one_token(owner, position) for position in PROBED_POSITIONS)
+    found: dict[str | None, list[RotatedPart]] = {layer_type: [] for layer_type in settings}
+    config: Any = owner.config
+    for i, (before, after) in enumerate(zip(first.layers, second.layers, strict=True)):
+        for name, value in vars(before).items():
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                continue
+            if _agree(value, vars(after)[name]):
+                continue
+            layer_type: str | None = None if None in settings else config.layer_types[i]
+            convention = _convention_of(value, vars(after)[name], settings[layer_type])
+            if convention is None:
+                raise UnfollowableError(f"layer {i} caches {name} by position in a way that is not understood")
+            found[layer_type].append(RotatedPart(i, name, convention))
+    if not any(found.values()):
+        raise UnfollowableError("its cache holds nothing that depends on positions")
+    return {layer_type: CachedKeys(parts) for layer_type, parts in found.items()}
+
+
+def _read_one_token(owner: nn.Module, position: int) -> Any:
+    """The cache after one token at that position, of each of several sequences: a token may be padding, all zero."""
+    device = next(owner.parameters()).device
+    tokens = torch.arange(PROBED_TOKENS, device=device)[:, None]
+    positions = torch.full_like(tokens, position)
+    was_training = [module for module in owner.modules() if module.training]
+    for module in was_training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            output = owner(input_ids=tokens, position_ids=positions, use_cache=True)
+    except Exception as error:
+        raise UnfollowableError(f"it does not read one token by itself: {error}") from error
+    finally:
+        for module in was_training:
+            module.training = True
+    cache = getattr(output, "past_key_values", None)
+    if not hasattr(cache, "layers"):
+        raise UnfollowableError("it gives no cache of layers")
+    return cache
+
+
+def _convention_of(before: torch.Tensor, after: torch.Tensor, settings: RopeSettings) -> Convention | None:
+    """How the keys at the one position turn into those at the other."""
+    table = settings.packed(settings.table)
+    # Cached keys have the attention factor in them.
+    table[-1] = torch.tensor(1.0, dtype=torch.float64).view(torch.int64)
+    positions = torch.tensor([PROBED_POSITIONS[1] - PROBED_POSITIONS[0]])
+    for pairing, turns_last, backwards in itertools.product(PAIRINGS, (False, True), (False, True)):
+        convention = Convention(pairing, turns_last=turns_last, backwards=backwards)
+        if _agree(
+            convention.rotate([_with_heads(before.cpu())], positions, table, "bhsd")[0], _with_heads(after.cpu())
+        ):
+            return convention
+    return None
+
+
+def _with_heads(part: torch.Tensor) -> torch.Tensor:
+    """What all heads share is kept without a dimension for them."""
+    return part[:, None] if part.dim() == 3 else part
+
+
+def _agree(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal but for rounding."""
+    tolerance = 64 * torch.finfo(a.dtype).eps * float(b.abs().max() if b.numel() else 0.0)
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=tolerance)
