@@ -36,6 +36,7 @@ class Follower(nn.Module):
             limits = torch.tensor(ladder.reaches[:-1]).floor().long()
             self.register_buffer(model_rope.attribute(layer_type, "limits"), limits, persistent=False)
         self.expected_lengths: torch.Tensor | None = None
+        self.batch = 1
         self.cache: Any = None
         self.attention_mask: Any = None
         self.chosen: dict[str | None, torch.Tensor] = {}
@@ -55,6 +56,8 @@ class Follower(nn.Module):
         given = dict(zip(self.parameters_of_owner, args, strict=False)) | kwargs
         if given.get("cache") is not None:
             raise ValueError("cache must not be a paged one where the scale follows the text: patch with a fixed scale")
+        text: Any = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        self.batch = text.shape[0]
         self.cache = given.get("past_key_values")
         self.attention_mask = given.get("attention_mask")
 
@@ -68,26 +71,26 @@ class Follower(nn.Module):
         self.cache = self.attention_mask = None
         self.chosen = {}
 
-    def choose(self, positions: torch.Tensor, tables: torch.Tensor, batch: int, layer_type: str | None) -> torch.Tensor:
+    def choose(self, positions: torch.Tensor, tables: torch.Tensor, layer_type: str | None) -> torch.Tensor:
         """The number of each sequence's table, ``[batch]``, with its cached keys turned to that table."""
         limits = getattr(self, model_rope.attribute(layer_type, "limits")).to(positions.device)
-        wanted: torch.Tensor = (self._lengths(positions, batch)[:, None] > limits).sum(-1, dtype=torch.int32)
+        wanted: torch.Tensor = (self._lengths(positions)[:, None] > limits).sum(-1, dtype=torch.int32)
         if self.cache is not None:
             wanted = self._in_step_with(self.cache, positions, tables, wanted, layer_type)
         self.chosen[layer_type] = wanted
         return wanted
 
-    def _lengths(self, positions: torch.Tensor, batch: int) -> torch.Tensor:
+    def _lengths(self, positions: torch.Tensor) -> torch.Tensor:
         """How many tokens of its own each sequence has, or will have where that is known."""
         mask = self.attention_mask
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
             lengths = mask.to(positions.device).long().sum(-1)
         else:
             lengths = positions.amax(-1) + 1
-        lengths = lengths.expand(batch)
+        lengths = lengths.expand(self.batch)
         if self.expected_lengths is None:
             return lengths
-        return torch.maximum(lengths, _for_batch(self.expected_lengths.to(positions.device), batch))
+        return torch.maximum(lengths, _for_batch(self.expected_lengths.to(positions.device), self.batch))
 
     def _in_step_with(
         self,

@@ -31,7 +31,7 @@ class UnfollowableError(Exception):
 
 @dataclass(frozen=True)
 class RotatedPart:
-    """Something that a layer of a cache keeps rotated: its keys, or what a model keeps in their place or beside them."""
+    """Something that a layer of a cache keeps rotated: its keys, or what a model keeps in place of them or beside."""
 
     layer: int
     attribute: str
@@ -52,10 +52,10 @@ class CachedKeys:
     def held_by(self, cache: Any) -> list[tuple[RotatedPart, Any]]:
         """The parts that a cache holds already, each with its layer."""
         parts = [(part, cache.layers[part.layer]) for part in self.parts if part.layer < len(cache.layers)]
-        parts = [(part, layer) for part, layer in parts if layer.is_initialized and layer.keys.numel() > 0]
+        parts = [(part, layer) for part, layer in parts if layer.is_initialized and not _is_empty(layer)]
         for _, layer in parts:
             length = layer.get_seq_length()
-            whole = isinstance(length, torch.Tensor) or layer.is_sliding or layer.keys.shape[-2] == length
+            whole = isinstance(length, torch.Tensor) or layer.is_sliding or layer.keys.shape[-2:-1] == (length,)
             if not whole:
                 raise ValueError(
                     "past_key_values must hold its keys as they are where the scale follows the text, and "
@@ -85,11 +85,17 @@ def turn(
         length = group[0][1].get_seq_length()
         filled = length.clamp(max=slots) if isinstance(length, torch.Tensor) else min(length, slots)
         positions = (first_new.to(device)[:, None] - filled) + torch.arange(slots, device=device)
-        keys = [keys for keys, _ in group]
-        with _writing(keys):
+        layers = [keys for keys, _ in group]
+        with _writing(layers):
             torch.ops.mrrope.rescale_cache_.default(
-                keys, positions, tables.to(device), old.to(device), new.to(device), "bhsd", pairing
+                layers, positions, tables.to(device), old.to(device), new.to(device), "bhsd", pairing
             )
+
+
+def _is_empty(layer: Any) -> bool:
+    """Of a static layer only the device knows."""
+    length = layer.get_seq_length()
+    return not isinstance(length, torch.Tensor) and length == 0
 
 
 @contextlib.contextmanager
@@ -156,11 +162,10 @@ def _convention_of(before: torch.Tensor, after: torch.Tensor, settings: RopeSett
     # Cached keys have the attention factor in them.
     table[-1] = torch.tensor(1.0, dtype=torch.float64).view(torch.int64)
     positions = torch.tensor([PROBED_POSITIONS[1] - PROBED_POSITIONS[0]])
+    before, after = _with_heads(before.cpu()), _with_heads(after.cpu())
     for pairing, turns_last, backwards in itertools.product(PAIRINGS, (False, True), (False, True)):
         convention = Convention(pairing, turns_last=turns_last, backwards=backwards)
-        if _agree(
-            convention.rotate([_with_heads(before.cpu())], positions, table, "bhsd")[0], _with_heads(after.cpu())
-        ):
+        if _agree(convention.rotate([before], positions, table, "bhsd")[0], after):
             return convention
     return None
 
