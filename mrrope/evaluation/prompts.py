@@ -16,12 +16,13 @@ class Haystack:
         self.opening = opening_tokens(tokenizer)
         self._documents = [document.tokens[len(self.opening) :] for document in documents]
 
-    def text(self, trial: int, length: int) -> list[int]:
-        """The first tokens of a document: every trial's next one, over and over."""
+    def text(self, trial: int, length: int, depth: float = 0.0) -> list[int]:
+        """So many tokens of a document, every trial's next one, from its beginning (0) to its end (1)."""
         document = self._documents[trial % len(self._documents)]
         if len(document) < length:
             raise ValueError(f"documents must have {length} tokens for this prompt, got one of {len(document)}")
-        return document[:length]
+        start = round(depth * (len(document) - length))
+        return document[start : start + length]
 
     def prompt(self, trial: int, length: int, hidden: Sequence[tuple[float, str]], question: str) -> list[int]:
         """A prompt of ``length`` tokens.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrrope.evaluation.prompts import Haystack
+from mrrope.evaluation.texts import encode
 
 NAMES = ("Amara", "Boris", "Chiara", "Dmitri", "Elena", "Farid", "Greta", "Hiroshi", "Ingrid", "Jorge", "Katya", "Luca")
 COLOURS = ("purple", "orange", "silver", "crimson", "turquoise", "yellow", "ivory", "emerald", "scarlet", "bronze")
@@ -40,6 +41,7 @@ class Trial:
     depth: float
     """The share of the prompt's text before what has to be found."""
     answer_tokens: int
+    """How many tokens the model may answer with."""
     score: Callable[[list[int]], float]
     """From the tokens of an answer to the share of it that is right."""
 
@@ -52,6 +54,13 @@ def found_whole(tokenizer: Any, *wanted: str) -> Callable[[list[int]], float]:
 def same_tokens(expected: list[int]) -> Callable[[list[int]], float]:
     """Scores an answer by the share of its tokens that are the expected one at that place."""
     return lambda answer: sum(map(int.__eq__, answer, expected)) / len(expected)
+
+
+def asked(haystack: Haystack, prompt: list[int], depth: float, *wanted: str) -> Trial:
+    """A trial that asks for some words; the answer may be twice as long, and a little, for what stands between them."""
+    expected = " ".join(wanted)
+    answer_tokens = 2 * len(encode(haystack.tokenizer, f" {expected}")) + 4
+    return Trial(prompt, expected, depth, answer_tokens, found_whole(haystack.tokenizer, *wanted))
 
 
 def five_digits(chance: random.Random) -> str:
@@ -71,7 +80,7 @@ def passkey(haystack: Haystack, length: int, count: int) -> list[Trial]:
         key = five_digits(random.Random(f"passkey {length} {trial}"))
         sentence = f"The pass key is {key}. Remember it. {key} is the pass key."
         prompt = haystack.prompt(trial, length, [(depth, sentence)], "What is the pass key? The pass key is")
-        trials.append(Trial(prompt, key, depth, 10, found_whole(haystack.tokenizer, key)))
+        trials.append(asked(haystack, prompt, depth, key))
     return trials
 
 
@@ -84,7 +93,7 @@ def needle(haystack: Haystack, length: int, count: int) -> list[Trial]:
         depth = trial / (count - 1) if count > 1 else 0.5
         sentence = f"The present that {name} hid in the garden is a {thing}."
         prompt = haystack.prompt(trial, length, [(depth, sentence)], f"The present that {name} hid in the garden is a")
-        trials.append(Trial(prompt, thing, depth, 10, found_whole(haystack.tokenizer, thing)))
+        trials.append(asked(haystack, prompt, depth, thing))
     return trials
 
 
@@ -99,10 +108,10 @@ def multikey(haystack: Haystack, length: int, count: int) -> list[Trial]:
         hidden = [
             (depth, f"The pass key of {name} is {key}.") for depth, name, key in zip(depths, names, keys, strict=True)
         ]
-        asked = trial % KEYS_TOGETHER
-        question = f"What is the pass key of {names[asked]}? The pass key of {names[asked]} is"
+        which = trial % KEYS_TOGETHER
+        question = f"What is the pass key of {names[which]}? The pass key of {names[which]} is"
         prompt = haystack.prompt(trial, length, hidden, question)
-        trials.append(Trial(prompt, keys[asked], depths[asked], 10, found_whole(haystack.tokenizer, keys[asked])))
+        trials.append(asked(haystack, prompt, depths[which], keys[which]))
     return trials
 
 
@@ -123,25 +132,23 @@ def tracking(haystack: Haystack, length: int, count: int) -> list[Trial]:
             f"Answer: The {CHAIN} variables that are assigned the value {value} are VAR"
         )
         prompt = haystack.prompt(trial, length, hidden, question)
-        score = found_whole(haystack.tokenizer, *names)
-        trials.append(Trial(prompt, " ".join(names), depths[0], 12 * CHAIN, score))
+        trials.append(asked(haystack, prompt, depths[0], *names))
     return trials
 
 
 def tiled_copy(haystack: Haystack, length: int, count: int) -> list[Trial]:
     """A passage over and over until the text is full, but for the last tokens: what comes next?"""
     trials = []
-    room = length - len(haystack.opening)
-    for trial in range(count):
-        tile = room // TILES[trial % len(TILES)]
+    for trial, start in enumerate(even_depths(count)):
+        tiles = TILES[trial % len(TILES)]
+        tile = (length - len(haystack.opening)) // tiles
         if tile <= COPIED_TOKENS:
             raise ValueError(f"lengths must be above {max(TILES) * COPIED_TOKENS} tokens for tiled_copy, got {length}")
-        passage = haystack.text(trial, tile)
+        passage = haystack.text(trial, tile, start)
+        prompt = haystack.opening + (passage * tiles)[:-COPIED_TOKENS]
         expected = passage[-COPIED_TOKENS:]
-        prompt = haystack.opening + (passage * TILES[trial % len(TILES)])[:-COPIED_TOKENS]
         answer = haystack.tokenizer.decode(expected)
-        depth = 1 - tile / len(prompt)
-        trials.append(Trial(prompt, answer, depth, COPIED_TOKENS, same_tokens(expected)))
+        trials.append(Trial(prompt, answer, 1 - tile / len(prompt), COPIED_TOKENS, same_tokens(expected)))
     return trials
 
 
