@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from mrrope.evaluation.extra import needs
 
 FIGURES = {"perplexity": {"perplexity": "perplexity", "second_half_perplexity": "perplexity of the second half"}}
 """What is shown of a task: the field of its figures, and the name for it; for other tasks the share that was right."""
+
+GRID_PANELS_IN_A_ROW = 3
 
 
 def figures_of(task: str) -> dict[str, str]:
@@ -56,30 +59,43 @@ def draw_lines(figure: Any, task: str, by_method: dict[str, dict[str, Any]]) -> 
     figure.set_size_inches(1.5 + 5 * len(fields), 4.2)
     lengths = lengths_in(by_method)
     for axes, (field, name) in zip(figure.subplots(1, len(fields), squeeze=False)[0], fields.items(), strict=True):
-        for method, by_length in by_method.items():
-            known = [length for length in lengths if str(length) in by_length]
-            values = [by_length[str(length)][field] for length in known]
-            axes.plot(known, values, marker="o", markersize=4, label=Path(method).name)
+        lines = {
+            method: {int(length): figures[field] for length, figures in by_length.items()}
+            for method, by_length in by_method.items()
+        }
+        for method, line in lines.items():
+            axes.plot(line.keys(), line.values(), marker="o", markersize=4, label=Path(method).name)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45, ha="right")
         axes.minorticks_off()
+        axes.set(xlabel="tokens", ylabel="share found" if field == "score" else "", title=name)
+        axes.grid(alpha=0.3)
         if field == "score":
             axes.set_ylim(-0.03, 1.03)
         else:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
-        axes.set(xlabel="tokens", ylabel="share found" if field == "score" else "", title=name)
-        axes.grid(alpha=0.3)
+            cut_off_explosions(axes, [list(line.values()) for line in lines.values()])
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", frameon=False)
+
+
+def cut_off_explosions(axes: Any, lines: list[list[float]]) -> None:
+    """Lets methods that fail leave the picture, so that those that do not can be told apart."""
+    top = 3 * min(max(line) for line in lines)
+    if any(value > top for line in lines for value in line):
+        lowest = min(min(line) for line in lines)
+        axes.set_ylim(lowest - 0.05 * (top - lowest), top)
+        axes.set_title(f"{axes.get_title()} (cut off at {top:.3g})")
 
 
 def draw_grid(figure: Any, task: str, by_method: dict[str, dict[str, Any]]) -> None:
     """Length by depth, a panel for every method: green where the answer was found, red where not."""
     lengths = lengths_in(by_method)
-    figure.set_size_inches(1.5 + (1.2 + 0.6 * len(lengths)) * len(by_method), 4.2)
-    panels = figure.subplots(1, len(by_method), squeeze=False, sharey=True)[0]
-    for axes, (method, by_length) in zip(panels, by_method.items(), strict=True):
+    wide = min(len(by_method), GRID_PANELS_IN_A_ROW)
+    high = math.ceil(len(by_method) / wide)
+    figure.set_size_inches(1.8 + (0.8 + 0.5 * len(lengths)) * wide, 0.8 + 3.2 * high)
+    panels = figure.subplots(high, wide, squeeze=False, sharex=True, sharey=True).flatten()
+    for axes in panels[len(by_method) :]:
+        axes.set_visible(False)
+    for axes, (method, by_length) in zip(panels, by_method.items(), strict=False):
         columns = [by_length.get(str(length), {"trials": []})["trials"] for length in lengths]
         depths = max(([trial["depth"] for trial in column] for column in columns), key=len)
         missing = [float("nan")] * len(depths)
@@ -87,6 +103,7 @@ def draw_grid(figure: Any, task: str, by_method: dict[str, dict[str, Any]]) -> N
         image = axes.imshow(list(zip(*scores, strict=True)), aspect="auto", cmap="RdYlGn", vmin=0, vmax=1)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right")
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-        axes.set(title=Path(method).name, xlabel="tokens")
-    panels[0].set_ylabel(f"depth of the {task}")
-    figure.colorbar(image, ax=panels, label="share found")
+        axes.set_title(Path(method).name)
+    figure.supxlabel("tokens", fontsize="medium")
+    figure.supylabel(f"depth of the {task}", fontsize="medium")
+    figure.colorbar(image, ax=panels.tolist(), label="share found", pad=0.01, fraction=0.05)
