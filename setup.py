@@ -24,7 +24,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 VERSION = (ROOT / "mrrope" / "VERSION").read_text().strip()
 OLDEST_TORCH = 2, 11
-CUTLASS = "nvidia-cutlass==4.2.0.0"
+CUTLASS = (ROOT / "cmake" / "cutlass-requirement.txt").read_text().strip()
 
 
 @cache
