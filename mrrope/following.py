@@ -10,7 +10,9 @@ Which table the keys of a cache were rotated by is written on the cache itself, 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -145,22 +147,40 @@ def _note(cache: Any, layer_type: str | None, index: torch.Tensor) -> None:
         torch._dynamo.mark_static_address(notes[layer_type])
 
 
+@contextlib.contextmanager
+def expecting(model: nn.Module, lengths: int | Sequence[int] | torch.Tensor) -> Iterator[None]:
+    """Tells a model patched with ``scale="auto"`` how long texts will get, so that they cross no step on the way.
+
+    For reading a long text in chunks, say. ``generate`` does so by itself.
+
+    Args:
+        model: the patched model.
+        lengths: in tokens, padding left out: one for all sequences, or one for each.
+    """
+    followers = [module for module in model.modules() if isinstance(module, Follower)]
+    if not followers:
+        raise ValueError(f"model must be patched with scale='auto', and this {type(model).__name__} is not")
+    expected = torch.as_tensor(lengths).reshape(-1)
+    before = [follower.expected_lengths for follower in followers]
+    for follower in followers:
+        follower.expected_lengths = expected
+    try:
+        yield
+    finally:
+        for follower, lengths_before in zip(followers, before, strict=True):
+            follower.expected_lengths = lengths_before
+
+
 class GenerateKnowingLengths:
     """A model's own ``generate``, which first tells how long the texts will get, so that most never cross a step."""
 
-    def __init__(self, model: nn.Module, followers: list[Follower]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.followers = followers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        expected = self._expected_lengths(args, kwargs)
-        for follower in self.followers:
-            follower.expected_lengths = expected
-        try:
+        lengths = self._expected_lengths(args, kwargs)
+        with contextlib.nullcontext() if lengths is None else expecting(self.model, lengths):
             return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]
-        finally:
-            for follower in self.followers:
-                follower.expected_lengths = None
 
     def _expected_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         given = dict(zip(("inputs", "generation_config"), args, strict=False)) | kwargs

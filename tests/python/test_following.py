@@ -33,7 +33,8 @@ def following(model):
 
 
 def text(length, batch=1, seed=0):
-    return torch.randint(3, 40, (batch, length), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator(device=torch.get_default_device()).manual_seed(seed)
+    return torch.randint(3, 40, (batch, length), generator=generator)
 
 
 @torch.no_grad()
@@ -51,8 +52,10 @@ def tables_of(cache):
 
 
 @pytest.fixture
-def model():
-    return tiny_llama()
+def model(device):
+    torch.set_default_device(device)
+    yield tiny_llama()
+    torch.set_default_device(None)
 
 
 # --- one pass
@@ -114,10 +117,12 @@ def caches(config):
     return {
         "dynamic": transformers.DynamicCache(config=config),
         "static": transformers.StaticCache(config=config, max_cache_len=160),
+        # Its layers wait in the CPU's memory for their turn; without a GPU it is a dynamic one.
+        "offloaded": transformers.DynamicCache(config=config, offloading=torch.cuda.is_available()),
     }
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "offloaded"])
 def test_a_growing_text_has_its_keys_turned(model, kind):
     """The first layer's keys depend on tokens and positions alone: after every step they must be what the table of that
     step makes of them."""
@@ -132,9 +137,8 @@ def test_a_growing_text_has_its_keys_turned(model, kind):
         fresh = transformers.DynamicCache(config=model.config)
         with mrrope.patched(model, "mrrope_pro", scale=2.0**step), torch.no_grad():
             model(ids[:, :end], past_key_values=fresh)
-        torch.testing.assert_close(
-            cache.layers[0].keys[:, :, :end], fresh.layers[0].keys[:, :, :end], rtol=0.0, atol=1e-6
-        )
+        got, want = (some.layers[0].keys[:, :, :end].cpu() for some in (cache, fresh))
+        torch.testing.assert_close(got, want, rtol=0.0, atol=1e-6)
 
 
 def test_every_layer_is_turned_by_the_difference_of_the_tables(model):
@@ -152,7 +156,7 @@ def test_every_layer_is_turned_by_the_difference_of_the_tables(model):
         torch.testing.assert_close(layer.keys[:, :, :NATIVE].double(), want, rtol=0.0, atol=1e-6)
 
 
-def test_static_and_dynamic_caches_read_alike(model):
+def test_all_caches_read_alike(model):
     ids = text(100, batch=2)
     following(model)
     read = {}
@@ -160,6 +164,7 @@ def test_static_and_dynamic_caches_read_alike(model):
         parts = [logits(model, part, past_key_values=cache) for part in ids.split(9, dim=1)]
         read[kind] = torch.cat(parts, dim=1)
     torch.testing.assert_close(read["static"], read["dynamic"], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(read["offloaded"], read["dynamic"], rtol=1e-4, atol=1e-6)
 
 
 def test_sequences_of_a_batch_cross_each_by_itself(model):
@@ -354,10 +359,13 @@ def test_ways_of_generating(model, options):
 # --- what else is done to models
 
 
-def test_compiled_decoding_is_one_graph_across_steps(model):
+@pytest.mark.parametrize("how", [{"backend": "aot_eager"}, {"mode": "reduce-overhead"}], ids=["traced", "cuda graphs"])
+def test_compiled_decoding_is_one_graph_across_steps(model, how):
+    if "mode" in how and model.device.type == "cpu":
+        pytest.skip("CUDA graphs need a GPU")
     following(model)
     ids = text(70, batch=2)
-    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    step = torch.compile(model, fullgraph=True, **how)
     read = {}
     for name, forward in (("eager", model), ("compiled", step)):
         cache = caches(model.config)["static"]
@@ -366,7 +374,8 @@ def test_compiled_decoding_is_one_graph_across_steps(model):
         with torch._dynamo.config.patch(error_on_recompile=name == "compiled"):
             for at in range(20, 70):
                 positions = torch.full((2, 1), at)
-                parts.append(logits(forward, ids[:, at : at + 1], past_key_values=cache, position_ids=positions))
+                part = logits(forward, ids[:, at : at + 1], past_key_values=cache, position_ids=positions)
+                parts.append(part.clone())
         assert tables_of(cache) == [2, 2]
         read[name] = torch.cat(parts, dim=1)
     torch.testing.assert_close(read["compiled"], read["eager"], rtol=1e-5, atol=1e-6)
@@ -507,6 +516,12 @@ CANNOT = {
 }
 
 
+def layer_sees_scale(old, new):
+    """Whether both keys and values of a layer changed with the table: one of them, at least, is not rotated."""
+    pairs = [(getattr(old, name, None), getattr(new, name, None)) for name in ("keys", "values")]
+    return all(isinstance(a, torch.Tensor) and a.numel() and not torch.allclose(a, b, rtol=1e-4) for a, b in pairs)
+
+
 @pytest.mark.parametrize("family", families_that_follow())
 def test_family(family):
     """One token gives the same hidden states by every table, so that its keys, turned, must be those of the new one."""
@@ -527,19 +542,22 @@ def test_family(family):
         after = model(**tiny_models.inputs(model, ids)).logits
         assert ((after - before).norm() / before.norm()).item() < 1e-4
         rotaries = [m for m in model.modules() if isinstance(m, TableRotaryEmbedding)]
-        cache = model(input_ids=ids[:, :1], position_ids=torch.full((2, 1), 3), use_cache=True).past_key_values
+        before = model(input_ids=ids[:, :1], position_ids=torch.full((2, 1), 3), use_cache=True).past_key_values
+        cache = copy.deepcopy(before)
         for rotary in rotaries:
             rotary.follower.expected_lengths = torch.tensor([10**9, 10**9])
         model(input_ids=ids[:, 1:2], position_ids=torch.full((2, 1), 4), past_key_values=cache)
         fresh = model(input_ids=ids[:, :1], position_ids=torch.full((2, 1), 3), use_cache=True).past_key_values
     turned = 0
-    for got, want in zip(cache.layers, fresh.layers, strict=True):
+    for old, got, want in zip(before.layers, cache.layers, fresh.layers, strict=True):
+        if layer_sees_scale(old, want):
+            break  # attention sinks and the like: from here on hidden states depend on the attention factor
         for name in ("keys", "values", "indexer_keys"):
-            new, old = getattr(got, name, None), getattr(want, name, None)
-            if isinstance(old, torch.Tensor) and old.numel():
-                dim = -2
-                torch.testing.assert_close(new.narrow(dim, 0, 1), old.narrow(dim, 0, 1), rtol=1e-4, atol=1e-5)
-                turned += 1
+            parts = [getattr(layer, name, None) for layer in (got, want, old)]
+            if all(isinstance(part, torch.Tensor) and part.numel() for part in parts):
+                new, right, earlier = (part.narrow(-2, 0, 1) for part in parts)
+                torch.testing.assert_close(new, right, rtol=1e-4, atol=1e-5)
+                turned += not torch.allclose(right, earlier, rtol=1e-3)
     assert turned > 0
 
 
