@@ -76,7 +76,9 @@ class Evaluation:
     def tokens_of(self, task: str, method: Method) -> int:
         """How many tokens a task reads."""
         if task == PERPLEXITY:
-            return len(self.documents) * (sum(self.lengths) if method.follows_length else max(self.lengths))
+            # The last token is only foretold.
+            readings = self.lengths if method.follows_length else [max(self.lengths)]
+            return len(self.documents) * sum(length - 1 for length in readings)
         return self.trials * sum(self.lengths)
 
     def measure_perplexity(self, method: Method, progress: Progress) -> None:

@@ -130,6 +130,9 @@ def test_greedy_answer_is_that_of_one_pass_at_a_time() -> None:
         with torch.no_grad():
             expected.append(int(model(input_ids=torch.tensor([prompt + expected])).logits[0, -1].argmax()))
     assert reading.greedy_answer(model, prompt, 6, chunk=16) == expected
+    read: list[int] = []
+    reading.greedy_answer(model, prompt, 6, chunk=16, progress=read.append)
+    assert read == [16, 16, 16, 2]
     stop = expected[2]
     assert reading.greedy_answer(model, prompt, 6, chunk=16, end_token=stop) == expected[: expected.index(stop)]
 
@@ -522,11 +525,12 @@ def test_every_length_is_read_by_itself_where_the_scale_follows_it(folder: Path,
     model = RepeatsItself(VOCABULARY)
     document = texts.Document("one", [0] * 64)
     evaluation = Evaluation(model, None, [document], [16, 64], Results(tmp_path / "out.json", {}))
-    evaluation.measure_perplexity(Method("yarn", (("scale", "auto"),)), lambda _: None)
-    assert model.lengths_of_calls == [15, 63]
-    model.lengths_of_calls.clear()
-    evaluation.measure_perplexity(Method("yarn", (("scale", 4.0),)), lambda _: None)
-    assert model.lengths_of_calls == [63]
+    for scale, expected in (("auto", [15, 63]), (4.0, [63])):
+        method = Method("yarn", (("scale", scale),))
+        model.lengths_of_calls.clear()
+        evaluation.measure_perplexity(method, lambda _: None)
+        assert model.lengths_of_calls == expected
+        assert evaluation.tokens_of("perplexity", method) == sum(expected)
 
 
 # lm-evaluation-harness, or what stands for it here
