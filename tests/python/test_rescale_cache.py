@@ -296,10 +296,10 @@ def test_meta_and_fake_tensors():
     a, b = (mrrope.frequency_table("pi", rotary_dim=16, base=777.0, original_max_position=64, scale=scale)
             for scale in (1.0, 2.0))  # fmt: skip
     keys, positions = keys_of(case, "cpu"), case.positions("cpu")
-    mrrope.rescale_cache_([keys.to("meta")] * 2, positions.to("meta"), a, b)
     before = keys.clone()
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         mrrope.rescale_cache_(mode.from_tensor(keys), mode.from_tensor(positions), a, b)
+    mrrope.rescale_cache_([keys.to("meta"), keys.to("meta")], positions.to("meta"), a, b)
     assert torch.equal(keys, before)
     mrrope.rescale_cache_(keys, positions, a, b)
     assert_turned(keys, before, positions, [a] * 2, [b] * 2)
@@ -369,8 +369,8 @@ def compiler():
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(("backend", "paged"), [("inductor", False), ("aot_eager", True)])
-def test_compile(device, backend, paged):
+@pytest.mark.parametrize(("backend", "paged", "graphs"), [("inductor", False, 1), ("aot_eager", True, 3)])
+def test_compile(device, backend, paged, graphs):
     def read_on(keys, positions, old, new, blocks):
         mrrope.rescale_cache_(keys, positions, old, new, "bhsd", "interleaved", blocks)
         return keys[0].sum(-1) + keys[1].sum(-1)
@@ -379,7 +379,7 @@ def test_compile(device, backend, paged):
     a, b, equal = tables_of(["rope", "yarn", "rope"], 16)
     case = Case(dtype=torch.float64)
     # The same graph must not serve tables that are numbered otherwise.
-    for old, new in ((a, [b, b]), ([a, b], [b, b]), ([a, b], [equal, a])):
+    for old, new in ((a, [b, b]), ([a, b], [b, b]), ([a, b], [equal, a]))[:graphs]:
         blocks = torch.tensor([1, 0], device=device) if paged else None
         ours, theirs = ([keys_of(case.with_changes(seed=i), device) for i in range(2)] for _ in range(2))
         expected = read_on(ours, case.positions(device), old, new, blocks)
@@ -577,6 +577,7 @@ def test_graph_replays_with_other_numbers(cuda):
     layers, positions = [keys_of(case.with_changes(seed=i), cuda) for i in range(3)], case.positions(cuda)
     before, stack = [x.clone() for x in layers], stack_of(tables, cuda)
     old, new = index_of([0, 0, 0], cuda), index_of([0, 0, 0], cuda)
+    RESCALE_(layers, positions, stack, old, new, "bhsd", "halves")  # loads the kernel, and turns nothing
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         RESCALE_(layers, positions, stack, old, new, "bhsd", "halves")

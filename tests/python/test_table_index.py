@@ -501,7 +501,7 @@ def test_cuda_agrees_with_the_cpu(cuda, dtype, pairing, memory):
     (q, k), positions, tables = case.heads_on("cpu"), case.positions("cpu"), tables_of(5, 96)
     index = random_index(case, 5, "cpu")
     on_cpu = mrrope.rotary(q, k, positions, tables, "bhsd", pairing, index)
-    on_cuda = mrrope.rotary(*(x.to(cuda) for x in case.heads_on(cuda)), positions.to(cuda), tables, "bhsd", pairing,
+    on_cuda = mrrope.rotary(*case.heads_on(cuda), positions.to(cuda), tables, "bhsd", pairing,
                             index.to(cuda))  # fmt: skip
     eps = torch.finfo(dtype).eps
     for actual, expected in zip(on_cuda, on_cpu, strict=True):
