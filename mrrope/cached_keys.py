@@ -36,7 +36,7 @@ def rescale_cache_(
             lists of tables are of those blocks, in their order.
 
     Raises:
-        ValueError, TypeError, IndexError: naming the argument; no key has changed then.
+        ValueError, TypeError, IndexError, RuntimeError: naming the argument; no key has changed then.
     """
     layers = _layers_of(keys)
     if not isinstance(positions, torch.Tensor):
@@ -44,7 +44,7 @@ def rescale_cache_(
     taken = layers if blocks is None else _blocks_of(layers, layout, blocks)
     sequences = 1 if layout == "thd" else taken[0].shape[0]
     olds, news = _each("old", old, sequences), _each("new", new, sequences)
-    distinct: list[FrequencyTable] = []
+    distinct: list[FrequencyTable] = []  # no dict: torch.compile cannot hash tables
     for name, side in (("old", olds), ("new", news)):
         for i, table in enumerate(side):
             if table.rotary_dim != olds[0].rotary_dim:
