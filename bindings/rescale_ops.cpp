@@ -1,7 +1,10 @@
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/autograd.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -52,6 +55,22 @@ bool are_alike(const Tensor& a, const Tensor& b) {
     return a.sizes() == b.sizes() && a.strides() == b.strides();
 }
 
+// Layers that start where the one before ends are apart; others may share memory.
+void check_apart(TensorList keys) {
+    std::vector<size_t> order(keys.size());
+    std::iota(order.begin(), order.end(), 0);
+    const auto start = [&](size_t layer) { return static_cast<const char*>(keys[layer].const_data_ptr()); };
+    std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return start(a) < start(b); });
+    for (size_t i = 1; i < order.size(); ++i) {
+        const size_t a = std::min(order[i - 1], order[i]);
+        const size_t b = std::max(order[i - 1], order[i]);
+        const at::MemOverlapStatus status = at::get_overlap_status(keys[a], keys[b]);
+        TORCH_CHECK(status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial, layer_name(a),
+                    " and ", layer_name(b), " must not share memory to be turned in place, got overlapping tensors of ",
+                    keys[a].sizes(), " and ", keys[b].sizes());
+    }
+}
+
 template <class Backend>
 void rescale_on(TensorList keys, const Tensor& positions, const Tensor& tables, const Tensor& from, const Tensor& to,
                 c10::string_view layout_name, c10::string_view pairing) {
@@ -63,8 +82,8 @@ void rescale_on(TensorList keys, const Tensor& positions, const Tensor& tables, 
                       "tables must be a contiguous stack of packed tables, got ", tables.sizes(), " with strides ",
                       tables.strides());
     for (const auto& [name, index] : {std::pair("old", from), std::pair("new", to)}) {
-        TORCH_CHECK_VALUE(index.dim() == 1 && index.size(0) == batch && index.is_contiguous(), name, " must be [",
-                          batch, "], one a sequence of keys of ", keys[0].sizes(), ", got ", index.sizes());
+        TORCH_CHECK_VALUE(index.dim() == 1 && index.size(0) == batch, name, " must be [", batch,
+                          "], one a sequence of keys of ", keys[0].sizes(), ", got ", index.sizes());
         check_range(name, index, tables.size(0));
     }
     for (size_t i = 0; i < keys.size(); ++i) {
@@ -76,7 +95,10 @@ void rescale_on(TensorList keys, const Tensor& positions, const Tensor& tables, 
                           keys[i].sizes());
         rotary_dim_of(tables, {name.c_str(), keys[i]});
     }
+    check_apart(keys);
     const PositionsView positions_view = positions_of(positions, first, layout);
+    const Tensor from_each = from.contiguous();
+    const Tensor to_each = to.contiguous();
 
     std::vector<bool> done(keys.size());
     for (size_t i = 0; i < keys.size(); ++i) {
@@ -92,8 +114,8 @@ void rescale_on(TensorList keys, const Tensor& positions, const Tensor& tables, 
                                  .positions = positions_view,
                                  .tables = static_cast<const uint64_t*>(tables.const_data_ptr()),
                                  .table_count = tables.size(0),
-                                 .from = static_cast<const int32_t*>(from.const_data_ptr()),
-                                 .to = static_cast<const int32_t*>(to.const_data_ptr()),
+                                 .from = static_cast<const int32_t*>(from_each.const_data_ptr()),
+                                 .to = static_cast<const int32_t*>(to_each.const_data_ptr()),
                                  .batch = batch,
                                  .tokens = keys[i].size(layout.token),
                                  .heads = heads_of({layer_name(i).c_str(), keys[i]}, layout),
@@ -106,6 +128,10 @@ void rescale_on(TensorList keys, const Tensor& positions, const Tensor& tables, 
 
 void rescale_versioned(TensorList keys, const Tensor& positions, const Tensor& tables, const Tensor& from,
                        const Tensor& to, c10::string_view layout, c10::string_view pairing) {
+    for (size_t i = 0; i < keys.size(); ++i) {
+        TORCH_CHECK(!keys[i].is_inference() || c10::InferenceMode::is_enabled(), layer_name(i),
+                    " was made in inference mode and cannot be turned in place outside it: clone it first");
+    }
     {
         const at::AutoDispatchBelowADInplaceOrView below_autograd;
         rescale_op().call(keys, positions, tables, from, to, layout, pairing);

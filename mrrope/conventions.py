@@ -179,13 +179,14 @@ def find_convention(
 
     ``embed(x)`` is that embedding at ``positions``, for four tokens; ``table`` holds its frequencies, packed.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    random = functools.partial(torch.randn, generator=generator, device="cpu")
     rotary_dim = 2 * (table.shape[-1] - 1)
     # Heads, tokens and components differ in number, so that no layout is mistaken for another.
     for extra in (6, 0):
         shape = {"bhsd": (1, 2, 4, rotary_dim + extra), "bshd": (1, 4, 2, rotary_dim + extra)}
         for convention in candidates(form):
-            heads = [torch.randn(shape[convention.layout or "bhsd"], generator=generator) for _ in form.heads]
+            heads = [random(shape[convention.layout or "bhsd"]) for _ in form.heads]
             try:
                 embedding = embed(heads[0])
                 embedding = embedding if isinstance(embedding, tuple) else (embedding,)

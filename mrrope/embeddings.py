@@ -111,7 +111,7 @@ def functions_for(model: nn.Module, rotary: nn.Module) -> list[tuple[ModuleType,
     layer_type = model_rope.layer_types(rotary)[0]
     own = model_rope.settings(rotary, layer_type)
     device = next(rotary.buffers()).device
-    positions = torch.tensor([[1, 5, 3, 40]])
+    positions = torch.tensor([[1, 5, 3, 40]], device="cpu")
     if own.position_row is not None:
         positions = torch.stack([positions + row for row in range(int(own.position_row.max()) + 1)])
 

@@ -35,7 +35,7 @@ class Follower(nn.Module):
         self.parameters_of_owner = tuple(inspect.signature(owner.forward).parameters)
         for layer_type, ladder in ladders.items():
             # Integers, so that no cast of the model to another dtype touches them.
-            limits = torch.tensor(ladder.reaches[:-1]).floor().long()
+            limits = torch.tensor(ladder.reaches[:-1], device="cpu").floor().long()
             self.register_buffer(model_rope.attribute(layer_type, "limits"), limits, persistent=False)
         self.expected_lengths: torch.Tensor | None = None
         self.batch = 1

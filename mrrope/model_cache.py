@@ -199,7 +199,7 @@ def _convention_of(before: torch.Tensor, after: torch.Tensor, settings: RopeSett
     table = settings.packed(settings.table)
     # Cached keys have the attention factor in them.
     table[-1] = FACTOR_OF_ONE
-    positions = torch.tensor([PROBED_POSITIONS[1] - PROBED_POSITIONS[0]])
+    positions = torch.tensor([PROBED_POSITIONS[1] - PROBED_POSITIONS[0]], device="cpu")
     before, after = _with_heads(before.cpu()), _with_heads(after.cpu())
     for pairing, turns_last, backwards in itertools.product(PAIRINGS, (False, True), (False, True)):
         convention = Convention(pairing, turns_last=turns_last, backwards=backwards)

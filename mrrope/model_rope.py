@@ -78,7 +78,7 @@ def settings(module: nn.Module, layer_type: str | None) -> RopeSettings:
     rotary_dim = 2 * frequencies.numel()
     length = parameters.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
     turning = frequencies != 0
-    plain = base ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    plain = base ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
     table = frequency_table(
         "longrope",
         rotary_dim=rotary_dim,
@@ -100,9 +100,15 @@ def position_row(module: nn.Module, layer_type: str | None, pairs: int) -> torch
         return None
     extra = [] if layer_type is None else [layer_type]
     for rows in (2, 3, 4):
-        named = torch.arange(rows).float().view(rows, 1, 1, 1).expand(rows, 1, 1, pairs).contiguous()
+        named = (
+            torch.arange(rows, device=next(module.buffers()).device)
+            .float()
+            .view(rows, 1, 1, 1)
+            .expand(rows, 1, 1, pairs)
+            .contiguous()
+        )
         try:
-            composed = compose(named, *extra).flatten().long()
+            composed = compose(named, *extra).flatten().long().cpu()
         except (RuntimeError, IndexError, ValueError):
             continue
         if len(set(composed.tolist())) == rows:

@@ -132,22 +132,22 @@ class FrequencyTable:
     @property
     def inv_freq(self) -> torch.Tensor:
         """Radians per position of every pair, float64."""
-        return torch.tensor(self._core.inv_freq, dtype=torch.float64)
+        return torch.tensor(self._core.inv_freq, dtype=torch.float64, device="cpu")
 
     @property
     def cumulative_scale(self) -> torch.Tensor:
         """By how much every pair was slowed, float64; empty for relative tables."""
-        return torch.tensor(self._core.cumulative_scale, dtype=torch.float64)
+        return torch.tensor(self._core.cumulative_scale, dtype=torch.float64, device="cpu")
 
     @property
     def radix_factors(self) -> torch.Tensor:
         """``cumulative_scale[i + 1] / cumulative_scale[i]``, float64: the mixed-radix view of the same."""
-        return torch.tensor(self._core.radix_factors, dtype=torch.float64)
+        return torch.tensor(self._core.radix_factors, dtype=torch.float64, device="cpu")
 
     @property
     def turns(self) -> torch.Tensor:
         """The frequencies as 64-bit fixed-point fractions of a full circle, in the bits of an int64 tensor."""
-        return torch.tensor(self._core.turns, dtype=torch.int64)
+        return torch.tensor(self._core.turns, dtype=torch.int64, device="cpu")
 
     def packed(self, device: torch.device) -> torch.Tensor:
         """The table as the ops take it, one int64 tensor on ``device``; copied there once and kept."""
