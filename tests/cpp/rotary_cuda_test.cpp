@@ -97,7 +97,7 @@ protected:
         }
     }
 
-    // As few tokens as give a thread so many heads, or about; more than 2^20 are not tried.
+    // About as few tokens as give a thread so many heads; more than 2^20 are not tried.
     static int64_t fewest_tokens(CaseOptions options, int heads_per_thread) {
         options.tokens = 1;
         RotaryShape shape = shape_of(RotaryCase(options).args());
