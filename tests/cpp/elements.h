@@ -101,4 +101,14 @@ inline void write_random_element(DType dtype, std::byte* at, std::mt19937_64& ra
     }
 }
 
+inline void write_infinity(DType dtype, std::byte* at) {
+    const auto write = [&](auto value) { std::memcpy(at, &value, sizeof value); };
+    switch (dtype) {
+        case DType::float64: return write(std::numeric_limits<double>::infinity());
+        case DType::float32: return write(std::numeric_limits<float>::infinity());
+        case DType::float16: return write(uint16_t{0x7c00});
+        case DType::bfloat16: return write(uint16_t{0x7f80});
+    }
+}
+
 }  // namespace mrrope::testing

@@ -87,6 +87,17 @@ struct HeadBuffer {
         }
     }
 
+    // Rotated by nothing at all, infinity becomes NaN.
+    void fill_with_infinity(int64_t sequence) {
+        for_each_head([&](int64_t batch, int64_t token, int head) {
+            if (batch != sequence) return;
+            for (int at = 0; at < shape.head_dim; ++at) {
+                write_infinity(shape.dtype, bytes.data() + byte_of(batch, token, head) + at * size_of(shape.dtype));
+            }
+        });
+        before = bytes;
+    }
+
     void expect_untouched_outside_heads() const {
         std::vector<std::byte> expected = before;
         for_each_head([&](int64_t batch, int64_t token, int head) {

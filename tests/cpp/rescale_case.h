@@ -77,6 +77,14 @@ public:
     std::vector<int32_t>& from() { return from_; }
     std::vector<int32_t>& to() { return to_; }
 
+    // So that turning by nothing can be told from not turning.
+    void poison_sequences_that_stay() {
+        for (int64_t sequence = 0; sequence < options_.batch; ++sequence) {
+            if (from_[sequence] != to_[sequence]) continue;
+            for (HeadBuffer& layer : layers_) layer.fill_with_infinity(sequence);
+        }
+    }
+
     // Valid as long as the case is.
     RescaleArgs args() {
         keys_.clear();

@@ -21,6 +21,7 @@ using namespace mrrope::testing;
 
 void rescale_and_expect(const RescaleOptions& options) {
     RescaleCase rescale(options);
+    rescale.poison_sequences_that_stay();
     rescale_cpu(rescale.args());
     rescale.expect_rescaled();
 }
@@ -56,6 +57,7 @@ TEST_P(EveryKind, EveryPairOfTables) {
             rescale.to()[from * tables + to] = to;
         }
     }
+    rescale.poison_sequences_that_stay();
     rescale_cpu(rescale.args());
     rescale.expect_rescaled();
 }
@@ -66,6 +68,7 @@ TEST_P(EveryKind, SequencesThatKeepTheirTableAreNotTouched) {
     RescaleCase rescale(o);
     rescale.from() = {0, 1, 2, 1};
     rescale.to() = {0, 1, 2, 1};
+    rescale.poison_sequences_that_stay();
     rescale_cpu(rescale.args());
     for (const HeadBuffer& layer : rescale.layers()) layer.expect_untouched();
 }

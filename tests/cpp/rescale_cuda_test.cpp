@@ -67,6 +67,7 @@ class RescaleCuda : public OnGpu {
 protected:
     static void rescale_and_expect(const RescaleOptions& options) {
         RescaleCase rescale(options);
+        rescale.poison_sequences_that_stay();
         DeviceCase device(rescale);
         rescale_cuda(device.args(), nullptr);
         device.fetch();
@@ -171,8 +172,10 @@ TEST_F(RescaleCuda, IndicesOutOfRangeMeanTheLastTable) {
     }
     // Two that mean the same table, in other words: nothing to turn.
     RescaleCase rescale(o);
-    rescale.from().assign(std::begin(wrong), std::end(wrong));
+    rescale.from().assign(o.batch, 2);
     rescale.to().assign(o.batch, 2);
+    rescale.poison_sequences_that_stay();
+    rescale.from().assign(std::begin(wrong), std::end(wrong));
     DeviceCase device(rescale);
     rescale_cuda(device.args(), nullptr);
     device.fetch();
