@@ -51,12 +51,12 @@ $(VENV)/.mrrope: $(VENV)/.packages $(SOURCES)
 	touch $@
 
 # CUTLASS is wanted for its headers, not for the packages it depends on.
-$(VENV)/.packages: tests/requirements.txt tests/install-system-packages
+$(VENV)/.packages: tests/requirements.txt tests/install-system-packages cmake/cutlass-requirement.txt
 	tests/install-system-packages
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet torch==$(TORCH) -r tests/requirements.txt
-	$(BIN)/pip install --quiet --no-deps nvidia-cutlass==4.2.0.0
+	$(BIN)/pip install --quiet --no-deps -r cmake/cutlass-requirement.txt
 	touch $@
 
 clean:

@@ -1,8 +1,8 @@
 """Builds the compiled parts of mrrope by driving CMake, which holds the one list of sources.
 
 The ops are compiled against the torch that will import them. pip builds in an isolated environment, where that torch
-cannot be imported; it is found next to it, on disk. Where the target environment has no torch yet, the newest is built
-against, and the wheel asks for that one.
+cannot be imported; it is found on disk. Where the target environment has no torch yet, the newest is built against, and
+the wheel asks for that one.
 
 Environment: CMAKE_ARGS (more arguments for CMake), TORCH_CUDA_ARCH_LIST or CUDAARCHS, CUTLASS_PATH, CUDACXX.
 """
@@ -15,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
+from functools import cache
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -23,30 +23,35 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 VERSION = (ROOT / "mrrope" / "VERSION").read_text().strip()
-CUTLASS = "nvidia-cutlass==4.2.0.0"
+OLDEST_TORCH = 2, 11
+CUTLASS = (ROOT / "cmake" / "cutlass-requirement.txt").read_text().strip()
 
 
+@cache
 def package_folder(name: str) -> Path | None:
     """The folder of an installed package: importable here, or in the environment that pip builds for."""
     spec = importlib.util.find_spec(name)
     if spec and spec.submodule_search_locations:
         return Path(spec.submodule_search_locations[0])
-    for scheme in ("purelib", "platlib"):
-        folder = Path(sysconfig.get_paths()[scheme]) / name
-        if folder.is_dir():
-            return folder
-    return None
+    # pip's isolation is these two variables: without them, Python sees the environment itself.
+    outside = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
+    find = f"import importlib.util as u; print(*u.find_spec({name!r}).submodule_search_locations)"
+    found = subprocess.run([sys.executable, "-c", find], env=outside, capture_output=True, text=True, check=False)
+    return None if found.returncode else Path(found.stdout.strip())
 
 
 def torch_requirement() -> str:
     """C++ is compatible within a minor version of torch, not across them."""
     torch = package_folder("torch")
     if torch is None:
-        return "torch>=2.11"
+        return "torch>={}.{}".format(*OLDEST_TORCH)
     found = re.search(r"__version__ = '(\d+)\.(\d+)", (torch / "version.py").read_text())
     if found is None:
         raise RuntimeError(f"cannot read torch's version in {torch / 'version.py'}")
-    return f"torch=={found[1]}.{found[2]}.*"
+    version = int(found[1]), int(found[2])
+    if version < OLDEST_TORCH:
+        raise SystemExit("mrrope needs torch {}.{} or newer, found {}.{} in {}".format(*OLDEST_TORCH, *version, torch))
+    return "torch=={}.{}.*".format(*version)
 
 
 def build_requirements() -> list[str]:
@@ -86,7 +91,7 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
 
         torch = package_folder("torch")
         if torch is None:
-            raise RuntimeError("mrrope is compiled against torch, and none was found: install torch first")
+            raise SystemExit("mrrope is compiled against torch, and none was found: install torch first")
         version = torch_requirement().removeprefix("torch==").removesuffix(".*")
         build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{version}"
         # What was found for another environment is looked for again.
@@ -103,8 +108,12 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
         if cutlass and "CUTLASS_PATH" not in os.environ:
             arguments.append(f"-DCUTLASS_PATH={cutlass / 'source'}")
         cmake = program("cmake", "CMAKE_BIN_DIR")
-        subprocess.run([cmake, "-S", ROOT, "-B", build, "-G", "Ninja", *arguments], check=True)
-        subprocess.run([cmake, "--build", build, "--target", "_core", "mrrope_torch"], check=True)
+        for step in (
+            [cmake, "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *arguments],
+            [cmake, "--build", str(build), "--target", "_core", "mrrope_torch"],
+        ):
+            if subprocess.run(step, check=False).returncode:
+                raise SystemExit("CMake failed, as told above. CMAKE_ARGS=-DMRROPE_CUDA=OFF builds without CUDA.")
         package = ROOT / "mrrope" if self.builds_in_source else Path(self.build_lib) / "mrrope"
         package.mkdir(parents=True, exist_ok=True)
         for library in (build / "mrrope").glob("*.so"):

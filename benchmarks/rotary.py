@@ -25,7 +25,11 @@ import mrrope
 from mrrope import plain
 
 RESULTS = Path(__file__).parent / "results"
-TABLE = mrrope.frequency_table("mrrope_pro", rotary_dim=128, base=5e5, original_max_position=8192, scale=16.0)
+TABLES = [
+    mrrope.frequency_table("mrrope_pro", rotary_dim=128, base=5e5, original_max_position=8192, scale=scale)
+    for scale in (1.0, 2.0, 4.0, 8.0, 16.0)
+]
+TABLE = TABLES[-1]
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Buffers:
         self.copy = torch.empty(case.bytes // 2, device=device, dtype=torch.uint8)
         self.copied = torch.ones_like(self.copy)
         self.positions = torch.arange(case.tokens, device=device)
+        self.index = torch.full((case.tokens,), TABLES.index(TABLE), device=device, dtype=torch.int32)
         self.cos, self.sin = (x[None] for x in plain.cos_sin(self.positions, TABLE, self.q.dtype))
 
 
@@ -88,6 +93,13 @@ def in_place(buffers: Buffers) -> object:
     return mrrope.rotary_(buffers.q, buffers.k, buffers.positions, TABLE)
 
 
+def by_table_index(buffers: Buffers) -> object:
+    """Every token with a table of its own choice, as the sequences of a decoding batch have."""
+    q, k = (x[0].transpose(0, 1) for x in (buffers.q, buffers.k))
+    mrrope.rotary_(q, k, buffers.positions, TABLES, layout="thd", table_index=buffers.index)
+    return buffers.q, buffers.k
+
+
 def out_of_place(buffers: Buffers) -> object:
     return mrrope.rotary(buffers.q, buffers.k, buffers.positions, TABLE)
 
@@ -101,6 +113,7 @@ transformers_compiled: Callable[[Buffers], object] = torch.compile(transformers_
 CONTENDERS: dict[str, Callable[[Buffers], object]] = {
     "copy": copy,
     "mrrope in place": in_place,
+    "by table_index": by_table_index,
     "mrrope": out_of_place,
     "transformers compiled": transformers_compiled,
     "transformers eager": transformers_eager,

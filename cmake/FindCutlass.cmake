@@ -13,7 +13,8 @@ if(NOT CUTLASS_PATH)
 endif()
 find_path(
   CUTLASS_INCLUDE_DIR cutlass/cutlass.h HINTS ${CUTLASS_PATH} ${CUTLASS_PATH}/include ${cutlass_package}/source/include)
+file(STRINGS ${CMAKE_CURRENT_LIST_DIR}/cutlass-requirement.txt cutlass_requirement)
 include(FindPackageHandleStandardArgs)
 find_package_handle_standard_args(
   Cutlass REQUIRED_VARS CUTLASS_INCLUDE_DIR
-  REASON_FAILURE_MESSAGE "install it with 'pip install --no-deps nvidia-cutlass==4.2.0.0' or set CUTLASS_PATH")
+  REASON_FAILURE_MESSAGE "install it with 'pip install --no-deps ${cutlass_requirement}' or set CUTLASS_PATH")

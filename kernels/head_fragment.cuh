@@ -5,8 +5,6 @@
 #include <cutlass/numeric_conversion.h>
 #include <cutlass/numeric_types.h>
 
-#include <stdexcept>
-#include <string>
 #include <type_traits>
 
 #include "mrrope/rotary.h"
@@ -104,12 +102,6 @@ void with_element(DType dtype, F&& f) {
         case DType::float32: return f(float{});
         case DType::float16: return f(cutlass::half_t{});
         case DType::bfloat16: return f(cutlass::bfloat16_t{});
-    }
-}
-
-inline void check_launch(cudaError_t status) {
-    if (status != cudaSuccess) {
-        throw std::runtime_error(std::string("mrrope: a kernel could not be launched: ") + cudaGetErrorString(status));
     }
 }
 

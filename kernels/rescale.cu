@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "dependent_launch.cuh"
 #include "head_fragment.cuh"
 #include "mrrope/rescale.h"
 #include "rescale_plan.h"
@@ -31,12 +32,14 @@ __global__ void __launch_bounds__(rescale_block_threads, rescale_resident_blocks
     rescale_kernel(const __grid_constant__ RescaleLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LaneLayout<pairing, Vector>;
-    const int thread = blockIdx.x * blockDim.x + threadIdx.x;
+    let_next_kernel_start();
+    const int thread = blockIdx.x * rescale_block_threads + threadIdx.x;
     const int lane = thread % launch.plan.lanes;
     const int group = thread / launch.plan.lanes % launch.plan.head_groups;
     const int first_token = thread / launch.plan.lanes / launch.plan.head_groups;
-    if (first_token >= launch.plan.token_step) return;
     const Layout layout{lane, launch.half};
+    wait_for_previous_kernel();
+    if (first_token >= launch.plan.token_step) return;
 
     for (int64_t sequence = 0; sequence < launch.batch; ++sequence) {
         // Unsigned, so that no index, however wrong, leads out of the tables.
@@ -93,15 +96,13 @@ void launch_rescale(const RescaleArgs& args, const RescalePlan& plan, cudaStream
                          .plan = plan};
     std::copy(args.keys.begin(), args.keys.end(), launch.keys);
     const dim3 grid(plan.blocks_per_layer, static_cast<unsigned>(args.keys.size()));
+    const auto launch_with = [&](auto kernel) {
+        launch_overlapping(kernel, grid, rescale_block_threads, stream, launch);
+    };
     switch (args.pairing) {
-        case Pairing::halves:
-            rescale_kernel<Element, Vector, Pairing::halves><<<grid, rescale_block_threads, 0, stream>>>(launch);
-            break;
-        case Pairing::interleaved:
-            rescale_kernel<Element, Vector, Pairing::interleaved><<<grid, rescale_block_threads, 0, stream>>>(launch);
-            break;
+        case Pairing::halves: return launch_with(rescale_kernel<Element, Vector, Pairing::halves>);
+        case Pairing::interleaved: return launch_with(rescale_kernel<Element, Vector, Pairing::interleaved>);
     }
-    check_launch(cudaGetLastError());
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include <stdexcept>
 
+#include "dependent_launch.cuh"
 #include "head_fragment.cuh"
 #include "rotary_plan.h"
 
@@ -61,9 +62,8 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     using Real = RealOf<Element>;
     using Layout = LaneLayout<pairing, Vector>;
     const RotaryArgs& args = launch.args;
-    const int thread = blockIdx.x * blockDim.x + threadIdx.x;
-    if (thread >= launch.threads) return;
-
+    let_next_kernel_start();
+    const int thread = blockIdx.x * rotary_block_threads + threadIdx.x;
     int item, lane, sequence_token, group, batch, token;
     launch.lanes(item, lane, thread);
     launch.head_groups(sequence_token, group, item);
@@ -73,6 +73,8 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     const int heads = args.q.heads + args.k.heads;
     const int half = args.rotary_dim / 2;
     const Layout layout{lane, half};
+    wait_for_previous_kernel();
+    if (thread >= launch.threads) return;
 
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
@@ -132,9 +134,8 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
         .copies_tail = args.rotary_dim < args.head_dim && (args.q.in != args.q.out || args.k.in != args.k.out),
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
-    rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup>
-        <<<blocks, rotary_block_threads, 0, stream>>>(launch);
-    check_launch(cudaGetLastError());
+    launch_overlapping(rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup>, dim3(blocks),
+                       rotary_block_threads, stream, launch);
 }
 
 template <class Element, int Vector, Pairing pairing, Lookup lookup>

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from mrrope.cached_keys import rescale_cache_
 from mrrope.export import export_config
+from mrrope.following import expecting
 from mrrope.gguf_export import export_gguf
 from mrrope.patching import patch, patched, unpatch
 from mrrope.rope_types import register_on_import, register_rope_types
@@ -18,6 +19,7 @@ __all__ = [
     "METHODS",
     "FrequencyTable",
     "__version__",
+    "expecting",
     "export_config",
     "export_gguf",
     "frequency_table",

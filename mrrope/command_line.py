@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mrrope import demo
+from mrrope.evaluation import command as evaluation_command
+from mrrope.evaluation.results import EvaluationStoppedError
 from mrrope.export import ENGINES, export_config
 from mrrope.gguf_export import export_gguf
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
@@ -41,6 +43,10 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--output", metavar="FILE", help="where to write it (default: print the configuration)")
     export.add_argument("--json", action="store_true", help="print the configuration, or the GGUF's table, as JSON")
     export.set_defaults(run=run_export)
+
+    evaluation = commands.add_parser("eval", help="compare methods on a model: perplexity by length, retrieval tasks")
+    evaluation_command.add_options(evaluation)
+    evaluation.set_defaults(run=evaluation_command.run)
 
     shown = commands.add_parser("demo", help="show the tables and the rotation at work")
     shown.set_defaults(run=lambda _: demo.run())
@@ -133,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         options.run(options)
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError, EvaluationStoppedError) as error:
         print(f"mrrope {options.command}: {error}", file=sys.stderr)
         return 2
     return 0

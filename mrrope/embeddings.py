@@ -45,7 +45,7 @@ class TableRotaryEmbedding(nn.Module):
         table = getattr(self, model_rope.attribute(layer_type, "packed_table")).to(x.device)
         positions = position_ids.to(x.device, conventions.PACKED_TABLE_DTYPE)
         if self.follower is not None and not self.ladders[layer_type].is_fixed:
-            table = table.index_select(0, self.follower.choose(positions, table, x.shape[0], layer_type))
+            table = table.index_select(0, self.follower.choose(positions, table, layer_type))
         packed = conventions.packed_embedding(positions, table, single=self.single)
         return packed[0] if self.single else packed
 

@@ -10,7 +10,9 @@ Which table the keys of a cache were rotated by is written on the cache itself, 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ class Follower(nn.Module):
             limits = torch.tensor(ladder.reaches[:-1]).floor().long()
             self.register_buffer(model_rope.attribute(layer_type, "limits"), limits, persistent=False)
         self.expected_lengths: torch.Tensor | None = None
+        self.batch = 1
         self.cache: Any = None
         self.attention_mask: Any = None
         self.chosen: dict[str | None, torch.Tensor] = {}
@@ -55,6 +58,8 @@ class Follower(nn.Module):
         given = dict(zip(self.parameters_of_owner, args, strict=False)) | kwargs
         if given.get("cache") is not None:
             raise ValueError("cache must not be a paged one where the scale follows the text: patch with a fixed scale")
+        text: Any = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        self.batch = text.shape[0]
         self.cache = given.get("past_key_values")
         self.attention_mask = given.get("attention_mask")
 
@@ -68,26 +73,26 @@ class Follower(nn.Module):
         self.cache = self.attention_mask = None
         self.chosen = {}
 
-    def choose(self, positions: torch.Tensor, tables: torch.Tensor, batch: int, layer_type: str | None) -> torch.Tensor:
+    def choose(self, positions: torch.Tensor, tables: torch.Tensor, layer_type: str | None) -> torch.Tensor:
         """The number of each sequence's table, ``[batch]``, with its cached keys turned to that table."""
         limits = getattr(self, model_rope.attribute(layer_type, "limits")).to(positions.device)
-        wanted: torch.Tensor = (self._lengths(positions, batch)[:, None] > limits).sum(-1, dtype=torch.int32)
+        wanted: torch.Tensor = (self._lengths(positions)[:, None] > limits).sum(-1, dtype=torch.int32)
         if self.cache is not None:
             wanted = self._in_step_with(self.cache, positions, tables, wanted, layer_type)
         self.chosen[layer_type] = wanted
         return wanted
 
-    def _lengths(self, positions: torch.Tensor, batch: int) -> torch.Tensor:
+    def _lengths(self, positions: torch.Tensor) -> torch.Tensor:
         """How many tokens of its own each sequence has, or will have where that is known."""
         mask = self.attention_mask
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
             lengths = mask.to(positions.device).long().sum(-1)
         else:
             lengths = positions.amax(-1) + 1
-        lengths = lengths.expand(batch)
+        lengths = lengths.expand(self.batch)
         if self.expected_lengths is None:
             return lengths
-        return torch.maximum(lengths, _for_batch(self.expected_lengths.to(positions.device), batch))
+        return torch.maximum(lengths, _for_batch(self.expected_lengths.to(positions.device), self.batch))
 
     def _in_step_with(
         self,
@@ -142,22 +147,40 @@ def _note(cache: Any, layer_type: str | None, index: torch.Tensor) -> None:
         torch._dynamo.mark_static_address(notes[layer_type])
 
 
+@contextlib.contextmanager
+def expecting(model: nn.Module, lengths: int | Sequence[int] | torch.Tensor) -> Iterator[None]:
+    """Tells a model patched with ``scale="auto"`` how long texts will get, so that they cross no step on the way.
+
+    For reading a long text in chunks, say. ``generate`` does so by itself.
+
+    Args:
+        model: the patched model.
+        lengths: in tokens, padding left out: one for all sequences, or one for each.
+    """
+    followers = [module for module in model.modules() if isinstance(module, Follower)]
+    if not followers:
+        raise ValueError(f"model must be patched with scale='auto', and this {type(model).__name__} is not")
+    expected = torch.as_tensor(lengths).reshape(-1)
+    before = [follower.expected_lengths for follower in followers]
+    for follower in followers:
+        follower.expected_lengths = expected
+    try:
+        yield
+    finally:
+        for follower, lengths_before in zip(followers, before, strict=True):
+            follower.expected_lengths = lengths_before
+
+
 class GenerateKnowingLengths:
     """A model's own ``generate``, which first tells how long the texts will get, so that most never cross a step."""
 
-    def __init__(self, model: nn.Module, followers: list[Follower]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.followers = followers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        expected = self._expected_lengths(args, kwargs)
-        for follower in self.followers:
-            follower.expected_lengths = expected
-        try:
+        lengths = self._expected_lengths(args, kwargs)
+        with contextlib.nullcontext() if lengths is None else expecting(self.model, lengths):
             return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]
-        finally:
-            for follower in self.followers:
-                follower.expected_lengths = None
 
     def _expected_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         given = dict(zip(("inputs", "generation_config"), args, strict=False)) | kwargs

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import struct
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ import torch
 from torch import nn
 
 from mrrope.conventions import Convention
-from mrrope.model_rope import RopeSettings
+from mrrope.model_rope import RopeSettings, attribute
 
 PROBED_POSITIONS = (3, 40)
 PROBED_TOKENS = 8
+FACTOR_OF_ONE = struct.unpack("<q", struct.pack("<d", 1.0))[0]
+"""As the last word of a packed table has it."""
 PAIRINGS: tuple[Literal["halves", "interleaved"], ...] = ("halves", "interleaved")
 
 
@@ -31,11 +34,19 @@ class UnfollowableError(Exception):
 
 @dataclass(frozen=True)
 class RotatedPart:
-    """Something that a layer of a cache keeps rotated: its keys, or what a model keeps in their place or beside them."""
+    """Something that a layer of a cache keeps rotated: its keys, or what a model keeps in place of them or beside."""
 
     layer: int
     attribute: str
     convention: Convention
+    has_attention_factor: bool
+    """Whether it is multiplied by the table's attention factor; a norm after the rotation takes that out again."""
+
+    def tables(self, tables: torch.Tensor) -> torch.Tensor:
+        """What turns this part, where ``tables`` turn the model's heads."""
+        if not self.has_attention_factor:
+            tables = torch.cat([tables[:, :-1], torch.full_like(tables[:, -1:], FACTOR_OF_ONE)], dim=1)
+        return -tables if self.convention.backwards else tables
 
     def of(self, layer: Any, rotary_dim: int) -> torch.Tensor:
         """``[batch, heads, tokens, ...]`` of that layer, from the first component that turns on."""
@@ -52,10 +63,10 @@ class CachedKeys:
     def held_by(self, cache: Any) -> list[tuple[RotatedPart, Any]]:
         """The parts that a cache holds already, each with its layer."""
         parts = [(part, cache.layers[part.layer]) for part in self.parts if part.layer < len(cache.layers)]
-        parts = [(part, layer) for part, layer in parts if layer.is_initialized and layer.keys.numel() > 0]
+        parts = [(part, layer) for part, layer in parts if layer.is_initialized and not _is_empty(layer)]
         for _, layer in parts:
             length = layer.get_seq_length()
-            whole = isinstance(length, torch.Tensor) or layer.is_sliding or layer.keys.shape[-2] == length
+            whole = isinstance(length, torch.Tensor) or layer.is_sliding or layer.keys.shape[-2:-1] == (length,)
             if not whole:
                 raise ValueError(
                     "past_key_values must hold its keys as they are where the scale follows the text, and "
@@ -78,18 +89,32 @@ def turn(
     alike = defaultdict(list)
     for part, layer in parts:
         keys = part.of(layer, 2 * (tables.shape[-1] - 1))
-        alike[keys.device, keys.dtype, keys.shape[-2], part.convention.pairing].append((keys, layer))
-    for (device, _, slots, pairing), group in alike.items():
+        kind = (part.convention, part.has_attention_factor, keys.device, keys.dtype, keys.shape[-2])
+        alike[kind].append((part, keys, layer))
+    for (convention, _, device, _, slots), group in alike.items():
         if device != first_new.device and not torch.compiler.is_compiling():
             torch.cuda.synchronize()  # an offloaded layer may still be on its way
-        length = group[0][1].get_seq_length()
+        part, _, layer = group[0]
+        length = layer.get_seq_length()
         filled = length.clamp(max=slots) if isinstance(length, torch.Tensor) else min(length, slots)
         positions = (first_new.to(device)[:, None] - filled) + torch.arange(slots, device=device)
-        keys = [keys for keys, _ in group]
-        with _writing(keys):
+        layers = [keys for _, keys, _ in group]
+        with _writing(layers):
             torch.ops.mrrope.rescale_cache_.default(
-                keys, positions, tables.to(device), old.to(device), new.to(device), "bhsd", pairing
+                layers,
+                positions,
+                part.tables(tables.to(device)),
+                old.to(device),
+                new.to(device),
+                "bhsd",
+                convention.pairing,
             )
+
+
+def _is_empty(layer: Any) -> bool:
+    """Of a static layer only the device knows."""
+    length = layer.get_seq_length()
+    return not isinstance(length, torch.Tensor) and length == 0
 
 
 @contextlib.contextmanager
@@ -102,14 +127,19 @@ def _writing(keys: list[torch.Tensor]) -> Iterator[None]:
             yield
 
 
-def find_cached_keys(owner: nn.Module, settings: dict[str | None, RopeSettings]) -> dict[str | None, CachedKeys]:
+def find_cached_keys(
+    owner: nn.Module, rotary: nn.Module, settings: dict[str | None, RopeSettings]
+) -> dict[str | None, CachedKeys]:
     """Where a model caches the keys of every kind of layer; raises :class:`UnfollowableError`.
 
     Args:
         owner: the part of the model that calls the rotary embedding and takes a cache.
-        settings: of that rotary embedding, by kind of layer.
+        rotary: that rotary embedding.
+        settings: its settings, by kind of layer.
     """
     first, second = (_read_one_token(owner, position) for position in PROBED_POSITIONS)
+    with _attention_factors_doubled(rotary, settings):
+        doubled = _read_one_token(owner, PROBED_POSITIONS[1])
     found: dict[str | None, list[RotatedPart]] = {layer_type: [] for layer_type in settings}
     config: Any = owner.config
     for i, (before, after) in enumerate(zip(first.layers, second.layers, strict=True)):
@@ -122,10 +152,24 @@ def find_cached_keys(owner: nn.Module, settings: dict[str | None, RopeSettings])
             convention = _convention_of(value, vars(after)[name], settings[layer_type])
             if convention is None:
                 raise UnfollowableError(f"layer {i} caches {name} by position in a way that is not understood")
-            found[layer_type].append(RotatedPart(i, name, convention))
+            growth = vars(doubled.layers[i])[name].norm() / vars(after)[name].norm()
+            found[layer_type].append(RotatedPart(i, name, convention, has_attention_factor=bool(growth > 1.01)))
     if not any(found.values()):
         raise UnfollowableError("its cache holds nothing that depends on positions")
     return {layer_type: CachedKeys(parts) for layer_type, parts in found.items()}
+
+
+@contextlib.contextmanager
+def _attention_factors_doubled(rotary: nn.Module, settings: dict[str | None, RopeSettings]) -> Iterator[None]:
+    names = [attribute(layer_type, "attention_scaling") for layer_type in settings]
+    before = {name: getattr(rotary, name) for name in names if hasattr(rotary, name)}
+    for name, value in before.items():
+        setattr(rotary, name, 2.0 * value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(rotary, name, value)
 
 
 def _read_one_token(owner: nn.Module, position: int) -> Any:
@@ -154,13 +198,12 @@ def _convention_of(before: torch.Tensor, after: torch.Tensor, settings: RopeSett
     """How the keys at the one position turn into those at the other."""
     table = settings.packed(settings.table)
     # Cached keys have the attention factor in them.
-    table[-1] = torch.tensor(1.0, dtype=torch.float64).view(torch.int64)
+    table[-1] = FACTOR_OF_ONE
     positions = torch.tensor([PROBED_POSITIONS[1] - PROBED_POSITIONS[0]])
+    before, after = _with_heads(before.cpu()), _with_heads(after.cpu())
     for pairing, turns_last, backwards in itertools.product(PAIRINGS, (False, True), (False, True)):
         convention = Convention(pairing, turns_last=turns_last, backwards=backwards)
-        if _agree(
-            convention.rotate([_with_heads(before.cpu())], positions, table, "bhsd")[0], _with_heads(after.cpu())
-        ):
+        if _agree(convention.rotate([before], positions, table, "bhsd")[0], after):
             return convention
     return None
 

@@ -187,12 +187,10 @@ def _follow(model: nn.Module, rotary: nn.Module, ladders: Ladders) -> Follower:
     settings = {layer_type: model_rope.settings(rotary, layer_type) for layer_type in ladders}
     if any(own.position_row is not None for own in settings.values()):
         raise UnfollowableError("its tokens have several positions each")
-    follower = Follower(owner, ladders, find_cached_keys(owner, settings))
+    follower = Follower(owner, ladders, find_cached_keys(owner, rotary, settings))
     follower.to(next(rotary.buffers()).device)
     if hasattr(type(model), "generate"):
-        knowing = vars(model).get("generate")
-        followers = [*knowing.followers, follower] if isinstance(knowing, GenerateKnowingLengths) else [follower]
-        model.generate = GenerateKnowingLengths(model, followers)  # type: ignore[assignment]
+        model.generate = GenerateKnowingLengths(model)  # type: ignore[assignment]
     return follower
 
 

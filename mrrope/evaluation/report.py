@@ -1,0 +1,109 @@
+"""Results as a table and as pictures."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from mrrope.evaluation.extra import needs
+
+FIGURES = {"perplexity": {"perplexity": "perplexity", "second_half_perplexity": "perplexity of the second half"}}
+"""What is shown of a task: the field of its figures, and the name for it; for other tasks the share that was right."""
+
+GRID_PANELS_IN_A_ROW = 3
+
+
+def figures_of(task: str) -> dict[str, str]:
+    """The fields to show, each with its name."""
+    return FIGURES.get(task, {"score": task})
+
+
+def table(data: dict[str, Any]) -> str:
+    """One block a figure: a row for every method, a column for every length."""
+    blocks = []
+    for task, by_method in data["results"].items():
+        lengths = lengths_in(by_method)
+        width = max(len(method) for method in by_method) + 2
+        for field, name in figures_of(task).items():
+            lines = [name, " " * width + "".join(f"{length:>10}" for length in lengths)]
+            for method, by_length in by_method.items():
+                cells = (by_length.get(str(length), {}).get(field) for length in lengths)
+                row = "".join(f"{'-':>10}" if cell is None else f"{cell:>10.3f}" for cell in cells)
+                lines.append(f"{method:<{width}}{row}")
+            blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def lengths_in(by_method: dict[str, dict[str, Any]]) -> list[int]:
+    """Every length that any method was measured at, rising."""
+    return sorted({int(length) for by_length in by_method.values() for length in by_length})
+
+
+def draw(data: dict[str, Any], stem: Path) -> list[Path]:
+    """Writes a picture for every task, named after the stem; returns their paths."""
+    with needs("matplotlib"):
+        from matplotlib.figure import Figure
+    paths = []
+    for task, by_method in data["results"].items():
+        figure = Figure(layout="constrained")
+        (draw_grid if task == "needle" else draw_lines)(figure, task, by_method)
+        paths.append(stem.with_name(f"{stem.name}.{task}.png"))
+        figure.savefig(paths[-1], dpi=120)
+    return paths
+
+
+def draw_lines(figure: Any, task: str, by_method: dict[str, dict[str, Any]]) -> None:
+    """A figure by length, a line for every method."""
+    fields = figures_of(task)
+    figure.set_size_inches(1.5 + 5 * len(fields), 4.2)
+    lengths = lengths_in(by_method)
+    for axes, (field, name) in zip(figure.subplots(1, len(fields), squeeze=False)[0], fields.items(), strict=True):
+        lines = {
+            method: {int(length): figures[field] for length, figures in by_length.items()}
+            for method, by_length in by_method.items()
+        }
+        for method, line in lines.items():
+            axes.plot(line.keys(), line.values(), marker="o", markersize=4, label=Path(method).name)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45, ha="right")
+        axes.minorticks_off()
+        axes.set(xlabel="tokens", ylabel="share found" if field == "score" else "", title=name)
+        axes.grid(alpha=0.3)
+        if field == "score":
+            axes.set_ylim(-0.03, 1.03)
+        else:
+            cut_off_explosions(axes, [list(line.values()) for line in lines.values()])
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", frameon=False)
+
+
+def cut_off_explosions(axes: Any, lines: list[list[float]]) -> None:
+    """Lets methods that fail leave the picture, so that those that do not can be told apart."""
+    top = 3 * min(max(line) for line in lines)
+    if any(value > top for line in lines for value in line):
+        lowest = min(min(line) for line in lines)
+        axes.set_ylim(lowest - 0.05 * (top - lowest), top)
+        axes.set_title(f"{axes.get_title()} (cut off at {top:.3g})")
+
+
+def draw_grid(figure: Any, task: str, by_method: dict[str, dict[str, Any]]) -> None:
+    """Length by depth, a panel for every method: green where the answer was found, red where not."""
+    lengths = lengths_in(by_method)
+    wide = min(len(by_method), GRID_PANELS_IN_A_ROW)
+    high = math.ceil(len(by_method) / wide)
+    figure.set_size_inches(1.8 + (0.8 + 0.5 * len(lengths)) * wide, 0.8 + 3.2 * high)
+    panels = figure.subplots(high, wide, squeeze=False, sharex=True, sharey=True).flatten()
+    for axes in panels[len(by_method) :]:
+        axes.set_visible(False)
+    for axes, (method, by_length) in zip(panels, by_method.items(), strict=False):
+        columns = [by_length.get(str(length), {"trials": []})["trials"] for length in lengths]
+        depths = max(([trial["depth"] for trial in column] for column in columns), key=len)
+        missing = [float("nan")] * len(depths)
+        scores = [[trial["score"] for trial in column] or missing for column in columns]
+        image = axes.imshow(list(zip(*scores, strict=True)), aspect="auto", cmap="RdYlGn", vmin=0, vmax=1)
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right")
+        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        axes.set_title(Path(method).name)
+    figure.supxlabel("tokens", fontsize="medium")
+    figure.supylabel(f"depth of the {task}", fontsize="medium")
+    figure.colorbar(image, ax=panels.tolist(), label="share found", pad=0.01, fraction=0.05)

@@ -1,0 +1,39 @@
+"""What was measured, kept on disk as it grows."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+FORMAT = "mrrope.evaluation/1"
+
+
+class EvaluationStoppedError(RuntimeError):
+    """Why an evaluation could not go on; what it had measured by then is kept."""
+
+
+class Results:
+    """Figures by task, method and length, and what they were measured on."""
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {"format": FORMAT, **about, "stopped": None, "complete": False, "results": {}}
+
+    def put(self, task: str, method: str, length: int, figures: dict[str, Any]) -> None:
+        """Keeps some figures, in place of those that were there, and writes the file."""
+        by_length = self.data["results"].setdefault(task, {}).setdefault(method, {})
+        by_length[str(length)] = figures
+        self.save()
+
+    def finish(self, stopped: str | None = None) -> None:
+        """Notes that all was measured, or why not."""
+        self.data |= {"complete": stopped is None, "stopped": stopped}
+        self.save()
+
+    def save(self) -> None:
+        """Writes the file in one step, so that a kill leaves either the old one or the new one."""
+        new = self.path.with_name(f"{self.path.name}.new")
+        new.write_text(json.dumps(self.data, indent=1) + "\n")
+        os.replace(new, self.path)

@@ -1,0 +1,128 @@
+"""Every task with every method at every length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from mrrope.evaluation.extra import needs
+from mrrope.evaluation.methods import Method
+from mrrope.evaluation.perplexity import DocumentLoss, document_losses, perplexity
+from mrrope.evaluation.prompts import Haystack
+from mrrope.evaluation.reading import DEFAULT_CHUNK, Progress, greedy_answer
+from mrrope.evaluation.results import EvaluationStoppedError, Results
+from mrrope.evaluation.tasks import TASKS
+from mrrope.evaluation.texts import Document
+
+PERPLEXITY = "perplexity"
+DEFAULT_TRIALS = 12
+
+
+@dataclass
+class Evaluation:
+    """A model and texts to try methods on."""
+
+    model: Any
+    tokenizer: Any
+    documents: Sequence[Document]
+    lengths: Sequence[int]
+    results: Results
+    trials: int = DEFAULT_TRIALS
+    chunk: int = DEFAULT_CHUNK
+
+    def run(self, methods: Sequence[Method], tasks: Sequence[str]) -> None:
+        """Measures, and keeps every figure as soon as it is known.
+
+        Raises:
+            EvaluationStoppedError: where the memory does not suffice.
+        """
+        with needs("tqdm"):
+            from tqdm import tqdm
+        for method in methods:
+            for task in tasks:
+                total = self.tokens_of(task, method)
+                with (
+                    method.applied(self.model),
+                    tqdm(desc=f"{method.name} {task}", total=total, unit=" tokens", unit_scale=True) as bar,
+                ):
+                    try:
+                        self.measure(task, method, bar.update)
+                    except RuntimeError as error:
+                        if not is_out_of_memory(error):
+                            raise
+                        raise self.out_of_memory(task, method) from error
+        self.results.finish()
+
+    def tokens_of(self, task: str, method: Method) -> int:
+        """How many tokens a task reads."""
+        if task == PERPLEXITY:
+            return len(self.documents) * (sum(self.lengths) if method.follows_length else max(self.lengths))
+        return self.trials * sum(self.lengths)
+
+    def measure(self, task: str, method: Method, progress: Progress) -> None:
+        """One task, with the method that the model is patched with."""
+        if task == PERPLEXITY:
+            self.measure_perplexity(method, progress)
+            return
+        haystack = Haystack(self.tokenizer, self.documents)
+        for length in sorted(self.lengths):
+            self.results.put(task, method.name, length, self.answers(task, haystack, length, progress))
+
+    def measure_perplexity(self, method: Method, progress: Progress) -> None:
+        """Of all documents so far, after every one of them."""
+        known: dict[int, list[tuple[str, DocumentLoss]]] = {}
+        for document in self.documents:
+            one_reading = not method.follows_length
+            options: dict[str, Any] = {"one_reading": one_reading, "chunk": self.chunk, "progress": progress}
+            for loss in document_losses(self.model, document.tokens, self.lengths, **options):
+                losses = known.setdefault(loss.length, [])
+                losses.append((document.name, loss))
+                self.results.put(PERPLEXITY, method.name, loss.length, perplexity_figures(losses))
+
+    def answers(self, task: str, haystack: Haystack, length: int, progress: Progress) -> dict[str, Any]:
+        """The model's answers to a task's prompts of one length."""
+        trials = []
+        for trial in TASKS[task](haystack, length, self.trials):
+            answer = greedy_answer(
+                self.model,
+                trial.prompt,
+                trial.answer_tokens,
+                chunk=self.chunk,
+                end_token=self.tokenizer.eos_token_id,
+                progress=progress,
+            )
+            text = self.tokenizer.decode(answer)
+            score = trial.score(answer)
+            trials.append({"depth": trial.depth, "expected": trial.expected, "answer": text, "score": score})
+        return {"score": fmean(trial["score"] for trial in trials), "trials": trials}
+
+    def out_of_memory(self, task: str, method: Method) -> EvaluationStoppedError:
+        """The error to raise, once it is noted in the results."""
+        done = self.results.data["results"].get(task, {}).get(method.name, {})
+        stopped = (
+            f"out of memory in {task} with {method.name}: of the lengths {list(self.lengths)} {len(done)} were read; "
+            f"a smaller --chunk than {self.chunk} or shorter --lengths need less. "
+            f"What was measured is in {self.results.path}"
+        )
+        self.results.finish(stopped)
+        return EvaluationStoppedError(stopped)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device, or the machine itself, had no more memory."""
+    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+
+
+def perplexity_figures(losses: Sequence[tuple[str, DocumentLoss]]) -> dict[str, Any]:
+    """The perplexities of both protocols, and the losses they come from."""
+    return {
+        "perplexity": perplexity([loss.whole for _, loss in losses]),
+        "second_half_perplexity": perplexity([loss.second_half for _, loss in losses]),
+        "documents": [
+            {"name": name, "loss": loss.whole, "second_half_loss": loss.second_half} for name, loss in losses
+        ],
+    }

@@ -1,0 +1,75 @@
+"""Documents to read: a text file, several in one file, or a folder of them."""
+
+from __future__ import annotations
+
+import lzma
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SEPARATOR = "\0"
+"""What stands between the documents of one file."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text as a model's tokens."""
+
+    name: str
+    tokens: list[int]
+
+
+def read_texts(path: str | Path) -> Iterator[tuple[str, str]]:
+    """The documents of a file or of a folder's files, in order of their names, each with a name."""
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"text must be a file or a folder, and there is no {path}")
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"text must be a folder with files in it, and {path} is empty")
+    for file in files:
+        try:
+            data = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
+            parts = data.decode().split(SEPARATOR)
+        except (lzma.LZMAError, UnicodeDecodeError) as error:
+            raise ValueError(f"text must be UTF-8, plain or in .xz, and {file} is not: {error}") from None
+        for number, part in enumerate(parts, 1):
+            if part.strip():
+                yield file.name if len(parts) == 1 else f"{file.name}#{number}", part
+
+
+def opening_tokens(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before every text: the token that begins one, where it has such a habit."""
+    return [token for token in tokenizer("").input_ids if token == tokenizer.bos_token_id]
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text and nothing else."""
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def long_documents(path: str | Path, tokenizer: Any, length: int, limit: int | None = None) -> list[Document]:
+    """The first ``length`` tokens of every document that has as many; no more than ``limit`` documents.
+
+    Raises:
+        ValueError: where none has; it names the longest.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"documents must be a positive number, got {limit}")
+    opening = opening_tokens(tokenizer)
+    documents: list[Document] = []
+    longest, found = "", 0
+    for name, text in read_texts(path):
+        tokens = opening + encode(tokenizer, text)
+        if len(tokens) >= length:
+            documents.append(Document(name, tokens[:length]))
+            if len(documents) == limit:
+                break
+        elif len(tokens) > found:
+            longest, found = name, len(tokens)
+    if not documents:
+        raise ValueError(
+            f"text must hold a document of at least {length} tokens, and the longest of {path} is {longest!r}: {found}"
+        )
+    return documents

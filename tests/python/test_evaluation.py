@@ -1,0 +1,524 @@
+"""``mrrope eval``: protocols against models whose likelihoods are known, chunked reading against one pass."""
+
+import json
+import lzma
+import math
+import random
+import re
+import string
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import tiny_model, tokens
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import mrrope
+from mrrope.command_line import main
+from mrrope.evaluation import models, perplexity, reading, texts
+from mrrope.evaluation.methods import Method
+from mrrope.evaluation.prompts import Haystack
+from mrrope.evaluation.results import Results
+from mrrope.evaluation.run import Evaluation
+from mrrope.evaluation.tasks import TASKS
+
+EPSILON = torch.finfo(torch.float32).eps
+
+
+class FakeModel(nn.Module):
+    """Reads as a model of transformers does; what it says next is up to ``next_logits`` of all it has read."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.anchor = nn.Parameter(torch.zeros(()))
+        self.lengths_of_calls: list[int] = []
+
+    def next_logits(self, read: list[int]) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, input_ids, position_ids, past_key_values, use_cache, logits_to_keep):
+        assert use_cache
+        before = past_key_values or []
+        read = before + input_ids[0].tolist()
+        assert position_ids[0].tolist() == list(range(len(before), len(read)))
+        self.lengths_of_calls.append(input_ids.shape[1])
+        ends = range(len(before) + 1, len(read) + 1)
+        logits = torch.stack([self.next_logits(read[:end]) for end in ends[-logits_to_keep:]])
+        return SimpleNamespace(logits=logits[None], past_key_values=read)
+
+
+class RepeatsItself(FakeModel):
+    """Gives the last token probability 1/2, and the rest to all others evenly."""
+
+    def next_logits(self, read: list[int]) -> torch.Tensor:
+        probabilities = torch.full((self.vocabulary,), 0.5 / (self.vocabulary - 1))
+        probabilities[read[-1]] = 0.5
+        return probabilities.log()
+
+
+# A token repeated costs ln 2, another one ln 8 with 5 tokens: 0.5 / 4 = 1/8.
+REPEATED, OTHER = math.log(2), math.log(8)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_losses_are_those_of_the_known_likelihoods(chunk: int) -> None:
+    document = [0, 0, 0, 1, 2, 2, 3, 4]
+    expected = [REPEATED, REPEATED, OTHER, OTHER, REPEATED, OTHER, OTHER]
+    found = torch.cat(list(perplexity.token_losses(RepeatsItself(5), document, chunk=chunk)))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=4 * EPSILON, atol=0)
+
+
+@pytest.mark.parametrize("one_reading", [True, False])
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_figures_of_every_length(chunk: int, one_reading: bool) -> None:
+    document = [0, 0, 0, 1, 2, 2, 3, 4]
+    by_hand = {
+        2: (REPEATED, REPEATED),  # token 1, and the half is the same
+        4: ((2 * REPEATED + OTHER) / 3, (REPEATED + OTHER) / 2),  # tokens 2 and 3
+        8: ((3 * REPEATED + 4 * OTHER) / 7, (3 * OTHER + REPEATED) / 4),  # tokens 4 to 7
+    }
+    model = RepeatsItself(5)
+    found = list(perplexity.document_losses(model, document, [8, 2, 4, 4], chunk=chunk, one_reading=one_reading))
+    assert [figures.length for figures in found] == [2, 4, 8]
+    for figures in found:
+        assert (figures.whole, figures.second_half) == pytest.approx(by_hand[figures.length], rel=4 * EPSILON)
+    assert sum(model.lengths_of_calls) == (7 if one_reading else 1 + 3 + 7)
+
+
+def test_perplexity_is_the_exponential_of_the_mean_of_document_means() -> None:
+    assert perplexity.perplexity([REPEATED, OTHER]) == pytest.approx(4.0)  # the geometric mean of 2 and 8
+    assert perplexity.perplexity([1000.0]) == math.inf
+
+
+def test_short_figures_come_before_the_long_text_is_read() -> None:
+    model = RepeatsItself(5)
+    first = next(perplexity.document_losses(model, [0] * 64, [4, 64], chunk=8))
+    assert first.length == 4
+    assert model.lengths_of_calls == [8]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen2"])
+@pytest.mark.parametrize("method", [None, "mrrope_pro"])
+def test_chunks_give_what_one_pass_gives(model_type: str, method: str | None) -> None:
+    model = tiny_model(model_type)
+    if method:
+        mrrope.patch(model, method, scale=4.0, original_max_position=16)
+    text = tokens(1, 96)[0].tolist()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([text])).logits[0, :-1].double()
+    expected = -logits.log_softmax(-1)[torch.arange(95), text[1:]]
+    for chunk in (7, 32, 96):
+        found = torch.cat(list(perplexity.token_losses(model, text, chunk=chunk)))
+        # Sums of the model's width in float32, in another order.
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=64 * EPSILON * logits.abs().max().item())
+
+
+def test_greedy_answer_is_that_of_one_pass_at_a_time() -> None:
+    model = tiny_model("llama")
+    prompt = tokens(1, 50)[0].tolist()
+    expected: list[int] = []
+    for _ in range(6):
+        with torch.no_grad():
+            expected.append(int(model(input_ids=torch.tensor([prompt + expected])).logits[0, -1].argmax()))
+    assert reading.greedy_answer(model, prompt, 6, chunk=16) == expected
+    stop = expected[2]
+    assert reading.greedy_answer(model, prompt, 6, chunk=16, end_token=stop) == expected[: expected.index(stop)]
+
+
+# What a model reads: a tokenizer of bytes, made here, and documents of made-up words.
+
+
+def byte_tokenizer(*, begins_texts: bool) -> PreTrainedTokenizerFast:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate(["<s>", "</s>", *letters])}
+    tokenizer = Tokenizer(BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if begins_texts:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+VOCABULARY = 258
+
+
+def words(count: int, seed: int = 0) -> str:
+    chance = random.Random(seed)
+    return " ".join("".join(chance.choices(string.ascii_lowercase, k=5)) for _ in range(count))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["begins texts", "adds nothing"])
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    return byte_tokenizer(begins_texts=request.param)
+
+
+@pytest.fixture
+def haystack(tokenizer: PreTrainedTokenizerFast) -> Haystack:
+    return Haystack(tokenizer, [texts.Document(f"{seed}", tokenizer(words(400, seed)).input_ids) for seed in range(3)])
+
+
+class Copies(FakeModel):
+    """Finds the longest thing it has read that it is just reading again, within a window, and goes on like that."""
+
+    def __init__(self, window: int = 10**9) -> None:
+        super().__init__(VOCABULARY)
+        self.window = window
+
+    def next_logits(self, read: list[int]) -> torch.Tensor:
+        read = read[-self.window :]
+        candidates = list(range(len(read) - 1))
+        best, length = None, 0
+        while candidates:
+            best, length = candidates[-1], length + 1
+            candidates = [end for end in candidates if end >= length - 1 and read[end - length + 1] == read[-length]]
+        following = read[best + 1] if length > 1 else 1
+        return nn.functional.one_hot(torch.tensor(following), self.vocabulary).float()
+
+
+def test_copying_model_copies() -> None:
+    assert reading.greedy_answer(Copies(), [5, 6, 7, 8, 9, 5, 6], 3) == [7, 8, 9]
+    assert reading.greedy_answer(Copies(window=6), [5, 6, 7, 8, 9, 4, 5, 6], 1) == [1]
+
+
+class Tracks(FakeModel):
+    """Knows how to follow variables."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        super().__init__(VOCABULARY)
+        self.tokenizer = tokenizer
+
+    def next_logits(self, read: list[int]) -> torch.Tensor:
+        text = self.tokenizer.decode(read)
+        assigned = dict(re.findall(r"\nVAR (\w+) = (?:VAR )?(\w+)\n", text))
+        if (question := re.search(r"variables that are assigned the value (\d+) are VAR(.*)$", text)) is None:
+            return torch.zeros(self.vocabulary)  # not there yet
+        value, said = question.groups()
+
+        def held(name: str) -> str:
+            return held(assigned[name]) if name in assigned else name
+
+        answer = " " + ", ".join(name for name in assigned if held(name) == value) + "</s>"
+        token = self.tokenizer(answer[len(said) :], add_special_tokens=False).input_ids[0]
+        return nn.functional.one_hot(torch.tensor(token), self.vocabulary).float()
+
+
+class SaysNothing(FakeModel):
+    """Goes on with tildes, whatever it reads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        super().__init__(VOCABULARY)
+        self.tilde = tokenizer("~", add_special_tokens=False).input_ids[0]
+
+    def next_logits(self, read: list[int]) -> torch.Tensor:
+        return nn.functional.one_hot(torch.tensor(self.tilde), self.vocabulary).float()
+
+
+def answers(model: nn.Module, haystack: Haystack, task: str, length: int, trials: int) -> dict:
+    evaluation = Evaluation(model, haystack.tokenizer, [], [], Results(Path(), {}), trials=trials, chunk=300)
+    return evaluation.answers(task, haystack, length, lambda _: None)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_model_that_can_do_the_task_gets_all_and_one_that_cannot_nothing(task: str, haystack: Haystack) -> None:
+    able = Tracks(haystack.tokenizer) if task == "tracking" else Copies()
+    assert answers(able, haystack, task, 800, 5)["score"] == 1.0
+    assert answers(SaysNothing(haystack.tokenizer), haystack, task, 800, 5)["score"] == 0.0
+
+
+def test_needle_grid_shows_how_far_a_model_sees(haystack: Haystack) -> None:
+    found = answers(Copies(window=500), haystack, "needle", 1000, 5)["trials"]
+    assert [trial["depth"] for trial in found] == [0, 0.25, 0.5, 0.75, 1]
+    # Depths are shares of the text around the needle, some 850 tokens; needle and question take the rest.
+    assert [trial["score"] for trial in found] == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_prompts_are_of_the_length_asked_and_the_same_every_time(task: str, haystack: Haystack) -> None:
+    trials = TASKS[task](haystack, 900, 4)
+    assert [trial.prompt for trial in trials] == [trial.prompt for trial in TASKS[task](haystack, 900, 4)]
+    assert len({tuple(trial.prompt) for trial in trials}) == 4
+    for trial in trials:
+        assert trial.prompt[: len(haystack.opening)] == haystack.opening
+        assert haystack.tokenizer.bos_token_id not in trial.prompt[len(haystack.opening) :]
+        if task == "tiled_copy":  # what is asked for is a part of the length, and tiles are of whole tokens
+            assert 900 - 8 <= len(trial.prompt) + trial.answer_tokens <= 900
+        else:
+            assert len(trial.prompt) == 900
+
+
+def test_hidden_sentences_stand_at_their_depths(haystack: Haystack) -> None:
+    sentences = [(0.5, "second"), (0.0, "first"), (1.0, "third")]
+    prompt = haystack.tokenizer.decode(haystack.prompt(0, 200, sentences, "where?"), skip_special_tokens=True)
+    before, between, after, end = re.split("\nfirst\n|\nsecond\n|\nthird\n", prompt)
+    assert (before, end) == ("", "\nwhere?")
+    assert abs(len(between) - len(after)) <= 1
+    assert words(400).startswith(between + after)
+
+
+def test_multikey_asks_for_every_key_in_turn(haystack: Haystack) -> None:
+    trials = TASKS["multikey"](haystack, 900, 8)
+    assert [trial.depth for trial in trials] == [(key + 0.5) / 8 for key in range(8)]
+    for trial in trials:
+        name = re.search(rf"The pass key of (\w+) is {trial.expected}\.", text_of(haystack, trial)).group(1)
+        assert text_of(haystack, trial).endswith(f"The pass key of {name} is")
+        assert len(set(re.findall(r"is (\d{5})\.", text_of(haystack, trial)))) == 8
+
+
+def text_of(haystack: Haystack, trial) -> str:
+    return haystack.tokenizer.decode(trial.prompt)
+
+
+def test_tasks_without_room_say_how_much_they_need(haystack: Haystack) -> None:
+    with pytest.raises(ValueError, match=r"lengths must be \d+ tokens or more .* got 50"):
+        TASKS["passkey"](haystack, 50, 1)
+    with pytest.raises(ValueError, match="lengths must be above 256 tokens for tiled_copy, got 200"):
+        TASKS["tiled_copy"](haystack, 200, 3)
+
+
+# Texts
+
+
+def test_documents_of_files_folders_and_archives(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"zero\0one\0 \n"))
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "c.md").write_text("drei ü")
+    everything = [("a.txt.xz#1", "zero"), ("a.txt.xz#2", "one"), ("b.txt", "two"), ("c.md", "drei ü")]
+    assert list(texts.read_texts(tmp_path)) == everything
+    assert list(texts.read_texts(tmp_path / "b.txt")) == [("b.txt", "two")]
+
+
+def test_documents_long_enough_are_cut_to_the_length(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "all.txt").write_text("\0".join(["a" * 20, "b" * 99, "c" * 30, "d" * 300]))
+    extra = len(texts.opening_tokens(tokenizer))
+    found = texts.long_documents(tmp_path / "all.txt", tokenizer, 30 + extra)
+    assert [document.name for document in found] == ["all.txt#2", "all.txt#3", "all.txt#4"]
+    assert [tokenizer.decode(document.tokens, skip_special_tokens=True) for document in found] == [
+        "b" * 30,
+        "c" * 30,
+        "d" * 30,
+    ]
+    assert len(texts.long_documents(tmp_path / "all.txt", tokenizer, 30, limit=2)) == 2
+    with pytest.raises(
+        ValueError, match=rf"at least 1000 tokens, and the longest of .*all.txt is 'all.txt#4': {300 + extra}"
+    ):
+        texts.long_documents(tmp_path / "all.txt", tokenizer, 1000)
+
+
+def test_bad_texts_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"text must be a file or a folder, and there is no .*missing"):
+        list(texts.read_texts(tmp_path / "missing"))
+    with pytest.raises(ValueError, match="is empty"):
+        list(texts.read_texts(tmp_path))
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
+    (tmp_path / "not.xz").write_bytes(b"not")
+    for name in ("bytes", "not.xz"):
+        with pytest.raises(ValueError, match=f"text must be UTF-8, plain or in .xz, and .*{name} is not"):
+            list(texts.read_texts(tmp_path / name))
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that was never trained, its tokenizer, a text and a table."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    byte_tokenizer(begins_texts=True).save_pretrained(folder / "model")
+    (folder / "text.txt").write_text("\0".join(words(120, seed) for seed in range(3)))
+    table = mrrope.frequency_table("mrrope_uni", rotary_dim=16, base=1e4, original_max_position=64, scale=8.0)
+    table.save(folder / "table.json")
+    return folder
+
+
+def evaluate(folder: Path, *options: str, **replaced: str) -> int:
+    given = {"--text": str(folder / "text.txt"), "--device": "cpu", "--lengths": "64,600", "--chunk": "100", **replaced}
+    given = {"--output": str(folder / "out"), **given}
+    model = given.pop("model", str(folder / "model"))
+    return main(["eval", model, *options, *(part for option in given.items() for part in option)])
+
+
+def losses_by_hand(folder: Path, document: str, length: int, method: str | None, **options) -> torch.Tensor:
+    model = LlamaForCausalLM.from_pretrained(folder / "model").eval()
+    if method:
+        mrrope.patch(model, method, **options)
+    read = [0, *(byte_tokenizer(begins_texts=False)(document).input_ids)][:length]
+    with torch.no_grad():
+        logits = model(torch.tensor([read])).logits[0, :-1].double()
+    return -logits.log_softmax(-1)[torch.arange(length - 1), read[1:]]
+
+
+def test_the_command_measures_what_one_pass_gives(folder: Path, tmp_path: Path, capsys) -> None:
+    table = str(folder / "table.json")
+    methods = f"unpatched,mrrope_pro,{table}"
+    options = {"--methods": methods, "--scale": "4", "--output": str(tmp_path / "out"), "--documents": "2"}
+    assert evaluate(folder, "--json", **options) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data == json.loads((tmp_path / "out.json").read_text())
+    assert data["complete"]
+    assert data["documents"] == ["text.txt#1", "text.txt#2"]
+    assert (data["scale"], data["dtype"], data["device"]) == (4.0, "float32", "cpu")
+    assert data["results"].keys() == {"perplexity"}
+    assert list(data["results"]["perplexity"]) == methods.split(",")
+    by_hand = {"unpatched": {}, "mrrope_pro": {"scale": 4.0}, table: {}}
+    for method, settings in by_hand.items():
+        for length in (64, 600):
+            figures = data["results"]["perplexity"][method][str(length)]
+            name = None if method == "unpatched" else method
+            losses = [losses_by_hand(folder, words(120, seed), length, name, **settings) for seed in (0, 1)]
+            wholes = [one.mean().item() for one in losses]
+            halves = [one[length // 2 - 1 :].mean().item() for one in losses]
+            # Means of float32 losses of about 6.
+            assert [one["loss"] for one in figures["documents"]] == pytest.approx(wholes, rel=64 * EPSILON)
+            assert [one["second_half_loss"] for one in figures["documents"]] == pytest.approx(halves, rel=64 * EPSILON)
+            assert figures["perplexity"] == pytest.approx(math.exp(sum(wholes) / 2), rel=500 * EPSILON)
+            assert figures["second_half_perplexity"] == pytest.approx(math.exp(sum(halves) / 2), rel=500 * EPSILON)
+
+
+def test_the_command_prints_tables_and_draws(folder: Path, tmp_path: Path, capsys) -> None:
+    tasks = "perplexity,passkey,needle,multikey,tracking,tiled_copy"
+    options = {"--methods": "rope,yarn", "--scale": "4", "--output": str(tmp_path / "out"), "--documents": "1"}
+    assert evaluate(folder, **{**options, "--tasks": tasks, "--trials": "2", "--lengths": "500,600"}) == 0
+    printed = capsys.readouterr().out
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert list(data["results"]) == tasks.split(",")
+    for task in tasks.split(","):
+        assert (tmp_path / f"out.{task}.png").read_bytes().startswith(b"\x89PNG")
+        for method in ("rope", "yarn"):
+            assert list(data["results"][task][method]) == ["500", "600"]
+    row = "".join(f"{data['results']['perplexity']['yarn'][length]['perplexity']:10.3f}" for length in ("500", "600"))
+    assert f"yarn  {row}\n" in printed
+    assert "needle\n             500       600\nrope       0.000     0.000\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        ({"--tasks": "perplexity,typing"}, "--tasks must be of perplexity, passkey, .* got 'perplexity,typing'"),
+        ({"--methods": "rope,rupe"}, "methods must be unpatched, rope, .* got 'rupe'"),
+        ({"--methods": "missing.json"}, "methods must go with the model, and missing.json does not: .*No such file"),
+        ({"--methods": "mrrope_pow"}, "methods must go with the model, and mrrope_pow does not: .*power"),
+        ({"--scale": "much"}, "--scale must be a number or auto, got 'much'"),
+        ({"--scale": "0"}, "methods must go with the model, and rope does not: scale must be .* 0"),
+        ({"--max-scale": "8"}, "--max-scale goes with --scale auto, got --scale 1"),
+        ({"--lengths": "64,many"}, "--lengths must be numbers of tokens, .* got '64,many'"),
+        ({"--lengths": "1"}, "--lengths must be numbers of tokens, 2 or more, .* got '1'"),
+        ({"--lengths": "64,5000"}, "text must hold a document of at least 5000 tokens, and the longest of .*: 720"),
+        ({"--text": "missing.txt"}, "text must be a file or a folder, and there is no missing.txt"),
+        ({"--trials": "0"}, "--trials must be a positive number, got 0"),
+        ({"--chunk": "-1"}, "--chunk must be a positive number, got -1"),
+        ({"--documents": "0"}, "--documents must be a positive number, got 0"),
+        (
+            {"--output": "no/such/folder/out"},
+            "--output must be in a folder that exists, and there is no no/such/folder",
+        ),
+        ({"--dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        ({"--device": "abacus"}, "device must be one that torch has here, got 'abacus'"),
+        ({"model": "missing.gguf"}, "model must be a file that exists, and there is no missing.gguf"),
+    ],
+)
+def test_bad_options_are_named(folder: Path, replaced: dict[str, str], message: str, capsys) -> None:
+    assert evaluate(folder, **replaced) == 2
+    printed = capsys.readouterr().err
+    assert re.search(f"^mrrope eval: {message}", printed, re.MULTILINE), printed
+    assert "Traceback" not in printed
+
+
+def test_models_that_cannot_be_loaded_are_named(folder: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    (tmp_path / "weights.bin").write_bytes(b"")
+    (tmp_path / "unknown").mkdir()
+    (tmp_path / "unknown" / "config.json").write_text('{"model_type": "abacus"}')
+    (tmp_path / "empty").mkdir()
+    expected = {
+        "broken.gguf": "model .*broken.gguf cannot be loaded: ",
+        "weights.bin": "model must be a folder, a name on the hub or a .gguf file, got the file .*weights.bin",
+        "unknown": "model .*unknown cannot be loaded: ",
+        "empty": "model must be a folder with a config.json, and .*empty has none",
+    }
+    for name, message in expected.items():
+        assert evaluate(folder, model=str(tmp_path / name)) == 2
+        assert re.search(f"^mrrope eval: {message}", capsys.readouterr().err, re.MULTILINE)
+
+
+class OutOfMemory(RepeatsItself):
+    """Has memory for some tokens and no more."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__(VOCABULARY)
+        self.room = room
+        self.dtype = torch.float32
+
+    def forward(self, input_ids, position_ids, **options):
+        if int(position_ids.max()) >= self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(input_ids, position_ids, **options)
+
+
+@pytest.mark.parametrize("tasks", ["perplexity", "perplexity,passkey"])
+def test_what_was_measured_before_the_memory_was_full_is_kept(
+    folder: Path, tmp_path: Path, tasks: str, monkeypatch, capsys
+) -> None:
+    model = OutOfMemory(room=400)
+    monkeypatch.setattr(models, "load", lambda *_, **__: (model, byte_tokenizer(begins_texts=True)))
+    options = {"--methods": "unpatched", "--tasks": tasks, "--output": str(tmp_path / "out")}
+    assert evaluate(folder, **options) == 2
+    printed = capsys.readouterr()
+    path = tmp_path / "out.json"
+    assert (
+        "out of memory in perplexity with unpatched: of the lengths [64, 600] 1 were read; a smaller --chunk than 100"
+        in printed.err
+    )
+    assert f"What was measured is in {path}" in printed.err
+    data = json.loads(path.read_text())
+    assert not data["complete"]
+    assert data["stopped"] in printed.err
+    assert list(data["results"]["perplexity"]["unpatched"]) == ["64"]
+    assert "perplexity of the second half" in printed.out
+    assert (tmp_path / "out.perplexity.png").exists()
+
+
+def test_other_errors_of_the_model_are_not_taken_for_memory(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    class Broken(OutOfMemory):
+        def forward(self, *_, **__):
+            raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(models, "load", lambda *_, **__: (Broken(0), byte_tokenizer(begins_texts=True)))
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        evaluate(folder, **{"--methods": "unpatched", "--output": str(tmp_path / "out")})
+
+
+def test_missing_packages_are_named(folder: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert evaluate(folder) == 2
+    assert "mrrope eval: this needs the package matplotlib: pip install 'mrrope[eval]'" in capsys.readouterr().err
+
+
+def test_every_length_is_read_by_itself_where_the_scale_follows_it(folder: Path, tmp_path: Path) -> None:
+    model = RepeatsItself(VOCABULARY)
+    document = texts.Document("one", [0] * 64)
+    evaluation = Evaluation(model, None, [document], [16, 64], Results(tmp_path / "out.json", {}))
+    evaluation.measure_perplexity(Method("yarn", (("scale", "auto"),)), lambda _: None)
+    assert model.lengths_of_calls == [15, 63]
+    model.lengths_of_calls.clear()
+    evaluation.measure_perplexity(Method("yarn", (("scale", 4.0),)), lambda _: None)
+    assert model.lengths_of_calls == [63]

@@ -1,0 +1,599 @@
+"""scale="auto": every sequence by the smallest scale that covers it, its cached keys turned as it grows."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from reference import rotated
+
+import mrrope
+from mrrope.embeddings import TableRotaryEmbedding
+from mrrope.following import CACHE_ATTRIBUTE, GenerateKnowingLengths
+from mrrope.ladder import scales_up_to
+
+pytest.importorskip("transformers")
+
+import tiny_models
+import transformers
+
+NATIVE, MAX_SCALE = 32, 4.0
+
+
+def tiny_llama(**changes):
+    torch.manual_seed(0)
+    sizes = {**tiny_models.TINY_SIZES, "max_position_embeddings": NATIVE, "num_hidden_layers": 3, **changes}
+    config = transformers.LlamaConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def following(model):
+    return mrrope.patch(model, "mrrope_pro", scale="auto", max_scale=MAX_SCALE)
+
+
+def text(length, batch=1, seed=0):
+    generator = torch.Generator(device=torch.get_default_device()).manual_seed(seed)
+    return torch.randint(3, 40, (batch, length), generator=generator)
+
+
+@torch.no_grad()
+def logits(model, ids, **options):
+    return model(ids, **options).logits
+
+
+def fixed(model, ids, scale):
+    with mrrope.patched(model, "mrrope_pro", scale=scale):
+        return logits(model, ids)
+
+
+def tables_of(cache):
+    return getattr(cache, CACHE_ATTRIBUTE)[None].tolist()
+
+
+@pytest.fixture
+def model(device):
+    torch.set_default_device(device)
+    yield tiny_llama()
+    torch.set_default_device(None)
+
+
+# --- one pass
+
+
+def test_native_lengths_are_read_as_they_were(model):
+    ids = text(NATIVE, batch=2)
+    before = logits(model, ids)
+    torch.testing.assert_close(logits(following(model), ids), before, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("length", "scale"), [(33, 2.0), (64, 2.0), (65, 4.0), (128, 4.0), (150, 4.0)])
+def test_longer_ones_by_the_smallest_scale_that_covers_them(model, length, scale):
+    ids = text(length)
+    want = fixed(model, ids, scale)
+    assert torch.equal(logits(following(model), ids), want)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_batch_of_mixed_lengths_gives_each_what_it_gets_alone(model, side):
+    following(model)
+    lengths = [20, 40, 100]
+    rows = [text(length, seed=length)[0] for length in lengths]
+    pad = [torch.zeros(100 - length, dtype=torch.long) for length in lengths]
+    whole = [torch.cat([p, row] if side == "left" else [row, p]) for p, row in zip(pad, rows, strict=True)]
+    mask = [
+        torch.cat([p, row * 0 + 1] if side == "left" else [row * 0 + 1, p]) for p, row in zip(pad, rows, strict=True)
+    ]
+    mask = torch.stack(mask)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    got = logits(model, torch.stack(whole), attention_mask=mask, position_ids=positions)
+    for i, row in enumerate(rows):
+        torch.testing.assert_close(got[i][mask[i].bool()], logits(model, row[None])[0], rtol=1e-4, atol=1e-5)
+
+
+def test_padding_counts_for_nothing_without_positions_either(model):
+    """A left-padded batch of a forward call whose positions start in the padding."""
+    ids, padding = text(30), 20
+    alone = logits(model, ids)
+    mask = torch.cat([torch.zeros(1, padding), torch.ones(1, 30)], dim=1).long()
+    got = logits(following(model), torch.cat([torch.zeros(1, padding).long(), ids], dim=1), attention_mask=mask)
+    torch.testing.assert_close(got[:, padding:], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_are_those_of_the_fixed_scale(model):
+    ids = text(50)
+    with mrrope.patched(model, "mrrope_pro", scale=2.0):
+        model(ids, labels=ids).loss.backward()
+    want = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    following(model)(ids, labels=ids).loss.backward()
+    assert all(torch.equal(p.grad, want[name]) for name, p in model.named_parameters())
+
+
+# --- with a cache
+
+
+def caches(config):
+    return {
+        "dynamic": transformers.DynamicCache(config=config),
+        "static": transformers.StaticCache(config=config, max_cache_len=160),
+        # Its layers wait in the CPU's memory for their turn; without a GPU it is a dynamic one.
+        "offloaded": transformers.DynamicCache(config=config, offloading=torch.cuda.is_available()),
+    }
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "offloaded"])
+def test_a_growing_text_has_its_keys_turned(model, kind):
+    """The first layer's keys depend on tokens and positions alone: after every step they must be what the table of that
+    step makes of them."""
+    ids = text(100, batch=2)
+    following(model)
+    cache = caches(model.config)[kind]
+    for start, end in [(0, 20), (20, 21), (21, 40), (40, 41), (41, 70), (70, 100)]:
+        with torch.no_grad():
+            model(ids[:, start:end], past_key_values=cache)
+        step = (end > NATIVE) + (end > 2 * NATIVE)
+        assert tables_of(cache) == [step, step]
+        fresh = transformers.DynamicCache(config=model.config)
+        with mrrope.patched(model, "mrrope_pro", scale=2.0**step), torch.no_grad():
+            model(ids[:, :end], past_key_values=fresh)
+        got, want = (some.layers[0].keys[:, :, :end].cpu() for some in (cache, fresh))
+        torch.testing.assert_close(got, want, rtol=0.0, atol=1e-6)
+
+
+def test_every_layer_is_turned_by_the_difference_of_the_tables(model):
+    ids = text(NATIVE + 1)
+    following(model)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :NATIVE], past_key_values=cache)
+        before = [layer.keys.clone() for layer in cache.layers]
+        model(ids[:, NATIVE:], past_key_values=cache)
+    ladder = next(m for m in model.modules() if isinstance(m, TableRotaryEmbedding)).ladders[None]
+    difference = ladder.tables[1].relative_to(ladder.tables[0])
+    for layer, old in zip(cache.layers, before, strict=True):
+        want = rotated(old, torch.arange(NATIVE), difference)
+        torch.testing.assert_close(layer.keys[:, :, :NATIVE].double(), want, rtol=0.0, atol=1e-6)
+
+
+def test_all_caches_read_alike(model):
+    ids = text(100, batch=2)
+    following(model)
+    read = {}
+    for kind, cache in caches(model.config).items():
+        parts = [logits(model, part, past_key_values=cache) for part in ids.split(9, dim=1)]
+        read[kind] = torch.cat(parts, dim=1)
+    torch.testing.assert_close(read["static"], read["dynamic"], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(read["offloaded"], read["dynamic"], rtol=1e-4, atol=1e-6)
+
+
+def test_sequences_of_a_batch_cross_each_by_itself(model):
+    """Left-padded: the second is 25 tokens shorter, and crosses 25 tokens later."""
+    following(model)
+    ids, padding = text(70, batch=2), 25
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = transformers.DynamicCache(config=model.config)
+    steps, last = [], []
+    for start in range(30, 70):
+        begin = 0 if start == 30 else start
+        options = {"attention_mask": mask[:, : start + 1], "position_ids": positions[:, begin : start + 1]}
+        last.append(logits(model, ids[:, begin : start + 1], past_key_values=cache, **options)[:, -1])
+        steps.append(tables_of(cache))
+    assert steps[0] == [0, 0]
+    assert steps[2] == [1, 0]
+    assert steps[-1] == [2, 1]
+    for row, skipped in ((0, 0), (1, padding)):
+        alone = transformers.DynamicCache(config=model.config)
+        for at, start in enumerate(range(30, 70)):
+            begin = skipped if start == 30 else start
+            want = logits(model, ids[row : row + 1, begin : start + 1], past_key_values=alone)[:, -1]
+            torch.testing.assert_close(last[at][row : row + 1], want, rtol=1e-4, atol=1e-5)
+
+
+def test_windowed_layers_are_turned_where_their_keys_lie():
+    torch.manual_seed(0)
+    sizes = {**tiny_models.TINY_SIZES, "max_position_embeddings": NATIVE, "sliding_window": 16}
+    parameters = {"rope_type": "default", "rope_theta": 1e4}
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, rope_parameters=parameters)).eval()
+    ids = text(80)
+    following(model)
+    for cache in caches(model.config).values():
+        for start, end in [(0, 20), (20, 40), (40, 41), (41, 66), (66, 80)]:
+            with torch.no_grad():
+                model(ids[:, start:end], past_key_values=cache)
+            step = (end > NATIVE) + (end > 2 * NATIVE)
+            fresh = transformers.DynamicCache(config=model.config)
+            with mrrope.patched(model, "mrrope_pro", scale=2.0**step), torch.no_grad():
+                model(ids[:, :end], past_key_values=fresh)
+            got, want = cache.layers[0].keys, fresh.layers[0].keys
+            got = got[:, :, : min(end, got.shape[-2])][:, :, -want.shape[-2] :]
+            torch.testing.assert_close(got, want, rtol=0.0, atol=1e-6)
+
+
+def test_a_cache_filled_by_the_unpatched_model_goes_on(model):
+    ids = text(60)
+    with torch.no_grad():
+        cache = model(ids[:, :30]).past_key_values
+    want_cache = transformers.DynamicCache(config=model.config)
+    following(model)
+    logits(model, ids[:, :30], past_key_values=want_cache)
+    want = logits(model, ids[:, 30:], past_key_values=want_cache)
+    torch.testing.assert_close(logits(model, ids[:, 30:], past_key_values=cache), want, rtol=1e-4, atol=1e-6)
+
+
+def test_a_copied_cache_knows_its_tables(model):
+    following(model)
+    ids = text(60)
+    with torch.no_grad():
+        cache = model(ids[:, :40]).past_key_values
+    copied = copy.deepcopy(cache)
+    want = logits(model, ids[:, 40:], past_key_values=cache)
+    assert torch.equal(logits(model, ids[:, 40:], past_key_values=copied), want)
+    assert tables_of(copied) == [1]
+
+
+def test_a_static_cache_emptied_for_another_text_starts_anew(model):
+    following(model)
+    cache = caches(model.config)["static"]
+    logits(model, text(100), past_key_values=cache)
+    assert tables_of(cache) == [2]
+    cache.reset()
+    short = text(20, seed=1)
+    want = logits(model, short)
+    torch.testing.assert_close(logits(model, short, past_key_values=cache), want, rtol=1e-4, atol=1e-6)
+    assert tables_of(cache) == [0]
+
+
+def test_a_scale_is_kept_when_the_cache_is_cropped(model):
+    following(model)
+    cache = transformers.DynamicCache(config=model.config)
+    ids = text(50)
+    logits(model, ids[:, :40], past_key_values=cache)
+    cache.crop(-20)
+    logits(model, ids[:, 20:25], past_key_values=cache)
+    assert tables_of(cache) == [1]
+
+
+def test_inference_mode_and_then_not(model):
+    following(model)
+    ids = text(60)
+    with torch.inference_mode():
+        cache = model(ids[:, :30]).past_key_values
+    want_cache = transformers.DynamicCache(config=model.config)
+    logits(model, ids[:, :30], past_key_values=want_cache)
+    want = logits(model, ids[:, 30:], past_key_values=want_cache)
+    torch.testing.assert_close(logits(model, ids[:, 30:], past_key_values=cache), want, rtol=1e-4, atol=1e-6)
+
+
+def test_a_cache_of_other_sequences_is_refused(model):
+    following(model)
+    cache = transformers.DynamicCache(config=model.config)
+    logits(model, text(10, batch=2), past_key_values=cache)
+    cache.batch_repeat_interleave(3)
+    cache.batch_select_indices(torch.tensor([0, 1, 2]))
+    with pytest.raises(ValueError, match=r"past_key_values must keep its sequences .* it was of 2, and 3 go on"):
+        logits(model, text(1, batch=3), past_key_values=cache)
+
+
+def test_a_quantised_cache_is_refused(model):
+    pytest.importorskip("optimum.quanto", reason="the package optimum-quanto is not installed")
+    following(model)
+    cache = transformers.QuantizedCache("quanto", model.config, nbits=4, residual_length=4, q_group_size=16)
+    logits(model, text(10), past_key_values=cache)
+    with pytest.raises(ValueError, match="past_key_values must hold its keys as they are"):
+        logits(model, text(1), past_key_values=cache)
+
+
+# --- generate
+
+
+GENERATE = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def test_generate_makes_room_for_what_it_will_write(model):
+    following(model)
+    ids = text(20)
+    out = model.generate(ids, max_new_tokens=30, return_dict_in_generate=True, **GENERATE)
+    with mrrope.patched(model, "mrrope_pro", scale=2.0):
+        want = model.generate(ids, max_new_tokens=30, **GENERATE)
+    assert torch.equal(out.sequences, want), "20 + 30 tokens fit scale 2, so that no step is crossed"
+    assert tables_of(out.past_key_values) == [1]
+
+
+@pytest.mark.parametrize("options", [{"max_length": 50}, {"generation_config": "max_new_tokens"}])
+def test_room_is_told_in_other_ways(model, options):
+    following(model)
+    if "generation_config" in options:
+        options = {"generation_config": transformers.GenerationConfig(max_new_tokens=30, **GENERATE)}
+    else:
+        options |= GENERATE
+    out = model.generate(text(20), return_dict_in_generate=True, **options)
+    assert tables_of(out.past_key_values) == [1]
+
+
+def test_generate_without_an_end_crosses_as_it_goes(model):
+    """The same tokens as reading them one by one."""
+    following(model)
+    ids = text(20)
+    streamed = model.generate(ids, max_new_tokens=60, **GENERATE)[:, :20]
+    cache = transformers.DynamicCache(config=model.config)
+    following_step = ids
+    with torch.no_grad():
+        for _ in range(60):
+            token = model(following_step, past_key_values=cache).logits[:, -1:].argmax(-1)
+            streamed = torch.cat([streamed, token], dim=1)
+            following_step = token
+    assert tables_of(cache) == [2]
+    assert streamed.shape[1] == 80
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"prefill_chunk_size": 8},
+        {"cache_implementation": "static"},
+    ],
+)
+def test_ways_of_generating(model, options):
+    """Left-padded texts of two lengths: the tables fit what each will be, whatever way it is written."""
+    following(model)
+    ids = text(30, batch=2)
+    ids[1, :15] = 0
+    mask = (ids != 0).long()
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=10, return_dict_in_generate=True, **GENERATE, **options
+    )
+    each = options.get("num_beams", 1)
+    assert tables_of(out.past_key_values) == [1] * each + [0] * each
+    if "num_return_sequences" in options:
+        return
+    for row, skipped in ((0, 0), (1, 15)):
+        alone = model.generate(ids[row : row + 1, skipped:], max_new_tokens=10, **GENERATE, **options)
+        assert torch.equal(out.sequences[row, 30:], alone[0, -10:])
+
+
+# --- what else is done to models
+
+
+@pytest.mark.parametrize("how", [{"backend": "aot_eager"}, {"mode": "reduce-overhead"}], ids=["traced", "cuda graphs"])
+def test_compiled_decoding_is_one_graph_across_steps(model, how):
+    if "mode" in how and model.device.type == "cpu":
+        pytest.skip("CUDA graphs need a GPU")
+    following(model)
+    ids = text(70, batch=2)
+    step = torch.compile(model, fullgraph=True, **how)
+    read = {}
+    for name, forward in (("eager", model), ("compiled", step)):
+        cache = caches(model.config)["static"]
+        parts = [logits(model, ids[:, :20], past_key_values=cache)]
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(error_on_recompile=name == "compiled"):
+            for at in range(20, 70):
+                positions = torch.full((2, 1), at)
+                part = logits(forward, ids[:, at : at + 1], past_key_values=cache, position_ids=positions)
+                parts.append(part.clone())
+        assert tables_of(cache) == [2, 2]
+        read[name] = torch.cat(parts, dim=1)
+    torch.testing.assert_close(read["compiled"], read["eager"], rtol=1e-5, atol=1e-6)
+
+
+def test_unpatched_it_is_as_before(model):
+    ids = text(60)
+    before, keys = logits(model, ids), set(vars(model))
+    following(model)
+    assert isinstance(model.generate, GenerateKnowingLengths)
+    mrrope.unpatch(model)
+    assert torch.equal(logits(model, ids), before)
+    assert set(vars(model)) == keys
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_patched_within_and_back(model):
+    following(model)
+    ids = text(60)
+    before = logits(model, ids)
+    with mrrope.patched(model, "rope"):
+        assert not torch.equal(logits(model, ids), before)
+    assert torch.equal(logits(model, ids), before)
+    assert isinstance(model.generate, GenerateKnowingLengths)
+    cache = transformers.DynamicCache(config=model.config)
+    for part in ids.split(20, dim=1):
+        logits(model, part, past_key_values=cache)
+    assert tables_of(cache) == [1]
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_follow_by_themselves(model, way):
+    following(model)
+    ids = text(60)
+    want = torch.cat(
+        [
+            logits(model, part, past_key_values=cache)
+            for cache in [caches(model.config)["dynamic"]]
+            for part in ids.split(20, dim=1)
+        ],
+        dim=1,
+    )
+    copied = copy.deepcopy(model) if way == "deepcopy" else pickle.load(io.BytesIO(pickle.dumps(model)))
+    mrrope.unpatch(model)
+    cache = caches(copied.config)["dynamic"]
+    got = torch.cat([logits(copied, part, past_key_values=cache) for part in ids.split(20, dim=1)], dim=1)
+    assert torch.equal(got, want)
+    assert copied.generate.model is copied
+    mrrope.unpatch(copied)
+
+
+def test_other_dtypes(model):
+    following(model)
+    model.to(torch.bfloat16)
+    ids = text(60)
+    with mrrope.patched(model, "mrrope_pro", scale=2.0):
+        want = logits(model, ids)
+    assert torch.equal(logits(model, ids), want)
+
+
+# --- ladders
+
+
+def test_a_ladder_of_ready_tables(model, tmp_path):
+    tables = [
+        mrrope.frequency_table(
+            "mrrope_pow", rotary_dim=32, base=1e4, original_max_position=NATIVE, scale=scale, power=0.5
+        )
+        for scale in (3.0, 8.0)
+    ]
+    tables[1].save(tmp_path / "eight.json")
+    ids = text(150)
+    want = {}
+    for length, table in ((90, tables[0]), (150, tables[1])):
+        with mrrope.patched(model, table):
+            want[length] = logits(model, ids[:, :length])
+    plain = logits(model, ids[:, :NATIVE])
+    mrrope.patch(model, [tmp_path / "eight.json", tables[0]], scale="auto")
+    assert all(torch.equal(logits(model, ids[:, :length]), value) for length, value in want.items())
+    torch.testing.assert_close(logits(model, ids[:, :NATIVE]), plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_extended_already_keeps_its_own_table_as_far_as_it_reaches():
+    torch.manual_seed(0)
+    sizes = {**tiny_models.TINY_SIZES, "max_position_embeddings": 128}
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": NATIVE,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, rope_parameters=parameters)).eval()
+    ids = text(200)
+    before = logits(model, ids[:, :128])
+    with mrrope.patched(model, "mrrope_pro", scale=8.0):
+        want = logits(model, ids)
+    mrrope.patch(model, "mrrope_pro", scale="auto", max_scale=16.0)
+    torch.testing.assert_close(logits(model, ids[:, :128]), before, rtol=1e-4, atol=1e-6)
+    assert torch.equal(logits(model, ids), want)
+
+
+@pytest.mark.parametrize(
+    ("max_scale", "scales"), [(2.0, [2]), (4.0, [2, 4]), (16, [2, 4, 8, 16]), (6.0, [2, 4, 6]), (1.5, [1.5])]
+)
+def test_the_steps_of_a_ladder(max_scale, scales):
+    assert scales_up_to(max_scale) == scales
+
+
+# --- every family
+
+
+def families_that_follow():
+    unsupported = {"codegen", "gptj", "roformer", "qwen4_exp", "qwen4_exp_text"}
+    return [family for family in tiny_models.causal_lm_families() if family not in unsupported]
+
+
+# Why a model's scale cannot follow the text, by what the error says of it.
+CANNOT = {
+    "its tokens have several positions each": {
+        "cohere_compass_text",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+    },
+    # Keys are normalised after they were rotated, or every layer has a rotary embedding of its own.
+    "in a way that is not understood": {"granite_swa", "granitemoe_swa", "hunyuan_v1_dense", "hunyuan_v1_moe"},
+    "it does not read one token by itself": {
+        "blt",
+        "deepseek_v4",
+        "gemma4_assistant",
+        "gemma4_unified_assistant",
+        "moshi",
+    },
+    "its configuration does not say how far it reads": {"recurrent_gemma"},
+}
+
+
+def layer_sees_scale(old, new):
+    """Whether both keys and values of a layer changed with the table: one of them, at least, is not rotated."""
+    pairs = [(getattr(old, name, None), getattr(new, name, None)) for name in ("keys", "values")]
+    return all(isinstance(a, torch.Tensor) and a.numel() and not torch.allclose(a, b, rtol=1e-4) for a, b in pairs)
+
+
+@pytest.mark.parametrize("family", families_that_follow())
+def test_family(family):
+    """One token gives the same hidden states by every table, so that its keys, turned, must be those of the new one."""
+    model = tiny_models.tiny_model(family)
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        before = model(**tiny_models.inputs(model, ids)).logits
+    reason = next((reason for reason, families in CANNOT.items() if family in families), None)
+    options = {"scale": "auto", "max_scale": 256.0}
+    if reason is not None:
+        with pytest.raises(ValueError, match=f"scale must be a number for .*{reason}"):
+            mrrope.patch(model, "mrrope_pro", **options)
+        with torch.no_grad():
+            assert torch.equal(model(**tiny_models.inputs(model, ids)).logits, before)
+        return
+    mrrope.patch(model, "mrrope_pro", **options)
+    with torch.no_grad():
+        after = model(**tiny_models.inputs(model, ids)).logits
+        assert ((after - before).norm() / before.norm()).item() < 1e-4
+        rotaries = [m for m in model.modules() if isinstance(m, TableRotaryEmbedding)]
+        before = model(input_ids=ids[:, :1], position_ids=torch.full((2, 1), 3), use_cache=True).past_key_values
+        cache = copy.deepcopy(before)
+        for rotary in rotaries:
+            rotary.follower.expected_lengths = torch.tensor([10**9, 10**9])
+        model(input_ids=ids[:, 1:2], position_ids=torch.full((2, 1), 4), past_key_values=cache)
+        fresh = model(input_ids=ids[:, :1], position_ids=torch.full((2, 1), 3), use_cache=True).past_key_values
+    turned = 0
+    for old, got, want in zip(before.layers, cache.layers, fresh.layers, strict=True):
+        if layer_sees_scale(old, want):
+            break  # attention sinks and the like: from here on hidden states depend on the attention factor
+        for name in ("keys", "values", "indexer_keys"):
+            parts = [getattr(layer, name, None) for layer in (got, want, old)]
+            if all(isinstance(part, torch.Tensor) and part.numel() for part in parts):
+                new, right, earlier = (part.narrow(-2, 0, 1) for part in parts)
+                torch.testing.assert_close(new, right, rtol=1e-4, atol=1e-5)
+                turned += not torch.allclose(right, earlier, rtol=1e-3)
+    assert turned > 0
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("mrrope_pro", {"scale": "auto", "max_scale": 1.0}, "max_scale must be a number above 1, got 1.0"),
+        ("mrrope_pro", {"scale": "auto", "max_scale": "big"}, "max_scale must be a number above 1, got 'big'"),
+        ("mrrope_pro", {"scale": 4.0, "max_scale": 8.0}, "max_scale must come with scale='auto', got 8.0"),
+        ("mrrope_pro", {"scale": "automatic"}, "scale must be"),
+        ("mrope", {"scale": "auto"}, "method must be one of"),
+        ([], {"scale": "auto"}, "method must give a table that reaches past the model's own 32 tokens"),
+        (["mrrope_pro"], {"scale": 2.0}, "scale must be 'auto' with a list of tables, got 2.0"),
+    ],
+)
+def test_errors_name_the_argument_and_leave_the_model(model, method, options, message):
+    ids = text(20)
+    before = logits(model, ids)
+    with pytest.raises((ValueError, TypeError), match=message):
+        mrrope.patch(model, method, **options)
+    assert torch.equal(logits(model, ids), before)
+    assert not any(isinstance(m, TableRotaryEmbedding) for m in model.modules())
+
+
+def test_one_table_is_no_ladder(model):
+    table = mrrope.frequency_table("mrrope_pro", rotary_dim=32, base=1e4, original_max_position=NATIVE, scale=2.0)
+    with pytest.raises(ValueError, match="method must be a method's name or a list of tables with scale='auto'"):
+        mrrope.patch(model, table, scale="auto")
+    with pytest.raises(ValueError, match=r"leaves no room for .'max_scale'"):
+        mrrope.patch(model, [table], scale="auto", max_scale=4.0)
+    with pytest.raises(ValueError, match="two that reach as far"):
+        mrrope.patch(
+            model,
+            [table, mrrope.frequency_table("yarn", rotary_dim=32, base=1e4, original_max_position=NATIVE, scale=2.0)],
+            scale="auto",
+        )
