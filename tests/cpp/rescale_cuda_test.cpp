@@ -235,6 +235,33 @@ TEST_F(RescaleCuda, MoreLayersThanALaunchTakes) {
     rescale.expect_rescaled();
 }
 
+// A kernel may be started while the one before it still runs.
+TEST_F(RescaleCuda, CallsInARowGiveWhatCallsApartGive) {
+    for (const int64_t tokens : {1, 300}) {
+        RescaleOptions o;
+        o.tokens = tokens;
+        o.head_dim = o.rotary_dim = 128;
+        RescaleCase apart(o);
+        RescaleCase in_a_row(o);
+        for (RescaleCase* rescale : {&apart, &in_a_row}) {
+            rescale->from() = {1, 2, 0};
+            rescale->to() = {0, 1, 0};
+        }
+        DeviceCase apart_on_device(apart);
+        DeviceCase in_a_row_on_device(in_a_row);
+        for (int i = 0; i < 50; ++i) {
+            rescale_cuda(apart_on_device.args(), nullptr);
+            check(cudaDeviceSynchronize());
+        }
+        for (int i = 0; i < 50; ++i) rescale_cuda(in_a_row_on_device.args(), nullptr);
+        apart_on_device.fetch();
+        in_a_row_on_device.fetch();
+        for (int layer = 0; layer < o.layers; ++layer) {
+            EXPECT_TRUE(in_a_row.layers()[layer].bytes == apart.layers()[layer].bytes) << tokens << " " << layer;
+        }
+    }
+}
+
 TEST_F(RescaleCuda, EmptyTensorsLaunchNothing) {
     const Stream stream;
     for (const auto& [layers, batch, tokens, heads] :

@@ -337,6 +337,30 @@ TEST_F(RotaryCuda, RotatesQueriesAndKeysInOneLaunchThatAGraphCanReplay) {
     rotary.expect_rotated();
 }
 
+// A kernel may be started while the one before it still runs.
+TEST_F(RotaryCuda, CallsInARowGiveWhatCallsApartGive) {
+    for (const int64_t tokens : {1, 700}) {
+        CaseOptions o;
+        o.tokens = tokens;
+        o.q_heads = 8;
+        o.head_dim = o.rotary_dim = 128;
+        o.in_place = true;
+        RotaryCase apart(o);
+        RotaryCase in_a_row(o);
+        DeviceCase apart_on_device(apart);
+        DeviceCase in_a_row_on_device(in_a_row);
+        for (int i = 0; i < 50; ++i) {
+            rotary_cuda(apart_on_device.args(), nullptr);
+            check(cudaDeviceSynchronize());
+        }
+        for (int i = 0; i < 50; ++i) rotary_cuda(in_a_row_on_device.args(), nullptr);
+        apart_on_device.fetch();
+        in_a_row_on_device.fetch();
+        EXPECT_TRUE(in_a_row.q().in.bytes == apart.q().in.bytes) << tokens;
+        EXPECT_TRUE(in_a_row.k().in.bytes == apart.k().in.bytes) << tokens;
+    }
+}
+
 TEST_F(RotaryCuda, EmptyTensorsLaunchNothing) {
     const Stream stream;
     for (const auto& [batch, tokens, heads] : {std::tuple{0, 5, 2}, {2, 0, 2}, {2, 5, 0}, {0, 0, 0}}) {
