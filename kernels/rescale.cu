@@ -56,26 +56,34 @@ __global__ void __launch_bounds__(rescale_block_threads, rescale_resident_blocks
         for (int j = 0; j < Vector; ++j) turns[j] = to[layout.pair(j)] - from[layout.pair(j)];
 
         Element* const keys = static_cast<Element*>(launch.keys[blockIdx.y]) + sequence * launch.strides.batch;
-        for (int64_t token = first_token; token < launch.tokens; token += launch.plan.token_step) {
-            const auto head_at = [&](int j) -> Element* {
-                const int64_t head = group + j * launch.plan.head_groups;
-                return head < launch.heads ? keys + token * launch.strides.token + head * launch.strides.head : nullptr;
-            };
-            HeadFragment<Element, Vector> fragments[rescale_heads_per_thread];
+        const auto head_at = [&](int64_t token, int j) -> Element* {
+            const int64_t head = group + j * launch.plan.head_groups;
+            return head < launch.heads ? keys + token * launch.strides.token + head * launch.strides.head : nullptr;
+        };
+        using Heads = HeadFragment<Element, Vector>[rescale_heads_per_thread];
+        const auto load = [&](Heads& heads, int64_t token) {
+            if (token >= launch.tokens) return;
             CUTLASS_PRAGMA_UNROLL
             for (int j = 0; j < rescale_heads_per_thread; ++j) {
-                if (const Element* head = head_at(j)) fragments[j].load(head, layout);
+                if (const Element* head = head_at(token, j)) heads[j].load(head, layout);
             }
+        };
+        // The next token's heads are on their way while this one's are turned.
+        Heads current, next;
+        load(current, first_token);
+        for (int64_t token = first_token; token < launch.tokens; token += launch.plan.token_step) {
             const int64_t position = position_at(launch.positions, 0, sequence, token);
+            load(next, token + launch.plan.token_step);
             CosSin<Real> by[Vector];
             CUTLASS_PRAGMA_UNROLL
             for (int j = 0; j < Vector; ++j) by[j] = turn(phase_of(position, turns[j]), gain, Real(1));
             CUTLASS_PRAGMA_UNROLL
             for (int j = 0; j < rescale_heads_per_thread; ++j) {
-                Element* head = head_at(j);
-                if (head == nullptr) break;
-                fragments[j].template rotate<Layout::crosses_vectors>(by);
-                fragments[j].store(head, layout);
+                if (Element* head = head_at(token, j)) {
+                    current[j].template rotate<Layout::crosses_vectors>(by);
+                    current[j].store(head, layout);
+                }
+                current[j] = next[j];
             }
         }
     }

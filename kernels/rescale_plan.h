@@ -10,7 +10,7 @@
 namespace mrrope {
 
 inline constexpr int rescale_block_threads = 64;
-inline constexpr int rescale_resident_blocks = 10;
+inline constexpr int rescale_resident_blocks = 8;
 inline constexpr int rescale_heads_per_thread = 2;
 // Their pointers travel as parameters of the kernel.
 inline constexpr int most_layers_per_launch = 128;

@@ -76,6 +76,13 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     wait_for_previous_kernel();
     if (thread >= launch.threads) return;
 
+    // What leads to the angles is asked for first: it takes two steps where the table is a chosen one.
+    const PositionsView& positions = args.positions;
+    const int64_t only_position = position_at(positions, 0, batch, token);
+    int64_t table_start = 0;
+    if constexpr (lookup != Lookup::one_table) {
+        table_start = chosen_table(args.choice, batch, token) * args.choice.stride;
+    }
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
@@ -83,12 +90,6 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
         if (head < heads) fragments[j].load(HeadPointers<Element>(args, batch, token, head).in, layout);
     }
 
-    const PositionsView& positions = args.positions;
-    const int64_t only_position = position_at(positions, 0, batch, token);
-    int64_t table_start = 0;
-    if constexpr (lookup != Lookup::one_table) {
-        table_start = chosen_table(args.choice, batch, token) * args.choice.stride;
-    }
     const uint64_t* table = args.table + table_start;
     const auto gain = static_cast<Real>(attention_factor_of(table[half]));
     const Real direction = args.conjugate ? Real(-1) : Real(1);

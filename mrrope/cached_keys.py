@@ -36,27 +36,52 @@ def rescale_cache_(
             lists of tables are of those blocks, in their order.
 
     Raises:
-        ValueError, TypeError, IndexError: naming the argument; no key has changed then.
+        ValueError, TypeError, IndexError, RuntimeError: naming the argument; no key has changed then.
     """
-    layers = [keys] if isinstance(keys, torch.Tensor) else list(keys)
-    for i, layer in enumerate(layers):
-        if not isinstance(layer, torch.Tensor):
-            raise TypeError(f"keys[{i}] must be a tensor, got {type(layer).__name__}")
+    layers = _layers_of(keys)
     if not isinstance(positions, torch.Tensor):
         raise TypeError(f"positions must be a tensor, got {type(positions).__name__}")
-    if not layers:
-        raise ValueError("keys must hold a tensor for every layer, got none")
-    taken = layers if blocks is None else [_blocks_of(layer, layout, blocks) for layer in layers]
+    taken = layers if blocks is None else _blocks_of(layers, layout, blocks)
     sequences = 1 if layout == "thd" else taken[0].shape[0]
+    olds, news = _each("old", old, sequences), _each("new", new, sequences)
+    distinct: list[FrequencyTable] = []  # no dict: torch.compile cannot hash tables
+    for name, side in (("old", olds), ("new", news)):
+        for i, table in enumerate(side):
+            if table.rotary_dim != olds[0].rotary_dim:
+                expected = f"old[0]'s rotary_dim {olds[0].rotary_dim}"
+                raise ValueError(f"{name}[{i}] must have {expected}, got {table.rotary_dim}")
+            if table not in distinct:
+                distinct.append(table)
+    if not distinct:
+        return  # of no sequences there is nothing to turn
     device = taken[0].device
-    chosen = [_each("old", old, sequences), _each("new", new, sequences)]
-    number = {table: i for i, table in enumerate(dict.fromkeys(chosen[0] + chosen[1]))}
-    indices = [torch.tensor([number[table] for table in side], dtype=torch.int32, device=device) for side in chosen]
-    stack = packed_stack(list(number), device)
+    indices = [
+        torch.tensor([distinct.index(table) for table in side], dtype=torch.int32, device=device)
+        for side in (olds, news)
+    ]
+    stack = packed_stack(distinct, device)
     torch.ops.mrrope.rescale_cache_.default(taken, positions, stack, *indices, layout, pairing)
     if blocks is not None:
         for layer, part in zip(layers, taken, strict=True):
             layer.index_copy_(0, blocks, part)
+
+
+def _layers_of(keys: object) -> list[torch.Tensor]:
+    if isinstance(keys, torch.Tensor):
+        return _layers_of([keys])
+    if not isinstance(keys, (list, tuple)):
+        raise TypeError(f"keys must be a tensor or a list of them, got {type(keys).__name__}")
+    if not keys:
+        raise ValueError("keys must hold a tensor for every layer, got none")
+    for i, layer in enumerate(keys):
+        if not isinstance(layer, torch.Tensor):
+            raise TypeError(f"keys[{i}] must be a tensor, got {type(layer).__name__}")
+        if layer.dim() == 0:
+            raise ValueError(f"keys[{i}] must have the dimensions of its layout, got a tensor of 0 dimensions")
+        outside = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
+        if outside and layer.is_inference():
+            raise RuntimeError(f"keys[{i}] was made in inference mode and cannot be turned outside it: clone it first")
+    return list(keys)
 
 
 def _each(name: str, tables: Tables, sequences: int) -> list[FrequencyTable]:
@@ -70,9 +95,16 @@ def _each(name: str, tables: Tables, sequences: int) -> list[FrequencyTable]:
     return list(tables)
 
 
-def _blocks_of(layer: torch.Tensor, layout: str, blocks: object) -> torch.Tensor:
+def _blocks_of(layers: list[torch.Tensor], layout: str, blocks: object) -> list[torch.Tensor]:
     if not isinstance(blocks, torch.Tensor) or blocks.dtype != torch.int64 or blocks.dim() != 1:
         raise TypeError(f"blocks must be an int64 tensor of one dimension, got {blocks!r}")
     if layout == "thd":
         raise ValueError("blocks must come with layout bhsd or bshd, got 'thd'")
-    return layer.index_select(0, blocks)
+    for i, layer in enumerate(layers):
+        if blocks.device != layer.device:
+            raise RuntimeError(f"blocks must be on the device of keys[{i}], {layer.device}, got {blocks.device}")
+    try:
+        return [layer.index_select(0, blocks) for layer in layers]
+    except IndexError:
+        held = min(layer.shape[0] for layer in layers)
+        raise IndexError(f"blocks must name blocks of keys, 0 to {held - 1}, got {blocks.tolist()}") from None

@@ -57,6 +57,11 @@ def _bounds(value: Iterable[SupportsIndex]) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
+def _is_tracing() -> bool:
+    """Whether tensors made now belong to a graph that is being traced, or to a mode that makes fake ones."""
+    return torch.compiler.is_compiling() or type(torch.empty(0)) is not torch.Tensor
+
+
 class DeviceCopies:
     """A tensor of host memory, copied to every device where it is wanted once and kept there."""
 
@@ -69,8 +74,8 @@ class DeviceCopies:
         if tensor is not None:
             return tensor
         on_host = self._copies[torch.device("cpu")]
-        if torch.compiler.is_compiling():
-            return on_host.to(device)  # what is made while a graph is being traced belongs to that graph
+        if _is_tracing():
+            return on_host.to(device)
         # A tensor made in inference mode could not take part in training later.
         with torch.inference_mode(False):
             self._copies[device] = on_host.to(device)
@@ -222,7 +227,8 @@ class FrequencyTable:
         return FrequencyTable.from_dict(data)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, FrequencyTable) and self.to_dict() == other.to_dict()
+        # The scale tells most tables of one model apart, at once.
+        return isinstance(other, FrequencyTable) and self.scale == other.scale and self.to_dict() == other.to_dict()
 
     def __hash__(self) -> int:
         return self._hash
@@ -251,7 +257,7 @@ def packed_stack(tables: Sequence[FrequencyTable], device: torch.device) -> torc
         dim = _require_table(f"table[{i}]", table).rotary_dim
         if dim != tables[0].rotary_dim:
             raise ValueError(f"table[{i}] must have table[0]'s rotary_dim {tables[0].rotary_dim}, got {dim}")
-    if torch.compiler.is_compiling():
+    if _is_tracing():
         return torch.stack([table.packed(device) for table in tables])
     return _stack_of(tuple(tables)).on(device)
 

@@ -9,16 +9,14 @@ from typing import Any
 
 import torch
 
-from mrrope.evaluation import models, report
+from mrrope.evaluation import harness, models, report
 from mrrope.evaluation.extra import needs
 from mrrope.evaluation.methods import UNPATCHED, methods_named
 from mrrope.evaluation.reading import DEFAULT_CHUNK
 from mrrope.evaluation.results import Results
-from mrrope.evaluation.run import DEFAULT_TRIALS, PERPLEXITY, Evaluation
-from mrrope.evaluation.tasks import TASKS
+from mrrope.evaluation.run import DEFAULT_TRIALS, KNOWN_TASKS, PERPLEXITY, Evaluation
 from mrrope.evaluation.texts import long_documents
 
-KNOWN_TASKS = (PERPLEXITY, *TASKS)
 DEFAULT_METHODS = "rope,yarn,mrrope_uni,mrrope_pro"
 
 
@@ -39,7 +37,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add("--scale", default="1", metavar="S", help="by how much methods extend the context, or auto (default: 1)")
     add("--max-scale", type=float, metavar="S", help="how far --scale auto goes")
     add("--lengths", required=True, metavar="N,N,...", help="in tokens; every document is cut to the longest")
-    add("--tasks", default=PERPLEXITY, metavar="T,T,...", help=f"of {', '.join(KNOWN_TASKS)} (default: %(default)s)")
+    add(
+        "--tasks",
+        default=PERPLEXITY,
+        metavar="T,T,...",
+        help=f"of {', '.join(KNOWN_TASKS)}, or any of {harness.NAME} (default: %(default)s)",
+    )
     add("--documents", type=int, metavar="N", help="no more than so many (default: all that are long enough)")
     add("--trials", type=int, default=DEFAULT_TRIALS, metavar="N", help="prompts a length (default: %(default)s)")
     add("--chunk", type=int, default=DEFAULT_CHUNK, metavar="N", help="tokens read at a time (default: %(default)s)")
@@ -70,8 +73,14 @@ def checked_lengths(text: str) -> list[int]:
 def checked_tasks(text: str) -> list[str]:
     """In their order, once each."""
     tasks = named(text)
-    if not tasks or set(tasks) - set(KNOWN_TASKS):
-        raise ValueError(f"--tasks must be of {', '.join(KNOWN_TASKS)}, with commas between them, got {text!r}")
+    others = [task for task in tasks if task not in KNOWN_TASKS]
+    expected = f"--tasks must be of {', '.join(KNOWN_TASKS)} or tasks of {harness.NAME}, with commas between them"
+    try:
+        unknown = set(others) - harness.known(others) if others else set()
+    except ImportError as error:
+        raise ValueError(f"{expected}, got {text!r}; for the latter, {error}") from None
+    if unknown or not tasks:
+        raise ValueError(f"{expected}, got {text!r}")
     return tasks
 
 

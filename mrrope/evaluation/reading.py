@@ -67,4 +67,5 @@ def greedy_answer(
             break
         answer.append(likeliest)
         unread = [likeliest]
+        reader.progress = None  # how long an answer gets is not known beforehand
     return answer

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mrrope.evaluation import harness
 from mrrope.evaluation.extra import needs
 from mrrope.evaluation.methods import Method
 from mrrope.evaluation.perplexity import DocumentLoss, document_losses, perplexity
@@ -19,6 +20,7 @@ from mrrope.evaluation.tasks import TASKS
 from mrrope.evaluation.texts import Document
 
 PERPLEXITY = "perplexity"
+KNOWN_TASKS = (PERPLEXITY, *TASKS)
 DEFAULT_TRIALS = 12
 
 
@@ -38,39 +40,46 @@ class Evaluation:
         """Measures, and keeps every figure as soon as it is known.
 
         Raises:
-            EvaluationStoppedError: where the memory does not suffice.
+            EvaluationStoppedError: where the memory does not suffice; at the end, where a task's data is missing.
         """
-        with needs("tqdm"):
-            from tqdm import tqdm
+        missing: dict[str, str] = {}
         for method in methods:
-            for task in tasks:
-                total = self.tokens_of(task, method)
-                with (
-                    method.applied(self.model),
-                    tqdm(desc=f"{method.name} {task}", total=total, unit=" tokens", unit_scale=True) as bar,
-                ):
+            for task in (task for task in tasks if task not in missing):
+                with method.applied(self.model):
                     try:
-                        self.measure(task, method, bar.update)
+                        self.measure(task, method)
+                    except harness.DataMissingError as error:
+                        missing[task] = str(error)
                     except RuntimeError as error:
                         if not is_out_of_memory(error):
                             raise
-                        raise self.out_of_memory(task, method) from error
+                        raise self.stopped(self.memory_used_up(task, method)) from error
+        if missing:
+            raise self.stopped("; ".join(missing.values()))
         self.results.finish()
+
+    def measure(self, task: str, method: Method) -> None:
+        """One task, with the method that the model is patched with."""
+        if task not in KNOWN_TASKS:
+            for name, length, figures in harness.scores(self.model, self.tokenizer, task, self.lengths, self.trials):
+                self.results.put(name, method.name, length, figures)
+            return
+        with needs("tqdm"):
+            from tqdm import tqdm
+        total = self.tokens_of(task, method)
+        with tqdm(desc=f"{method.name} {task}", total=total, unit=" tokens", unit_scale=True) as bar:
+            if task == PERPLEXITY:
+                self.measure_perplexity(method, bar.update)
+            else:
+                self.measure_answers(task, method, bar.update)
 
     def tokens_of(self, task: str, method: Method) -> int:
         """How many tokens a task reads."""
         if task == PERPLEXITY:
-            return len(self.documents) * (sum(self.lengths) if method.follows_length else max(self.lengths))
+            # The last token is only foretold.
+            readings = self.lengths if method.follows_length else [max(self.lengths)]
+            return len(self.documents) * sum(length - 1 for length in readings)
         return self.trials * sum(self.lengths)
-
-    def measure(self, task: str, method: Method, progress: Progress) -> None:
-        """One task, with the method that the model is patched with."""
-        if task == PERPLEXITY:
-            self.measure_perplexity(method, progress)
-            return
-        haystack = Haystack(self.tokenizer, self.documents)
-        for length in sorted(self.lengths):
-            self.results.put(task, method.name, length, self.answers(task, haystack, length, progress))
 
     def measure_perplexity(self, method: Method, progress: Progress) -> None:
         """Of all documents so far, after every one of them."""
@@ -82,6 +91,12 @@ class Evaluation:
                 losses = known.setdefault(loss.length, [])
                 losses.append((document.name, loss))
                 self.results.put(PERPLEXITY, method.name, loss.length, perplexity_figures(losses))
+
+    def measure_answers(self, task: str, method: Method, progress: Progress) -> None:
+        """The shortest prompts first, since they ask for least memory."""
+        haystack = Haystack(self.tokenizer, self.documents)
+        for length in sorted(self.lengths):
+            self.results.put(task, method.name, length, self.answers(task, haystack, length, progress))
 
     def answers(self, task: str, haystack: Haystack, length: int, progress: Progress) -> dict[str, Any]:
         """The model's answers to a task's prompts of one length."""
@@ -100,16 +115,18 @@ class Evaluation:
             trials.append({"depth": trial.depth, "expected": trial.expected, "answer": text, "score": score})
         return {"score": fmean(trial["score"] for trial in trials), "trials": trials}
 
-    def out_of_memory(self, task: str, method: Method) -> EvaluationStoppedError:
-        """The error to raise, once it is noted in the results."""
+    def memory_used_up(self, task: str, method: Method) -> str:
+        """What to say then."""
         done = self.results.data["results"].get(task, {}).get(method.name, {})
-        stopped = (
+        return (
             f"out of memory in {task} with {method.name}: of the lengths {list(self.lengths)} {len(done)} were read; "
-            f"a smaller --chunk than {self.chunk} or shorter --lengths need less. "
-            f"What was measured is in {self.results.path}"
+            f"a smaller --chunk than {self.chunk} or shorter --lengths need less"
         )
-        self.results.finish(stopped)
-        return EvaluationStoppedError(stopped)
+
+    def stopped(self, reason: str) -> EvaluationStoppedError:
+        """The error to raise, once it is noted in the results."""
+        self.results.finish(reason)
+        return EvaluationStoppedError(f"{reason}. What was measured is in {self.results.path}")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -202,7 +202,7 @@ def op_arguments() -> list:
         (0, [ones(2, 4, 3, 8)] * 3, ValueError, ["heads must be [q] or [q, k]", "got 3"]),
         (2, torch.ones(5), TypeError, ["table must be an int64 tensor", "got Float"]),
         (2, torch.ones(1, dtype=torch.int64), ValueError, ["table must be a contiguous int64 tensor", "got [1]"]),
-        (2, torch.ones(1, 5, dtype=torch.int64), ValueError, ["table must be", "got [1, 5]"]),
+        (2, torch.ones(1, 3, 5, dtype=torch.int64), ValueError, ["table must be", "got [1, 3, 5]"]),
         (2, torch.ones(10, dtype=torch.int64)[::2], ValueError, ["table must be", "strides [2]"]),
         (2, torch.ones(5, device="meta").long(), RuntimeError, ["table must be on q's device cpu", "got meta"]),
     ],

