@@ -3,6 +3,7 @@
 #include <atomic>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <numbers>
 #include <string>
 #include <tuple>
@@ -133,9 +134,9 @@ TEST_P(EveryKind, PositionsOfEitherKindBroadcastOrNot) {
             for (const bool same : {false, true}) {
                 CaseOptions o = options();
                 o.batch = 3;
-                o.int64_positions = wide;
-                o.same_positions_for_all_sequences = shared;
-                o.same_position_for_all_tokens = same;
+                o.positions.is_int64 = wide;
+                o.positions.same_for_all_sequences = shared;
+                o.positions.same_for_all_tokens = same;
                 rotate_and_expect(o);
             }
         }
@@ -145,17 +146,17 @@ TEST_P(EveryKind, PositionsOfEitherKindBroadcastOrNot) {
 TEST_P(EveryKind, NegativeAndHugePositions) {
     CaseOptions o = options();
     o.tokens = 20;
-    o.smallest_position = std::numeric_limits<int64_t>::min();
-    o.largest_position = std::numeric_limits<int64_t>::max();
+    o.positions.smallest = std::numeric_limits<int64_t>::min();
+    o.positions.largest = std::numeric_limits<int64_t>::max();
     rotate_and_expect(o);
-    o.smallest_position = o.largest_position - 100;
+    o.positions.smallest = o.positions.largest - 100;
     rotate_and_expect(o);
-    o.smallest_position = std::numeric_limits<int64_t>::min();
-    o.largest_position = o.smallest_position + 100;
+    o.positions.smallest = std::numeric_limits<int64_t>::min();
+    o.positions.largest = o.positions.smallest + 100;
     rotate_and_expect(o);
-    o.int64_positions = false;
-    o.smallest_position = std::numeric_limits<int32_t>::min();
-    o.largest_position = std::numeric_limits<int32_t>::max();
+    o.positions.is_int64 = false;
+    o.positions.smallest = std::numeric_limits<int32_t>::min();
+    o.positions.largest = std::numeric_limits<int32_t>::max();
     rotate_and_expect(o);
 }
 
@@ -178,6 +179,83 @@ TEST_P(EveryKind, StridesThatRunBackwards) {
     rotate_and_expect(o);
 }
 
+// --- several tables
+// ----------------------------------------------------------------------------------------------------
+
+TEST_P(EveryKind, ATableForEverySequence) {
+    for (const int64_t padding : {0, 3}) {
+        CaseOptions o = options();
+        o.batch = 4;
+        o.tables = {.table_for = TableFor::each_sequence, .padding = padding};
+        rotate_and_expect(o);
+        o.in_place = true;
+        rotate_and_expect(o);
+    }
+}
+
+TEST_P(EveryKind, ATableByIndexOfASequence) {
+    for (const bool shared : {false, true}) {
+        CaseOptions o = options();
+        o.batch = 5;
+        o.tables = {.table_for = TableFor::each_index,
+                    .count = 3,
+                    .same_index_for_all_sequences = shared,
+                    .same_index_for_all_tokens = true};
+        rotate_and_expect(o);
+    }
+}
+
+// More tokens than a tile: they must not share what they do not share.
+TEST_P(EveryKind, ATableByIndexOfAToken) {
+    for (const int64_t batch : {1, 2}) {
+        CaseOptions o = options();
+        o.batch = batch;
+        o.tokens = 70;
+        o.head_dim = o.rotary_dim = 8;
+        o.tables = {.table_for = TableFor::each_index, .count = 4, .padding = 1};
+        rotate_and_expect(o);
+    }
+}
+
+TEST_P(EveryKind, TheOnlyTableOfAStack) {
+    for (const TableFor table_for : {TableFor::each_sequence, TableFor::each_index}) {
+        CaseOptions o = options();
+        o.tables = {.table_for = table_for, .count = 1};
+        rotate_and_expect(o);
+    }
+}
+
+TEST_P(EveryKind, HeadsWiderThanATileOfPairsWithTablesAndRows) {
+    for (const TableFor table_for : {TableFor::all, TableFor::each_sequence, TableFor::each_index}) {
+        for (const int64_t rows : {0, 3}) {
+            CaseOptions o = options();
+            o.batch = 2;
+            o.head_dim = o.rotary_dim = 516;
+            o.position_rows = rows;
+            o.tables = {.table_for = table_for, .count = 3};
+            rotate_and_expect(o);
+        }
+    }
+}
+
+TEST_P(EveryKind, EveryTableHasPositionRowsOfItsOwn) {
+    for (const TableFor table_for : {TableFor::all, TableFor::each_sequence, TableFor::each_index}) {
+        for (const int64_t rows : {1, 3}) {
+            for (const bool shared : {false, true}) {
+                CaseOptions o = options();
+                o.batch = 3;
+                o.positions = {.is_int64 = shared, .same_for_all_sequences = shared};
+                o.position_rows = rows;
+                o.tables = {.table_for = table_for, .count = 2, .padding = 1, .same_index_for_all_tokens = shared};
+                rotate_and_expect(o);
+            }
+        }
+    }
+}
+
+// --- random ones
+// -------------------------------------------------------------------------------------------------------
+
 TEST(RotaryCpu, RandomCases) {
     for (uint64_t seed = 1; seed <= 400 && !::testing::Test::HasFailure(); ++seed)
         rotate_and_expect(random_options(seed));
@@ -194,12 +272,12 @@ TEST(RotaryCpu, InPlaceEqualsOutOfPlaceBitForBit) {
         RotaryArgs args = apart.args();
         for (HeadsView* view : {&args.q, &args.k}) view->out = const_cast<void*>(view->in);
         rotary_cpu(args);
-        for (Heads* heads : {&apart.q(), &apart.k()}) {
-            apart.for_each_component(*heads, [&](int64_t batch, int64_t token, int64_t head, int at) {
-                const int element = size_of(options.dtype);
-                const std::byte* in = apart.component(heads->in, heads->in.bytes, batch, token, head, at);
-                const std::byte* out = apart.component(heads->out, heads->out.bytes, batch, token, head, at);
-                ASSERT_EQ(std::memcmp(in, out, element), 0) << describe(options);
+        for (const Heads* heads : {&apart.q(), &apart.k()}) {
+            heads->in.for_each_head([&](int64_t batch, int64_t token, int head) {
+                ASSERT_EQ(std::memcmp(heads->in.head(batch, token, head), heads->out.head(batch, token, head),
+                                      heads->in.head_bytes()),
+                          0)
+                    << describe(options);
             });
         }
     }

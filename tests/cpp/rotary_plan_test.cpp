@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "lane_mirror.h"
 #include "rotary_case.h"
 
 namespace mrrope {
@@ -100,6 +102,16 @@ TEST(Plan, GivesEveryHeadAThreadWhereThereAreFew) {
     EXPECT_EQ(plan_rotary(shape).heads_per_thread, 1);
 }
 
+// There is one kernel for them.
+TEST(Plan, HasTheSameHeadsAThreadForAllTokensWithRows) {
+    for_each_shape([&](RotaryShape shape) {
+        shape.with_rows = true;
+        const RotaryPlan plan = plan_rotary(shape);
+        EXPECT_EQ(plan.heads_per_thread, heads_per_thread_with_rows) << describe(shape);
+        EXPECT_EQ(plan.head_groups, (shape.heads + heads_per_thread_with_rows - 1) / heads_per_thread_with_rows);
+    });
+}
+
 TEST(Plan, FastHeadDimsUseFullVectors) {
     for (const int head_dim : {64, 80, 96, 128, 192, 256, 512}) {
         const RotaryPlan plan = plan_rotary({.batch = 1,
@@ -115,24 +127,6 @@ TEST(Plan, FastHeadDimsUseFullVectors) {
 
 // --- the kernel's index arithmetic, mirrored
 // ---------------------------------------------------------------------------
-
-// What kernels/rotary_kernel.cuh calls LaneLayout, which only nvcc can compile.
-struct LaneMirror {
-    Pairing pairing;
-    int vector;
-    int lane;
-    int half;
-
-    bool crosses_vectors() const { return pairing == Pairing::halves || vector == 1; }
-    bool takes_neighbours() const { return pairing == Pairing::interleaved && vector == 1; }
-    int first() const { return takes_neighbours() ? 2 * lane : lane * vector; }
-    int second() const { return takes_neighbours() ? 2 * lane + 1 : half + lane * vector; }
-    int pair(int j) const {
-        if (crosses_vectors()) return lane * vector + j;
-        const int held = vector / 2;
-        return lane * held + (j < held ? j : half / 2 + j - held);
-    }
-};
 
 // Counts who rotates and who copies which component, thread by thread.
 class KernelMirror {
@@ -164,7 +158,7 @@ private:
         const LaneMirror layout{pairing_, plan_.vector, static_cast<int>(lane), shape_.rotary_dim / 2};
         for (int j = 0; j < plan_.heads_per_thread; ++j) {
             const int64_t head = group + static_cast<int64_t>(j) * plan_.head_groups;
-            if (head < shape_.heads) rotate(sequence_token, head, layout);
+            if (head < shape_.heads) layout.rotate([&](int at) { touch(sequence_token, head, at); });
         }
         for (int64_t head = group; head < shape_.heads; head += plan_.head_groups) {
             for (int64_t at = shape_.rotary_dim + lane * plan_.vector; at < shape_.head_dim;
@@ -172,26 +166,6 @@ private:
                 expect_aligned(at);
                 for (int j = 0; j < plan_.vector; ++j) touch(sequence_token, head, at + j);
             }
-        }
-    }
-
-    void rotate(int64_t token, int64_t head, const LaneMirror& layout) {
-        expect_aligned(layout.first());
-        expect_aligned(layout.second());
-        for (int j = 0; j < plan_.vector; ++j) {
-            int a = layout.first() + j;
-            int b = layout.second() + j;
-            if (!layout.crosses_vectors()) {
-                const int start = j < plan_.vector / 2 ? layout.first() : layout.second();
-                a = start + 2 * (j % (plan_.vector / 2));
-                b = a + 1;
-            }
-            const int pair = layout.pair(j);
-            const bool halves = pairing_ == Pairing::halves;
-            ASSERT_EQ(a, halves ? pair : 2 * pair);
-            ASSERT_EQ(b, halves ? pair + shape_.rotary_dim / 2 : 2 * pair + 1);
-            touch(token, head, a);
-            touch(token, head, b);
         }
     }
 
@@ -298,6 +272,57 @@ TEST(Launches, InSlicesGiveWhatOneGives) {
     }
 }
 
+// The table of a token, as TableChoice defines it.
+const uint64_t* table_of(const RotaryArgs& args, int64_t batch, int64_t token) {
+    const TableChoice& choice = args.choice;
+    if (choice.count == 1) return args.table;
+    if (choice.index == nullptr) return args.table + batch * choice.stride;
+    return args.table + choice.index[batch * choice.batch_stride + token * choice.token_stride] * choice.stride;
+}
+
+TEST(Launches, GiveEveryTokenItsTable) {
+    for (const TableFor table_for : {TableFor::all, TableFor::each_sequence, TableFor::each_index}) {
+        for (const bool one_a_sequence : {false, true}) {
+            for (const int64_t rows : {0, 3}) {
+                for (const int64_t per_launch : {1, 4, 7, 1000}) {
+                    CaseOptions options;
+                    options.batch = 5;
+                    options.tokens = 7;
+                    options.position_rows = rows;
+                    options.tables = {
+                        .table_for = table_for, .count = 4, .padding = 1, .same_index_for_all_tokens = one_a_sequence};
+                    SCOPED_TRACE(describe(options));
+                    RotaryCase rotary(options);
+                    const RotaryArgs whole = rotary.args();
+                    RotaryPlan plan;
+                    plan.tokens_per_launch = per_launch;
+                    int64_t visited = 0;  // launches go through the tokens in order
+                    for_each_launch(whole, plan, [&](const RotaryArgs& part) {
+                        for (int64_t b = 0; b < part.batch; ++b) {
+                            for (int64_t t = 0; t < part.tokens; ++t, ++visited) {
+                                const int64_t batch = visited / options.tokens;
+                                const int64_t token = visited % options.tokens;
+                                const uint64_t* expected = rotary.tables().words().data() +
+                                                           rotary.table_of(batch, token) * rotary.tables().stride();
+                                const uint64_t* table = table_of(part, b, t);
+                                ASSERT_EQ(table, expected) << batch << " " << token;
+                                if (rows == 0) {
+                                    ASSERT_EQ(part.positions.row_of_pair, nullptr);
+                                } else {
+                                    ASSERT_EQ(part.positions.row_of_pair + (table - part.table),
+                                              expected + rotary.tables().first_row_word())
+                                        << batch << " " << token;
+                                }
+                            }
+                        }
+                    });
+                    EXPECT_EQ(visited, options.batch * options.tokens);
+                }
+            }
+        }
+    }
+}
+
 // Pointers are only computed here, never followed.
 TEST(Launches, OfHugeTensorsAreFewAndComplete) {
     RotaryArgs args;
@@ -354,6 +379,64 @@ TEST(Slice, StepsThroughPositionsOfEitherKind) {
         EXPECT_EQ(reinterpret_cast<uintptr_t>(part.k.out), 4000u + 8 * (2 * 80 - 4 * 8));
         EXPECT_EQ(reinterpret_cast<uintptr_t>(part.positions.data), (wide ? 8u : 4u) * (2 * 100 + 4 * 2));
     }
+}
+
+RotaryArgs args_with_choice(const uint64_t* tables, const TableChoice& choice) {
+    RotaryArgs args;
+    args.batch = 8;
+    args.tokens = 20;
+    args.table = tables;
+    args.positions = {.data = nullptr, .batch_stride = 20, .rows = 3, .row_stride = 160, .row_of_pair = tables + 9};
+    args.choice = choice;
+    return args;
+}
+
+TEST(Slice, StepsThroughIndicesAndKeepsTheTables) {
+    const std::vector<uint64_t> tables(100);
+    const std::vector<int32_t> index(1000);
+    for (const auto& [batch_stride, token_stride] : {std::pair{100, 3}, {2, 0}, {0, 2}, {0, 0}}) {
+        const TableChoice choice{.count = 5,
+                                 .stride = 20,
+                                 .index = index.data(),
+                                 .batch_stride = batch_stride,
+                                 .token_stride = token_stride};
+        const RotaryArgs part = slice(args_with_choice(tables.data(), choice), 2, 3, 4, 6);
+        EXPECT_EQ(part.choice.index - index.data(), 2 * batch_stride + 4 * token_stride);
+        EXPECT_EQ(part.choice.count, 5);
+        EXPECT_EQ(part.choice.stride, 20);
+        EXPECT_EQ(part.choice.batch_stride, batch_stride);
+        EXPECT_EQ(part.choice.token_stride, token_stride);
+        EXPECT_EQ(part.table, tables.data());
+        EXPECT_EQ(part.positions.row_of_pair, tables.data() + 9);
+    }
+}
+
+TEST(Slice, StepsThroughTheTablesOfSequences) {
+    const std::vector<uint64_t> tables(160);
+    for (const int64_t batch : {1, 3}) {
+        RotaryArgs args = args_with_choice(tables.data(), {.count = 8, .stride = 20});
+        RotaryArgs part = slice(args, 2, batch, 4, 6);
+        EXPECT_EQ(part.choice.index, nullptr);
+        EXPECT_EQ(part.choice.count, batch);
+        EXPECT_EQ(part.choice.stride, 20);
+        EXPECT_EQ(part.table, tables.data() + 2 * 20);
+        EXPECT_EQ(part.positions.row_of_pair, tables.data() + 2 * 20 + 9);
+        EXPECT_EQ(part.positions.rows, 3);
+        EXPECT_EQ(part.positions.row_stride, 160);
+
+        args.positions.row_of_pair = nullptr;
+        part = slice(args, 2, batch, 4, 6);
+        EXPECT_EQ(part.table, tables.data() + 2 * 20);
+        EXPECT_EQ(part.positions.row_of_pair, nullptr);
+    }
+}
+
+TEST(Slice, LeavesTheOnlyTableWhereItIs) {
+    const std::vector<uint64_t> tables(20);
+    const RotaryArgs part = slice(args_with_choice(tables.data(), {.count = 1, .stride = 20}), 2, 3, 4, 6);
+    EXPECT_EQ(part.choice.count, 1);
+    EXPECT_EQ(part.table, tables.data());
+    EXPECT_EQ(part.positions.row_of_pair, tables.data() + 9);
 }
 
 // --- alignment

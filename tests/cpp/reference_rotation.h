@@ -1,0 +1,64 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <numbers>
+#include <vector>
+
+#include "elements.h"
+#include "head_buffer.h"
+#include "mrrope/rotary.h"
+
+// Rotation in long double, by code that the product does not share.
+
+namespace mrrope::testing {
+
+struct ReferenceTurn {
+    long double cos;  // both times the attention factor
+    long double sin;
+};
+
+// Within half a circle of zero.
+inline long double reference_angle(int64_t position, uint64_t turns) {
+    const auto phase = static_cast<uint64_t>(static_cast<unsigned __int128>(static_cast<__int128>(position)) * turns);
+    return std::ldexp(static_cast<long double>(static_cast<int64_t>(phase)), -64) * 2 * std::numbers::pi_v<long double>;
+}
+
+inline ReferenceTurn reference_turn(long double angle, long double gain) {
+    return {gain * std::cos(angle), gain * std::sin(angle)};
+}
+
+// Every component of one head within one rounding of the reference, what is not rotated as it was. One turn a pair.
+inline void expect_turned(const HeadsShape& shape, Pairing pairing, const std::byte* before, const std::byte* after,
+                          const std::vector<ReferenceTurn>& turns) {
+    const Format format = format_of(shape.dtype);
+    const long double half_ulp = std::ldexp(1.0L, -format.significant_bits);
+    const long double smallest_half_ulp = std::ldexp(1.0L, format.smallest_exponent - format.significant_bits - 1);
+    const bool halves = pairing == Pairing::halves;
+    const int half = static_cast<int>(turns.size());
+    const auto element = [&](const std::byte* head, int at) {
+        return element_at(shape.dtype, head + static_cast<int64_t>(at) * size_of(shape.dtype));
+    };
+    const int64_t rotated_bytes = 2 * static_cast<int64_t>(half) * size_of(shape.dtype);
+    const int64_t head_bytes = static_cast<int64_t>(shape.head_dim) * size_of(shape.dtype);
+    ASSERT_EQ(std::memcmp(after + rotated_bytes, before + rotated_bytes, head_bytes - rotated_bytes), 0) << "tail";
+    for (int at = 0; at < 2 * half; ++at) {
+        const double actual = element(after, at);
+        const int pair = halves ? at % half : at / 2;
+        const bool is_first = halves ? at < half : at % 2 == 0;
+        const long double x = element(before, halves ? pair : 2 * pair);
+        const long double y = element(before, halves ? pair + half : 2 * pair + 1);
+        const auto [cos, sin] = turns[pair];
+        const long double expected = is_first ? x * cos - y * sin : y * cos + x * sin;
+        const long double norm = std::sqrt((x * x + y * y) * (cos * cos + sin * sin));
+        const long double slack = std::abs(expected) * half_ulp + norm * format.arithmetic_error + smallest_half_ulp;
+        ASSERT_LE(std::abs(actual - expected), slack)
+            << actual << " instead of " << static_cast<double>(expected) << ", component " << at;
+    }
+}
+
+}  // namespace mrrope::testing
