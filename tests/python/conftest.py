@@ -1,4 +1,4 @@
-"""Devices to test on, the golden tables, and how many examples hypothesis tries."""
+"""Devices to test on, the golden tables, the mark of slow tests, and how many examples hypothesis tries."""
 
 import json
 import os
@@ -31,6 +31,7 @@ def reason_for_no_cuda() -> str | None:
 
 NO_CUDA = reason_for_no_cuda()
 needs_cuda = pytest.mark.skipif(NO_CUDA is not None, reason=NO_CUDA or "")
+slow = pytest.mark.skipif("MRROPE_SLOW_TESTS" not in os.environ, reason="takes minutes: MRROPE_SLOW_TESTS=1 runs it")
 
 
 # For the whole session, so that hypothesis may reuse it from example to example.

