@@ -11,6 +11,7 @@ namespace {
 // Passed to the kernel by value.
 struct RescaleLaunch {
     void* keys[most_layers_per_launch];
+    int layers;
     HeadStrides strides;
     PositionsView positions;
     const uint64_t* tables;
@@ -24,9 +25,10 @@ struct RescaleLaunch {
     RescalePlan plan;
 };
 
-// Blocks of row y turn layer y, one sequence after the other, and leave out those that stay with their table: asked of
-// a cache that has nothing to turn, all of them return at once. What a thread does to its heads is what rotary_kernel
-// does, by the difference of two tables.
+// All blocks turn one sequence of one layer together, then the next, and leave out sequences that stay with their
+// table: asked of a cache that has nothing to turn, they return at once. What a thread does to its heads is what
+// rotary_kernel does, by the difference of two tables. That difference is read anew for every token: keeping it costs
+// registers, and so threads in flight.
 template <class Element, int Vector, Pairing pairing>
 __global__ void __launch_bounds__(rescale_block_threads, rescale_resident_blocks)
     rescale_kernel(const __grid_constant__ RescaleLaunch launch) {
@@ -54,36 +56,28 @@ __global__ void __launch_bounds__(rescale_block_threads, rescale_resident_blocks
         uint64_t turns[Vector];
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < Vector; ++j) turns[j] = to[layout.pair(j)] - from[layout.pair(j)];
-
-        Element* const keys = static_cast<Element*>(launch.keys[blockIdx.y]) + sequence * launch.strides.batch;
-        const auto head_at = [&](int64_t token, int j) -> Element* {
-            const int64_t head = group + j * launch.plan.head_groups;
-            return head < launch.heads ? keys + token * launch.strides.token + head * launch.strides.head : nullptr;
-        };
-        using Heads = HeadFragment<Element, Vector>[rescale_heads_per_thread];
-        const auto load = [&](Heads& heads, int64_t token) {
-            if (token >= launch.tokens) return;
-            CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < rescale_heads_per_thread; ++j) {
-                if (const Element* head = head_at(token, j)) heads[j].load(head, layout);
-            }
-        };
-        // The next token's heads are on their way while this one's are turned.
-        Heads current, next;
-        load(current, first_token);
-        for (int64_t token = first_token; token < launch.tokens; token += launch.plan.token_step) {
-            const int64_t position = position_at(launch.positions, 0, sequence, token);
-            load(next, token + launch.plan.token_step);
-            CosSin<Real> by[Vector];
-            CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < Vector; ++j) by[j] = turn(phase_of(position, turns[j]), gain, Real(1));
-            CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < rescale_heads_per_thread; ++j) {
-                if (Element* head = head_at(token, j)) {
-                    current[j].template rotate<Layout::crosses_vectors>(by);
-                    current[j].store(head, layout);
+        const int heads = (launch.heads - group + launch.plan.head_groups - 1) / launch.plan.head_groups;
+        const int64_t next_head = launch.plan.head_groups * launch.strides.head;
+        for (int layer = 0; layer < launch.layers; ++layer) {
+            Element* head = static_cast<Element*>(launch.keys[layer]) + sequence * launch.strides.batch +
+                            first_token * launch.strides.token + group * launch.strides.head;
+            for (int64_t token = first_token; token < launch.tokens; token += launch.plan.token_step) {
+                HeadFragment<Element, Vector> fragments[rescale_heads_per_thread];
+                CUTLASS_PRAGMA_UNROLL
+                for (int j = 0; j < rescale_heads_per_thread; ++j) {
+                    if (j < heads) fragments[j].load(head + j * next_head, layout);
                 }
-                current[j] = next[j];
+                const int64_t position = position_at(launch.positions, 0, sequence, token);
+                CosSin<Real> by[Vector];
+                CUTLASS_PRAGMA_UNROLL
+                for (int j = 0; j < Vector; ++j) by[j] = turn(phase_of(position, turns[j]), gain, Real(1));
+                CUTLASS_PRAGMA_UNROLL
+                for (int j = 0; j < rescale_heads_per_thread; ++j) {
+                    if (j >= heads) break;
+                    fragments[j].template rotate<Layout::crosses_vectors>(by);
+                    fragments[j].store(head + j * next_head, layout);
+                }
+                head += launch.plan.token_step * launch.strides.token;
             }
         }
     }
@@ -91,7 +85,8 @@ __global__ void __launch_bounds__(rescale_block_threads, rescale_resident_blocks
 
 template <class Element, int Vector>
 void launch_rescale(const RescaleArgs& args, const RescalePlan& plan, cudaStream_t stream) {
-    RescaleLaunch launch{.strides = args.strides,
+    RescaleLaunch launch{.layers = static_cast<int>(args.keys.size()),
+                         .strides = args.strides,
                          .positions = args.positions,
                          .tables = args.tables,
                          .table_count = static_cast<uint32_t>(args.table_count),
@@ -103,9 +98,8 @@ void launch_rescale(const RescaleArgs& args, const RescalePlan& plan, cudaStream
                          .half = args.rotary_dim / 2,
                          .plan = plan};
     std::copy(args.keys.begin(), args.keys.end(), launch.keys);
-    const dim3 grid(plan.blocks_per_layer, static_cast<unsigned>(args.keys.size()));
     const auto launch_with = [&](auto kernel) {
-        launch_overlapping(kernel, grid, rescale_block_threads, stream, launch);
+        launch_overlapping(kernel, dim3(plan.blocks), rescale_block_threads, stream, launch);
     };
     switch (args.pairing) {
         case Pairing::halves: return launch_with(rescale_kernel<Element, Vector, Pairing::halves>);

@@ -4,8 +4,8 @@
 
 namespace mrrope {
 
-// An H200 holds some 1600 blocks at a time, of all layers together.
-constexpr int64_t blocks_in_all = 2048;
+// As many as an H200 holds at a time, on 132 processors.
+constexpr int64_t most_blocks = 132 * rescale_resident_blocks;
 
 RescalePlan plan_rescale(const RescaleArgs& args) {
     const int element_size = size_of(args.dtype);
@@ -16,13 +16,12 @@ RescalePlan plan_rescale(const RescaleArgs& args) {
     const auto head_groups = static_cast<int>(ceil_div(args.heads, rescale_heads_per_thread));
     const int64_t threads_per_token = static_cast<int64_t>(split.lanes) * head_groups;
     const int64_t wanted = ceil_div(args.tokens * threads_per_token, rescale_block_threads);
-    const int64_t share = ceil_div(blocks_in_all, static_cast<int64_t>(args.keys.size()));
     const int64_t least = ceil_div(threads_per_token, rescale_block_threads);
-    const int64_t blocks = std::max(least, std::min(wanted, share));
+    const int64_t blocks = std::max(least, std::min(wanted, most_blocks));
     return {.vector = split.vector,
             .lanes = split.lanes,
             .head_groups = head_groups,
-            .blocks_per_layer = static_cast<int>(blocks),
+            .blocks = static_cast<int>(blocks),
             .token_step = static_cast<int>(blocks * rescale_block_threads / threads_per_token)};
 }
 

@@ -11,17 +11,17 @@ namespace mrrope {
 
 inline constexpr int rescale_block_threads = 64;
 inline constexpr int rescale_resident_blocks = 8;
-inline constexpr int rescale_heads_per_thread = 2;
+inline constexpr int rescale_heads_per_thread = 4;
 // Their pointers travel as parameters of the kernel.
 inline constexpr int most_layers_per_launch = 128;
 
-// A thread keeps its lane and its heads, and goes from token to token in steps of `token_step`. Threads that make up no
-// whole token rest.
+// All blocks go through the layers together. A thread keeps its lane and its heads, and goes from token to token in
+// steps of `token_step`. Threads that make up no whole token rest.
 struct RescalePlan {
     int vector = 1;
-    int lanes = 1;             // threads a head
-    int head_groups = 1;       // groups of rescale_heads_per_thread heads
-    int blocks_per_layer = 1;  // few enough in all to return in no time where there is nothing to turn
+    int lanes = 1;        // threads a head
+    int head_groups = 1;  // groups of rescale_heads_per_thread heads
+    int blocks = 1;       // few enough to return in no time where there is nothing to turn
     int token_step = 1;
 };
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cuda_pipeline_primitives.h>
 #include <cutlass/fast_math.h>
 
 #include <stdexcept>
@@ -17,6 +18,7 @@ struct RotaryLaunch {
     cutlass::FastDivmod head_groups;
     cutlass::FastDivmod tokens;
     int threads;
+    int staged_words;  // of all tables together, where they are staged
     bool copies_tail;
 };
 
@@ -43,6 +45,7 @@ struct HeadPointers {
 enum class Lookup {
     one_table,      // every token turns by the same table
     chosen_table,   // by the one that TableChoice names
+    staged_table,   // the same, with all tables brought into shared memory while the choice is on its way
     position_rows,  // every pair has a position of its own; one table or a chosen one
 };
 
@@ -55,14 +58,14 @@ __device__ inline int64_t chosen_table(const TableChoice& choice, int batch, int
 
 // A thread takes one vector from either half of HeadsPerThread heads of one token: 16 bytes a load, all of them in
 // flight while it computes the Vector phases that those heads share. Neighbouring threads take neighbouring vectors,
-// then heads, then tokens; no thread waits for another.
+// then heads, then tokens. Nothing but addresses is computed before the kernel before has ended, and the next one may
+// start as soon as everything is on its way.
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(HeadsPerThread))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LaneLayout<pairing, Vector>;
     const RotaryArgs& args = launch.args;
-    let_next_kernel_start();
     const int thread = blockIdx.x * rotary_block_threads + threadIdx.x;
     int item, lane, sequence_token, group, batch, token;
     launch.lanes(item, lane, thread);
@@ -70,39 +73,58 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     launch.tokens(batch, token, sequence_token);
 
     const int groups = launch.head_groups.divisor;
-    const int heads = args.q.heads + args.k.heads;
+    const int heads = thread < launch.threads ? args.q.heads + args.k.heads : 0;
     const int half = args.rotary_dim / 2;
     const Layout layout{lane, half};
+    const Element* in[HeadsPerThread];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < HeadsPerThread; ++j) in[j] = HeadPointers<Element>(args, batch, token, group + j * groups).in;
     wait_for_previous_kernel();
-    if (thread >= launch.threads) return;
+    if (lookup != Lookup::staged_table && heads == 0) return;
 
     // What leads to the angles is asked for first: it takes two steps where the table is a chosen one.
     const PositionsView& positions = args.positions;
-    const int64_t only_position = position_at(positions, 0, batch, token);
+    const int64_t only_position = heads > 0 ? position_at(positions, 0, batch, token) : 0;
     int64_t table_start = 0;
     if constexpr (lookup != Lookup::one_table) {
-        table_start = chosen_table(args.choice, batch, token) * args.choice.stride;
+        if (heads > 0) table_start = chosen_table(args.choice, batch, token) * args.choice.stride;
     }
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
-        const int head = group + j * groups;
-        if (head < heads) fragments[j].load(HeadPointers<Element>(args, batch, token, head).in, layout);
+        if (group + j * groups < heads) fragments[j].load(in[j], layout);
     }
 
-    const uint64_t* table = args.table + table_start;
-    const auto gain = static_cast<Real>(attention_factor_of(table[half]));
+    const uint64_t* tables = args.table;
+    if constexpr (lookup == Lookup::staged_table) {
+        __shared__ uint64_t staged[most_staged_words];
+        for (int i = threadIdx.x; i < launch.staged_words; i += rotary_block_threads) {
+            __pipeline_memcpy_async(staged + i, tables + i, sizeof(uint64_t));
+        }
+        __pipeline_commit();
+        __pipeline_wait_prior(0);
+        __syncthreads();
+        tables = staged;
+    }
+    uint64_t turns[Vector];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < Vector; ++j) turns[j] = tables[table_start + layout.pair(j)];
+    const uint64_t factor = tables[table_start + half];
+    let_next_kernel_start();
+    if (lookup == Lookup::staged_table && heads == 0) return;
+
+    const auto gain = static_cast<Real>(attention_factor_of(factor));
     const Real direction = args.conjugate ? Real(-1) : Real(1);
     CosSin<Real> by[Vector];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < Vector; ++j) {
-        const int pair = layout.pair(j);
         int64_t position = only_position;
         if constexpr (lookup == Lookup::position_rows) {
-            const auto row = min(positions.row_of_pair[table_start + pair], static_cast<uint64_t>(positions.rows - 1));
+            const uint64_t* row_of_pair = positions.row_of_pair + table_start;
+            const auto row = min(row_of_pair[layout.pair(j)], static_cast<uint64_t>(positions.rows - 1));
             position = position_at(positions, static_cast<int64_t>(row), batch, token);
         }
-        by[j] = turn(phase_of(position, table[pair]), gain, direction);
+        by[j] = turn(phase_of(position, turns[j]), gain, direction);
     }
 
     CUTLASS_PRAGMA_UNROLL
@@ -132,6 +154,7 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
         .head_groups = cutlass::FastDivmod(plan.head_groups),
         .tokens = cutlass::FastDivmod(static_cast<int>(args.tokens)),
         .threads = threads,
+        .staged_words = static_cast<int>(args.choice.count * args.choice.stride),
         .copies_tail = args.rotary_dim < args.head_dim && (args.q.in != args.q.out || args.k.in != args.k.out),
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
@@ -154,6 +177,9 @@ void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t 
     if (args.positions.row_of_pair != nullptr) {
         return launch_planned<Element, Vector, heads_per_thread_with_rows, pairing, Lookup::position_rows>(args, plan,
                                                                                                            stream);
+    }
+    if (plan.stages_tables) {
+        return launch_planned<Element, Vector, 1, pairing, Lookup::staged_table>(args, plan, stream);
     }
     if (args.choice.count > 1) {
         return launch_heads<Element, Vector, pairing, Lookup::chosen_table>(args, plan, stream);

@@ -159,7 +159,7 @@ TEST_F(RescaleCuda, IndicesOutOfRangeMeanTheLastTable) {
     RescaleOptions o;
     o.batch = static_cast<int64_t>(std::size(wrong));
     o.tables = 3;
-    for (std::vector<int32_t>& (RescaleCase::* const index)() : {&RescaleCase::from, &RescaleCase::to}) {
+    for (std::vector<int32_t>& (RescaleCase::*const index)() : {&RescaleCase::from, &RescaleCase::to}) {
         RescaleCase rescale(o);
         rescale.from().assign(o.batch, 0);
         rescale.to().assign(o.batch, 1);

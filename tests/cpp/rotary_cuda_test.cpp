@@ -174,9 +174,12 @@ TEST_F(RotaryCuda, EveryKernel) {
         int heads_per_thread;
         TableFor table_for;
         int64_t position_rows;
+        int tables = 4;
     };
+    constexpr int too_many_to_stage = 20;
     std::vector<Kernel> kernels{{heads_per_thread_with_rows, TableFor::all, 3},
-                                {heads_per_thread_with_rows, TableFor::each_index, 3}};
+                                {heads_per_thread_with_rows, TableFor::each_index, 3},
+                                {1, TableFor::each_index, 0, too_many_to_stage}};
     for (const int heads_per_thread : {1, 2, 4}) {
         kernels.push_back({heads_per_thread, TableFor::all, 0});
         kernels.push_back({heads_per_thread, TableFor::each_index, 0});
@@ -184,7 +187,7 @@ TEST_F(RotaryCuda, EveryKernel) {
     for (const DType dtype : all_dtypes) {
         for (const Pairing pairing : both_pairings) {
             for (const bool aligned : {false, true}) {
-                for (const auto& [heads_per_thread, table_for, rows] : kernels) {
+                for (const auto& [heads_per_thread, table_for, rows, tables] : kernels) {
                     CaseOptions o;
                     o.dtype = dtype;
                     o.pairing = pairing;
@@ -194,12 +197,14 @@ TEST_F(RotaryCuda, EveryKernel) {
                     o.in_place = true;
                     o.in.misalignment = aligned ? 0 : 1;
                     o.position_rows = rows;
-                    o.tables = {.table_for = table_for, .count = 4};
+                    o.tables = {.table_for = table_for, .count = tables};
                     o.tokens = fewest_tokens(o, heads_per_thread);
                     RotaryCase rotary(o);
                     const RotaryPlan plan = plan_rotary(shape_of(rotary.args()));
                     ASSERT_EQ(plan.heads_per_thread, heads_per_thread);
                     ASSERT_EQ(plan.vector > 1, aligned);
+                    const bool by_index = table_for == TableFor::each_index && rows == 0;
+                    ASSERT_EQ(plan.stages_tables, by_index && heads_per_thread == 1 && tables < too_many_to_stage);
                     DeviceCase device(rotary);
                     rotary_cuda(device.args(), nullptr);
                     device.fetch();
