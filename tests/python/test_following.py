@@ -153,7 +153,7 @@ def test_every_layer_is_turned_by_the_difference_of_the_tables(model):
     difference = ladder.tables[1].relative_to(ladder.tables[0])
     for layer, old in zip(cache.layers, before, strict=True):
         want = rotated(old, torch.arange(NATIVE), difference)
-        torch.testing.assert_close(layer.keys[:, :, :NATIVE].double(), want, rtol=0.0, atol=1e-6)
+        torch.testing.assert_close(layer.keys[:, :, :NATIVE].double().cpu(), want, rtol=0.0, atol=1e-6)
 
 
 def test_all_caches_read_alike(model):

@@ -349,7 +349,7 @@ def test_compile_once_for_every_index(device, compiler):
     def rotate(q, k, positions, tables, index):
         return mrrope.rotary(q, k, positions, tables, table_index=index)
 
-    case, tables = Case(batch=3), tables_of(3, 16)
+    case, tables = Case(batch=3), [table.to(device) for table in tables_of(3, 16)]
     (q, k), positions = case.heads_on(device), case.positions(device)
     for values in ([0, 1, 2], [2, 2, 2], [1, 0, 1]):
         index = index_of(values, device)
