@@ -30,6 +30,7 @@ TABLES = [
     for scale in (1.0, 2.0, 4.0, 8.0, 16.0)
 ]
 TABLE = TABLES[-1]
+MOST_DECODED = 256
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ def in_place(buffers: Buffers) -> object:
 
 
 def by_table_index(buffers: Buffers) -> object:
-    """Every token with a table of its own choice, as the sequences of a decoding batch have."""
+    """Decoding, every token is of another sequence, and has a table of its own choice; else it is one long sequence."""
+    if buffers.positions.numel() > MOST_DECODED:
+        return mrrope.rotary_(buffers.q, buffers.k, buffers.positions, TABLES, table_index=buffers.index[:1])
     q, k = (x[0].transpose(0, 1) for x in (buffers.q, buffers.k))
     mrrope.rotary_(q, k, buffers.positions, TABLES, layout="thd", table_index=buffers.index)
     return buffers.q, buffers.k

@@ -49,8 +49,8 @@ struct HeadFragment {
 
     template <class Layout>
     __device__ void load(const Element* head, Layout layout) {
-        first = read_once(reinterpret_cast<const Stored*>(head + layout.first()));
-        second = read_once(reinterpret_cast<const Stored*>(head + layout.second()));
+        first = *reinterpret_cast<const Stored*>(head + layout.first());
+        second = *reinterpret_cast<const Stored*>(head + layout.second());
     }
 
     template <class Layout>
@@ -80,16 +80,6 @@ struct HeadFragment {
     }
 
 private:
-    // Nobody reads it again, so that it need not drive tables and positions out of the cache.
-    __device__ static Stored read_once(const Stored* from) {
-        if constexpr (sizeof(Stored) == sizeof(uint4)) {
-            const uint4 bits = __ldcs(reinterpret_cast<const uint4*>(from));
-            return reinterpret_cast<const Stored&>(bits);
-        } else {
-            return *from;
-        }
-    }
-
     __device__ static void rotate_pair(Real& a, Real& b, CosSin<Real> by) {
         const Pair<Real> turned = mrrope::rotate<Real>({a, b}, by);
         a = turned.first;

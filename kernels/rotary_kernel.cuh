@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cuda_pipeline_primitives.h>
 #include <cutlass/fast_math.h>
 
 #include <stdexcept>
@@ -18,7 +17,6 @@ struct RotaryLaunch {
     cutlass::FastDivmod head_groups;
     cutlass::FastDivmod tokens;
     int threads;
-    int staged_words;  // of all tables together, where they are staged
     bool copies_tail;
 };
 
@@ -45,7 +43,6 @@ struct HeadPointers {
 enum class Lookup {
     one_table,      // every token turns by the same table
     chosen_table,   // by the one that TableChoice names
-    staged_table,   // the same, with all tables brought into shared memory while the choice is on its way
     position_rows,  // every pair has a position of its own; one table or a chosen one
 };
 
@@ -54,6 +51,13 @@ __device__ inline int64_t chosen_table(const TableChoice& choice, int batch, int
     if (choice.index == nullptr) return choice.count == 1 ? 0 : batch;
     const auto index = static_cast<uint32_t>(choice.index[batch * choice.batch_stride + token * choice.token_stride]);
     return min(index, static_cast<uint32_t>(choice.count - 1));
+}
+
+// Brings the tables into the nearest cache while it is not known yet which of them will be asked for: a warp, a line of
+// 128 bytes a lane. Saves the second half of the way to a chosen table.
+__device__ inline void bring_near(const uint64_t* tables, int64_t words) {
+    const int64_t at = static_cast<int64_t>(threadIdx.x % 32) * 16;
+    if (at < words) asm volatile("{ .reg .b64 unused; ld.global.ca.b64 unused, [%0]; }" ::"l"(tables + at));
 }
 
 // A thread takes one vector from either half of HeadsPerThread heads of one token: 16 bytes a load, all of them in
@@ -73,21 +77,22 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     launch.tokens(batch, token, sequence_token);
 
     const int groups = launch.head_groups.divisor;
-    const int heads = thread < launch.threads ? args.q.heads + args.k.heads : 0;
+    const int heads = args.q.heads + args.k.heads;
     const int half = args.rotary_dim / 2;
     const Layout layout{lane, half};
     const Element* in[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) in[j] = HeadPointers<Element>(args, batch, token, group + j * groups).in;
     wait_for_previous_kernel();
-    if (lookup != Lookup::staged_table && heads == 0) return;
+    if (thread >= launch.threads) return;
 
     // What leads to the angles is asked for first: it takes two steps where the table is a chosen one.
     const PositionsView& positions = args.positions;
-    const int64_t only_position = heads > 0 ? position_at(positions, 0, batch, token) : 0;
+    const int64_t only_position = position_at(positions, 0, batch, token);
     int64_t table_start = 0;
     if constexpr (lookup != Lookup::one_table) {
-        if (heads > 0) table_start = chosen_table(args.choice, batch, token) * args.choice.stride;
+        bring_near(args.table, args.choice.count * args.choice.stride);
+        table_start = chosen_table(args.choice, batch, token) * args.choice.stride;
     }
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
@@ -95,23 +100,12 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
         if (group + j * groups < heads) fragments[j].load(in[j], layout);
     }
 
-    const uint64_t* tables = args.table;
-    if constexpr (lookup == Lookup::staged_table) {
-        __shared__ uint64_t staged[most_staged_words];
-        for (int i = threadIdx.x; i < launch.staged_words; i += rotary_block_threads) {
-            __pipeline_memcpy_async(staged + i, tables + i, sizeof(uint64_t));
-        }
-        __pipeline_commit();
-        __pipeline_wait_prior(0);
-        __syncthreads();
-        tables = staged;
-    }
+    const uint64_t* table = args.table + table_start;
     uint64_t turns[Vector];
     CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Vector; ++j) turns[j] = tables[table_start + layout.pair(j)];
-    const uint64_t factor = tables[table_start + half];
+    for (int j = 0; j < Vector; ++j) turns[j] = table[layout.pair(j)];
+    const uint64_t factor = table[half];
     let_next_kernel_start();
-    if (lookup == Lookup::staged_table && heads == 0) return;
 
     const auto gain = static_cast<Real>(attention_factor_of(factor));
     const Real direction = args.conjugate ? Real(-1) : Real(1);
@@ -154,7 +148,6 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
         .head_groups = cutlass::FastDivmod(plan.head_groups),
         .tokens = cutlass::FastDivmod(static_cast<int>(args.tokens)),
         .threads = threads,
-        .staged_words = static_cast<int>(args.choice.count * args.choice.stride),
         .copies_tail = args.rotary_dim < args.head_dim && (args.q.in != args.q.out || args.k.in != args.k.out),
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
@@ -177,9 +170,6 @@ void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t 
     if (args.positions.row_of_pair != nullptr) {
         return launch_planned<Element, Vector, heads_per_thread_with_rows, pairing, Lookup::position_rows>(args, plan,
                                                                                                            stream);
-    }
-    if (plan.stages_tables) {
-        return launch_planned<Element, Vector, 1, pairing, Lookup::staged_table>(args, plan, stream);
     }
     if (args.choice.count > 1) {
         return launch_heads<Element, Vector, pairing, Lookup::chosen_table>(args, plan, stream);

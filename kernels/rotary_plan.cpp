@@ -12,13 +12,6 @@ bool starts_aligned(const HeadsView& view, int element_size) {
                                starts_aligned(view.out, view.out_strides, element_size));
 }
 
-// Below this many threads, of one head each, a call lasts for the way to memory and back and little more.
-constexpr int64_t few_threads = 1 << 17;
-
-int64_t threads_of_one_head(const RotaryShape& shape, int lanes) {
-    return shape.batch * shape.tokens * shape.heads * lanes;
-}
-
 // Heads that share a thread share its phases, but wait for each other. Microseconds on an H200, bfloat16, head_dim 128,
 // in place, by heads a thread, and a copy of the same bytes:
 //     tokens x heads      1      2      4   copy
@@ -28,17 +21,12 @@ int64_t threads_of_one_head(const RotaryShape& shape, int lanes) {
 //      8192 x 40       57.8   43.3   44.7   42.0
 //    131072 x  5       99.8   88.7   86.2   90.4
 int choose_heads_per_thread(const RotaryShape& shape, int lanes) {
+    constexpr int64_t few_threads = 1 << 17;
     constexpr int64_t many_threads = 1 << 18;
-    const int64_t threads = threads_of_one_head(shape, lanes);
+    const int64_t threads = shape.batch * shape.tokens * shape.heads * lanes;
     if (shape.with_rows) return heads_per_thread_with_rows;
     if (shape.heads == 1 || threads < few_threads) return 1;
     return shape.heads > 2 && shape.heads <= 8 && threads >= many_threads ? 4 : 2;
-}
-
-// An index has to arrive before its table can be asked for. Where there is little else to wait for, that shows.
-bool choose_staging(const RotaryShape& shape, int lanes) {
-    return !shape.with_rows && shape.choice_words > 0 && shape.choice_words <= most_staged_words &&
-           threads_of_one_head(shape, lanes) < few_threads;
 }
 
 }  // namespace
@@ -52,9 +40,7 @@ RotaryShape shape_of(const RotaryArgs& args) {
             .rotary_dim = args.rotary_dim,
             .element_size = element_size,
             .aligned = starts_aligned(args.q, element_size) && starts_aligned(args.k, element_size),
-            .with_rows = args.positions.row_of_pair != nullptr,
-            .choice_words =
-                args.choice.index != nullptr && args.choice.count > 1 ? args.choice.count * args.choice.stride : 0};
+            .with_rows = args.positions.row_of_pair != nullptr};
 }
 
 RotaryPlan plan_rotary(const RotaryShape& shape) {
@@ -63,7 +49,6 @@ RotaryPlan plan_rotary(const RotaryShape& shape) {
     plan.vector = split.vector;
     plan.lanes = split.lanes;
     plan.heads_per_thread = choose_heads_per_thread(shape, plan.lanes);
-    plan.stages_tables = choose_staging(shape, plan.lanes);
     plan.head_groups = static_cast<int>(ceil_div(shape.heads, plan.heads_per_thread));
     // The last block of a launch may count past its last thread.
     const int64_t most_threads = std::numeric_limits<int32_t>::max() - rotary_block_threads;

@@ -16,9 +16,8 @@ struct RotaryShape {
     int head_dim = 0;
     int rotary_dim = 0;
     int element_size = 0;
-    bool aligned = false;      // every head starts at a multiple of 16 bytes
-    bool with_rows = false;    // tokens have several positions
-    int64_t choice_words = 0;  // of all tables that an index picks from; 0 where none does
+    bool aligned = false;    // every head starts at a multiple of 16 bytes
+    bool with_rows = false;  // tokens have several positions
 };
 
 RotaryShape shape_of(const RotaryArgs& args);
@@ -31,9 +30,6 @@ constexpr int rotary_resident_blocks(int heads_per_thread) {
     return heads_per_thread == 4 ? 12 : 16;
 }
 
-// Eight kilobytes.
-inline constexpr int most_staged_words = 1024;
-
 // The one kernel there is for tokens with several positions.
 inline constexpr int heads_per_thread_with_rows = 2;
 
@@ -44,7 +40,6 @@ struct RotaryPlan {
     int lanes = 1;
     int heads_per_thread = 1;
     int head_groups = 1;            // groups of heads_per_thread heads
-    bool stages_tables = false;     // brings all tables that there are to choose from into shared memory first
     int64_t tokens_per_launch = 0;  // through the batch where it all fits one launch, else of one sequence
 
     int64_t threads_per_token() const { return static_cast<int64_t>(lanes) * head_groups; }

@@ -1,9 +1,11 @@
 """Does the scale follow the text well? Perplexity by length, fixed scales beside scale="auto", and across a step.
 
-    python benchmarks/quality/following.py MODEL TEXTS [--documents 9] [--output benchmarks/results/NAME]
+    python benchmarks/quality/following.py lengths MODEL TEXTS [--documents 9] [--output benchmarks/results/NAME]
+    python benchmarks/quality/following.py step MODEL TEXTS [--documents 1] [--output benchmarks/results/NAME]
 
 MODEL is a folder, a name on the hub or a .gguf file; TEXTS as mrrope eval takes them, long enough for the longest
-length. Prints tables and writes NAME.json and NAME.png.
+length. ``lengths`` prints a table and writes NAME_lengths.json and .png; ``step`` reads token by token from 7/8 of the
+native length to 9/8 of it, in float32, and writes NAME_step.json.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +147,7 @@ def plot(rows: dict[str, dict[int, dict[str, float]]], model: str, path: Path) -
 def main() -> None:
     """Measures, prints, writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["lengths", "step"])
     parser.add_argument("model")
     parser.add_argument("texts", type=Path)
     parser.add_argument("--documents", type=int, default=9)
@@ -152,28 +156,30 @@ def main() -> None:
     options = parser.parse_args()
     options.output.parent.mkdir(parents=True, exist_ok=True)
 
-    model, tokenizer = models.load(options.model)
-    long = texts.long_documents(options.texts, tokenizer, options.lengths[-1], options.documents)
-    documents = [document.tokens for document in long]
+    output = options.output.with_name(f"{options.output.name}_{options.part}")
+    # In float32, what caches differ in is not rounding.
+    model, tokenizer = models.load(options.model, dtype="float32" if options.part == "step" else None)
+    native = model.config.max_position_embeddings
+    longest = options.lengths[-1] if options.part == "lengths" else native * 9 // 8
+    documents = [
+        document.tokens for document in texts.long_documents(options.texts, tokenizer, longest, options.documents)
+    ]
     record: dict[str, Any] = {
         "model": Path(options.model).stem,
         "dtype": str(model.dtype).removeprefix("torch."),
         "method": METHOD,
         "documents": len(documents),
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}",
     }
-    record["perplexity"] = rows = all_lengths(model, documents, options.lengths)
-    for figure in ("second half", "whole"):
-        print_rows(rows, figure)
-    plot(rows, record["model"], options.output.with_suffix(".png"))
-    options.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    # In float32, so that what caches differ in is not rounding.
-    model, _ = models.load(options.model, dtype="float32")
-    record["across a step"] = across_a_step(model, documents[:2])
-    print()
-    for name, value in record["across a step"].items():
-        print(f"{name}: {value}")
-    options.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    if options.part == "lengths":
+        record["perplexity"] = rows = all_lengths(model, documents, options.lengths)
+        for figure in ("second half", "whole"):
+            print_rows(rows, figure)
+        plot(rows, record["model"], output.with_suffix(".png"))
+    else:
+        record |= across_a_step(model, documents)
+        print(json.dumps(record, indent=1))
+    output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -509,11 +509,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadRequest{"PowerNotWanted", [](R& r) { r.power = 2.5; }, {"power", "2.5", "'yarn'"}},
         BadRequest{"AttentionFactorZero", [](R& r) { r.attention_factor = 0.0; }, {"attention_factor", "got 0"}},
         BadRequest{"AttentionFactorNan", [](R& r) { r.attention_factor = not_a_number; }, {"attention_factor", "nan"}},
-        BadRequest{"FactorsNotWanted",
-                   [](R& r) {
-                       r.factors = {1, 2};
-                   },
-                   {"factors", "got 2", "'yarn'"}},
+        BadRequest{"FactorsNotWanted", [](R& r) { r.factors = {1, 2}; }, {"factors", "got 2", "'yarn'"}},
         BadRequest{"RadixFactorsTooMany",
                    [](R& r) { r.method = Method::radix, r.factors.assign(64, 1.0); },
                    {"factors", "63", "got 64"}},

@@ -129,9 +129,9 @@ TEST_F(RescaleCuda, MoreTokensThanThereAreThreadsFor) {
         RescaleOptions o;
         o.dtype = DType::bfloat16;
         o.pairing = pairing;
-        o.layers = 64;
+        o.layers = 2;
         o.batch = 2;
-        o.tokens = 150;
+        o.tokens = 5000;
         o.heads = 3;
         o.head_dim = o.rotary_dim = 32;
         o.placement.misalignment = 1;
@@ -159,7 +159,7 @@ TEST_F(RescaleCuda, IndicesOutOfRangeMeanTheLastTable) {
     RescaleOptions o;
     o.batch = static_cast<int64_t>(std::size(wrong));
     o.tables = 3;
-    for (std::vector<int32_t>& (RescaleCase::*const index)() : {&RescaleCase::from, &RescaleCase::to}) {
+    for (std::vector<int32_t>& (RescaleCase::* const index)() : {&RescaleCase::from, &RescaleCase::to}) {
         RescaleCase rescale(o);
         rescale.from().assign(o.batch, 0);
         rescale.to().assign(o.batch, 1);

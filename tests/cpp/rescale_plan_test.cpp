@@ -242,7 +242,7 @@ TEST(Alignment, IsLostByOneElementOfAnyLayer) {
 
 TEST(Alignment, IsLostByOneElementOfAnyStride) {
     for (const DType dtype : all_dtypes) {
-        for (int64_t HeadStrides::*const stride : {&HeadStrides::batch, &HeadStrides::token, &HeadStrides::head}) {
+        for (int64_t HeadStrides::* const stride : {&HeadStrides::batch, &HeadStrides::token, &HeadStrides::head}) {
             Keys keys(dtype, 2, 3, 2, 64, true);
             keys.args().strides.*stride += 1;
             EXPECT_EQ(plan_rescale(keys.args()).vector, 1) << name_of(dtype);

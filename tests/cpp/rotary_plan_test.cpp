@@ -112,33 +112,6 @@ TEST(Plan, HasTheSameHeadsAThreadForAllTokensWithRows) {
     });
 }
 
-TEST(Plan, StagesTablesWhereTheChoiceIsWhatACallWaitsFor) {
-    RotaryShape shape{.batch = 64,
-                      .tokens = 1,
-                      .heads = 40,
-                      .head_dim = 128,
-                      .rotary_dim = 128,
-                      .element_size = 2,
-                      .aligned = true,
-                      .choice_words = 5 * 65};
-    EXPECT_TRUE(plan_rotary(shape).stages_tables);
-    EXPECT_EQ(plan_rotary(shape).heads_per_thread, 1) << "the one kernel that stages";
-    const auto with = [&](auto change) {
-        RotaryShape changed = shape;
-        change(changed);
-        return plan_rotary(changed).stages_tables;
-    };
-    EXPECT_FALSE(with([](RotaryShape& s) { s.choice_words = 0; })) << "no index to wait for";
-    EXPECT_FALSE(with([](RotaryShape& s) { s.choice_words = most_staged_words + 1; }));
-    EXPECT_FALSE(with([](RotaryShape& s) { s.with_rows = true; }));
-    EXPECT_FALSE(with([](RotaryShape& s) { s.tokens = 8192; })) << "many other threads fill the wait";
-    for_each_shape([&](RotaryShape any) {
-        any.choice_words = 5 * 65;
-        const RotaryPlan plan = plan_rotary(any);
-        EXPECT_TRUE(!plan.stages_tables || plan.heads_per_thread == 1) << describe(any);
-    });
-}
-
 TEST(Plan, FastHeadDimsUseFullVectors) {
     for (const int head_dim : {64, 80, 96, 128, 192, 256, 512}) {
         const RotaryPlan plan = plan_rotary({.batch = 1,
@@ -505,15 +478,15 @@ TEST(Alignment, IsLostByOneElementAnywhere) {
         const auto moved = [&](const void* pointer) {
             return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(pointer) + element);
         };
-        for (HeadsView RotaryArgs::*const side : {&RotaryArgs::q, &RotaryArgs::k}) {
+        for (HeadsView RotaryArgs::* const side : {&RotaryArgs::q, &RotaryArgs::k}) {
             RotaryArgs args = aligned_args(dtype);
             (args.*side).in = moved((args.*side).in);
             EXPECT_FALSE(shape_of(args).aligned) << name_of(dtype);
             args = aligned_args(dtype);
             (args.*side).out = moved((args.*side).out);
             EXPECT_FALSE(shape_of(args).aligned) << name_of(dtype);
-            for (HeadStrides HeadsView::*const strides : {&HeadsView::in_strides, &HeadsView::out_strides}) {
-                for (int64_t HeadStrides::*const stride :
+            for (HeadStrides HeadsView::* const strides : {&HeadsView::in_strides, &HeadsView::out_strides}) {
+                for (int64_t HeadStrides::* const stride :
                      {&HeadStrides::batch, &HeadStrides::token, &HeadStrides::head}) {
                     args = aligned_args(dtype);
                     args.*side.*strides.*stride += 1;
