@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from mrrope.model_rope import RopeSettings, attribute
 
 PROBED_POSITIONS = (3, 40)
 PROBED_TOKENS = 8
+SAME = 0.1
+"""What rounding may change, in bfloat16 too; a rotation or a factor of two change more."""
 FACTOR_OF_ONE = struct.unpack("<q", struct.pack("<d", 1.0))[0]
 """As the last word of a packed table has it."""
 PAIRINGS: tuple[Literal["halves", "interleaved"], ...] = ("halves", "interleaved")
@@ -128,17 +131,17 @@ def _writing(keys: list[torch.Tensor]) -> Iterator[None]:
 
 
 def find_cached_keys(
-    owner: nn.Module, rotary: nn.Module, settings: dict[str | None, RopeSettings]
+    owner: nn.Module, native: nn.Module, settings: dict[str | None, RopeSettings]
 ) -> dict[str | None, CachedKeys]:
     """Where a model caches the keys of every kind of layer; raises :class:`UnfollowableError`.
 
     Args:
         owner: the part of the model that calls the rotary embedding and takes a cache.
-        rotary: that rotary embedding.
-        settings: its settings, by kind of layer.
+        native: what stands for that rotary embedding in it, with the tables that the model had before.
+        settings: by kind of layer.
     """
     first, second = (_read_one_token(owner, position) for position in PROBED_POSITIONS)
-    with _attention_factors_doubled(rotary, settings):
+    with _attention_factors_doubled(native, settings):
         doubled = _read_one_token(owner, PROBED_POSITIONS[1])
     found: dict[str | None, list[RotatedPart]] = {layer_type: [] for layer_type in settings}
     config: Any = owner.config
@@ -146,30 +149,32 @@ def find_cached_keys(
         for name, value in vars(before).items():
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 continue
-            if _agree(value, vars(after)[name]):
+            if change(value, vars(after)[name]) < SAME:
                 continue
             layer_type: str | None = None if None in settings else config.layer_types[i]
             convention = _convention_of(value, vars(after)[name], settings[layer_type])
             if convention is None:
                 raise UnfollowableError(f"layer {i} caches {name} by position in a way that is not understood")
-            growth = vars(doubled.layers[i])[name].norm() / vars(after)[name].norm()
-            found[layer_type].append(RotatedPart(i, name, convention, has_attention_factor=bool(growth > 1.01)))
+            has_attention_factor = change(vars(doubled.layers[i])[name], vars(after)[name]) > SAME
+            found[layer_type].append(RotatedPart(i, name, convention, has_attention_factor))
     if not any(found.values()):
         raise UnfollowableError("its cache holds nothing that depends on positions")
     return {layer_type: CachedKeys(parts) for layer_type, parts in found.items()}
 
 
 @contextlib.contextmanager
-def _attention_factors_doubled(rotary: nn.Module, settings: dict[str | None, RopeSettings]) -> Iterator[None]:
-    names = [attribute(layer_type, "attention_scaling") for layer_type in settings]
-    before = {name: getattr(rotary, name) for name in names if hasattr(rotary, name)}
-    for name, value in before.items():
-        setattr(rotary, name, 2.0 * value)
+def _attention_factors_doubled(native: nn.Module, settings: dict[str | None, RopeSettings]) -> Iterator[None]:
+    tables = {
+        name: getattr(native, name) for name in (attribute(layer_type, "packed_table") for layer_type in settings)
+    }
+    for name, table in tables.items():
+        doubled = (2.0 * table[-1:].view(torch.float64)).view(torch.int64)
+        setattr(native, name, torch.cat([table[:-1], doubled]))
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(rotary, name, value)
+        for name, table in tables.items():
+            setattr(native, name, table)
 
 
 def _read_one_token(owner: nn.Module, position: int) -> Any:
@@ -203,7 +208,7 @@ def _convention_of(before: torch.Tensor, after: torch.Tensor, settings: RopeSett
     before, after = _with_heads(before.cpu()), _with_heads(after.cpu())
     for pairing, turns_last, backwards in itertools.product(PAIRINGS, (False, True), (False, True)):
         convention = Convention(pairing, turns_last=turns_last, backwards=backwards)
-        if _agree(convention.rotate([before], positions, table, "bhsd")[0], after):
+        if change(convention.rotate([before], positions, table, "bhsd")[0], after) < SAME:
             return convention
     return None
 
@@ -213,7 +218,16 @@ def _with_heads(part: torch.Tensor) -> torch.Tensor:
     return part[:, None] if part.dim() == 3 else part
 
 
-def _agree(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal but for rounding."""
-    tolerance = 64 * torch.finfo(a.dtype).eps * float(b.abs().max() if b.numel() else 0.0)
-    return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=tolerance)
+def change(a: torch.Tensor, b: torch.Tensor) -> float:
+    """By how much the component that changed most did, over all tokens and heads, relative to what it was.
+
+    A rotation changes its fastest components by about as much as they are, in any dtype; rounding changes none by much.
+    The norm of the whole would not do: a few large, slow components may make up all of it.
+    """
+    if a.shape != b.shape:
+        return math.inf
+    outer = tuple(range(b.dim() - 1))
+    a, b = a.double(), b.double()
+    norms = torch.linalg.vector_norm(b, dim=outer)
+    differences = torch.linalg.vector_norm(a - b, dim=outer)
+    return float((differences / norms.clamp(min=torch.finfo(torch.float32).tiny)).max())

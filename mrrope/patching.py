@@ -173,22 +173,30 @@ def _fuse(model: nn.Module, rotary: nn.Module, ladders: Ladders) -> None:
     functions = functions_for(model, rotary)
     single = any(len(form.embedding) == 1 for _, _, form, _ in functions)
     replacement = TableRotaryEmbedding(rotary, ladders, single=single)
-    replacement.train(rotary.training)
+    native = None
     if not all(ladder.is_fixed for ladder in ladders.values()):
-        replacement.follower = _follow(model, rotary, ladders)
-    for found in functions:
-        installed_functions.install(*found, user=replacement)
-    _replace(model, rotary, replacement)
+        own = {layer_type: model_rope.settings(rotary, layer_type).table for layer_type in ladders}
+        by_own_tables = {layer_type: Ladder.of_one(table) for layer_type, table in own.items()}
+        native = TableRotaryEmbedding(rotary, by_own_tables, single=single)
+    for new in filter(None, (native, replacement)):
+        new.train(rotary.training)
+        for found in functions:
+            installed_functions.install(*found, user=new)
+    if native is not None:
+        _replace(model, rotary, native)
+        replacement.follower = _follow(model, native, ladders)
+        installed_functions.release(native)
+    _replace(model, native or rotary, replacement)
 
 
-def _follow(model: nn.Module, rotary: nn.Module, ladders: Ladders) -> Follower:
+def _follow(model: nn.Module, native: TableRotaryEmbedding, ladders: Ladders) -> Follower:
     """Makes the scale follow the text in the part of the model that calls this rotary embedding."""
-    owner = _owner_of(model, rotary)
-    settings = {layer_type: model_rope.settings(rotary, layer_type) for layer_type in ladders}
+    owner = _owner_of(model, native)
+    settings = {layer_type: model_rope.settings(native.original, layer_type) for layer_type in ladders}
     if any(own.position_row is not None for own in settings.values()):
         raise UnfollowableError("its tokens have several positions each")
-    follower = Follower(owner, ladders, find_cached_keys(owner, rotary, settings))
-    follower.to(next(rotary.buffers()).device)
+    follower = Follower(owner, ladders, find_cached_keys(owner, native, settings))
+    follower.to(next(native.original.buffers()).device)
     if hasattr(type(model), "generate"):
         model.generate = GenerateKnowingLengths(model)  # type: ignore[assignment]
     return follower

@@ -427,6 +427,17 @@ def test_copies_follow_by_themselves(model, way):
     mrrope.unpatch(copied)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_layer_is_found_in_any_dtype(model, dtype):
+    """Where the keys of all layers are large in a few slow components, as real models' are."""
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.data[14:16] *= 100.0
+    following(model.to(dtype))
+    rotary = next(m for m in model.modules() if isinstance(m, TableRotaryEmbedding))
+    assert [part.layer for part in rotary.follower.keys[None].parts] == [0, 1, 2]
+    assert all(part.has_attention_factor for part in rotary.follower.keys[None].parts)
+
+
 def test_other_dtypes(model):
     following(model)
     model.to(torch.bfloat16)
