@@ -20,12 +20,6 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
-// Has memory that will be read after the wait brought as near as it may be before it: into the cache that all
-// processors share. It also keeps the compiler from computing the address only after the wait.
-__device__ inline void prefetch_before_wait(const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 // The next kernel, if it can wait like this one, may be started as soon as every block has said so.
 __device__ inline void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900

@@ -88,18 +88,10 @@ private:
 };
 
 template <class Index>
-__device__ const void* address_of_position(const PositionsView& positions, int64_t row, Index batch, Index token) {
-    const int64_t index = row * positions.row_stride + batch * positions.batch_stride + token * positions.token_stride;
-    return static_cast<const char*>(positions.data) + index * (positions.is_int64 ? 8 : 4);
-}
-
-__device__ inline int64_t position_at(const PositionsView& positions, const void* address) {
-    return positions.is_int64 ? *static_cast<const int64_t*>(address) : *static_cast<const int32_t*>(address);
-}
-
-template <class Index>
 __device__ int64_t position_at(const PositionsView& positions, int64_t row, Index batch, Index token) {
-    return position_at(positions, address_of_position(positions, row, batch, token));
+    const int64_t index = row * positions.row_stride + batch * positions.batch_stride + token * positions.token_stride;
+    return positions.is_int64 ? static_cast<const int64_t*>(positions.data)[index]
+                              : static_cast<const int32_t*>(positions.data)[index];
 }
 
 // Calls f with a value of the element type that `dtype` names.

@@ -46,16 +46,11 @@ enum class Lookup {
     position_rows,  // every pair has a position of its own; one table or a chosen one
 };
 
-// Where a token's index lies; null where its sequence decides.
-__device__ inline const int32_t* address_of_choice(const TableChoice& choice, int batch, int token) {
-    if (choice.index == nullptr) return nullptr;
-    return choice.index + batch * choice.batch_stride + token * choice.token_stride;
-}
-
 // Unsigned, so that no index, however wrong, leads out of the tables.
-__device__ inline int64_t chosen_table(const TableChoice& choice, const int32_t* address, int batch) {
-    if (address == nullptr) return choice.count == 1 ? 0 : batch;
-    return min(static_cast<uint32_t>(*address), static_cast<uint32_t>(choice.count - 1));
+__device__ inline int64_t chosen_table(const TableChoice& choice, int batch, int token) {
+    if (choice.index == nullptr) return choice.count == 1 ? 0 : batch;
+    const auto index = static_cast<uint32_t>(choice.index[batch * choice.batch_stride + token * choice.token_stride]);
+    return min(index, static_cast<uint32_t>(choice.count - 1));
 }
 
 // A thread takes one vector from either half of HeadsPerThread heads of one token: 16 bytes a load, all of them in
@@ -78,30 +73,18 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     const int heads = args.q.heads + args.k.heads;
     const int half = args.rotary_dim / 2;
     const Layout layout{lane, half};
-    const PositionsView& positions = args.positions;
-    const void* position_address = address_of_position(positions, 0, batch, token);
-    const int32_t* choice_address = nullptr;
-    if constexpr (lookup != Lookup::one_table) choice_address = address_of_choice(args.choice, batch, token);
     const Element* in[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) in[j] = HeadPointers<Element>(args, batch, token, group + j * groups).in;
-    // A call of few threads lasts little longer than the way to memory and back: nothing else should come after the
-    // wait.
-    if (HeadsPerThread == 1 && thread < launch.threads) {
-        prefetch_before_wait(in[0] + layout.first());
-        prefetch_before_wait(in[0] + layout.second());
-        prefetch_before_wait(position_address);
-        if constexpr (lookup == Lookup::one_table) prefetch_before_wait(args.table + layout.pair(0));
-        if (choice_address != nullptr) prefetch_before_wait(choice_address);
-    }
     wait_for_previous_kernel();
     if (thread >= launch.threads) return;
 
     // What leads to the angles is asked for first: it takes two steps where the table is a chosen one.
-    const int64_t only_position = position_at(positions, position_address);
+    const PositionsView& positions = args.positions;
+    const int64_t only_position = position_at(positions, 0, batch, token);
     int64_t table_start = 0;
     if constexpr (lookup != Lookup::one_table) {
-        table_start = chosen_table(args.choice, choice_address, batch) * args.choice.stride;
+        table_start = chosen_table(args.choice, batch, token) * args.choice.stride;
     }
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL

@@ -28,7 +28,6 @@ from mrrope.evaluation.perplexity import document_losses, perplexity, token_loss
 RESULTS = Path(__file__).parents[1] / "results"
 METHOD = "mrrope_pro"
 SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)
-CHUNK = 4096
 
 
 def by_length(
@@ -46,14 +45,13 @@ def by_length(
 
 
 def all_lengths(model: Any, documents: list[list[int]], lengths: list[int]) -> dict[str, dict[int, dict[str, float]]]:
-    """Every fixed scale; the scale that follows, with the length known; and the same read chunk by chunk, growing."""
+    """Every fixed scale, and the scale that follows, every length read by itself."""
     rows = {}
     for scale in tqdm(SCALES, desc="fixed scales"):
         with mrrope.patched(model, METHOD, scale=scale):
             rows[f"scale {scale:g}"] = by_length(model, documents, lengths, chunk=lengths[-1])
     with mrrope.patched(model, METHOD, scale="auto", max_scale=SCALES[-1]):
         rows["auto"] = by_length(model, documents, lengths, chunk=lengths[-1], one_reading=False)
-        rows["auto, growing"] = by_length(model, documents, lengths, chunk=CHUNK)
     return rows
 
 

@@ -176,10 +176,10 @@ TEST_F(RotaryCuda, EveryKernel) {
         int64_t position_rows;
         int tables = 4;
     };
-    constexpr int more_than_a_warp_brings_near = 20;
+    constexpr int many_tables = 20;
     std::vector<Kernel> kernels{{heads_per_thread_with_rows, TableFor::all, 3},
                                 {heads_per_thread_with_rows, TableFor::each_index, 3},
-                                {1, TableFor::each_index, 0, more_than_a_warp_brings_near}};
+                                {1, TableFor::each_index, 0, many_tables}};
     for (const int heads_per_thread : {1, 2, 4}) {
         kernels.push_back({heads_per_thread, TableFor::all, 0});
         kernels.push_back({heads_per_thread, TableFor::each_index, 0});
