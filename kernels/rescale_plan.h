@@ -10,7 +10,12 @@
 namespace mrrope {
 
 inline constexpr int rescale_block_threads = 64;
+// Before sm_90 the same code takes a few more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr int rescale_resident_blocks = 6;
+#else
 inline constexpr int rescale_resident_blocks = 8;
+#endif
 inline constexpr int rescale_heads_per_thread = 4;
 // Their pointers travel as parameters of the kernel.
 inline constexpr int most_layers_per_launch = 128;

@@ -25,9 +25,14 @@ RotaryShape shape_of(const RotaryArgs& args);
 // Small blocks: threads share nothing, and a small grid spreads over more of the chip.
 inline constexpr int rotary_block_threads = 64;
 // What registers must leave room for: enough threads to hide the phases behind memory. Left to itself, the compiler
-// spills a few registers to get below thresholds that do not matter.
+// spills a few registers to get below thresholds that do not matter. Before sm_90 the same code takes a few more.
 constexpr int rotary_resident_blocks(int heads_per_thread) {
-    return heads_per_thread == 4 ? 12 : 16;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    constexpr int of_four_heads = 10;
+#else
+    constexpr int of_four_heads = 12;
+#endif
+    return heads_per_thread == 4 ? of_four_heads : 16;
 }
 
 // The one kernel there is for tokens with several positions.

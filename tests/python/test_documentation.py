@@ -42,6 +42,7 @@ def taken_for_granted(tmp_path: Path) -> dict[str, Any]:
         "path": tmp_path,
         "model": model,
         "inputs": {"input_ids": tokens(1, 12)},
+        "document": tokens(1, 2048)[0].tolist(),
         "q": torch.randn(2, 4, 12, 128),
         "k": torch.randn(2, 2, 12, 128),
         "positions": 8192 + torch.arange(12),
