@@ -68,6 +68,14 @@ def patch(
         raise ValueError(f"model must be the one that {type(model).__name__} is a part of: it is what gets replaced")
     if scale != "auto" and max_scale is not None:
         raise ValueError(f"max_scale must come with scale='auto', got {max_scale!r} with scale {scale!r}")
+    kinds = [layer_type for rotary in rotaries for layer_type in model_rope.layer_types(rotary)]
+    if not local_layers and all(model_rope.is_local(layer_type) for layer_type in kinds):
+        warnings.warn(
+            f"{type(model).__name__} keeps its own tables: all its layers with RoPE see only a window; "
+            "local_layers=True extends those",
+            UserWarning,
+            stacklevel=2,
+        )
     ladders = [_ladders_for(rotary, method, scale, max_scale, local_layers, options) for rotary in rotaries]
 
     before = list(_ladders_in(model))

@@ -458,6 +458,17 @@ def test_several_positions_a_token() -> None:
     assert_same(logits(model), logits(reference))
 
 
+def test_a_model_of_windowed_layers_alone_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrrope.model_rope.is_local", lambda _: True)
+    model = tiny_model("llama")
+    before = logits(model)
+    with pytest.warns(UserWarning, match="keeps its own tables: all its layers with RoPE see only a window"):
+        mrrope.patch(model, "mrrope_pro", scale=4.0)
+    torch.testing.assert_close(logits(model), before)
+    mrrope.patch(model, "mrrope_pro", scale=4.0, local_layers=True)
+    assert (logits(model) - before).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("local_layers", [False, True])
 def test_local_layers_have_a_rope_of_their_own(local_layers: bool) -> None:
     size = {"rotary_dim": 16, "original_max_position": LENGTH}
