@@ -99,6 +99,20 @@ class Case:
         return replace(self, **changes)
 
 
+EMPTY_DIMENSIONS = [
+    (layout, empty)
+    for layout in LAYOUTS
+    for empty in ("batch", "tokens", "q_heads", "k_heads")
+    if (layout, empty) != ("thd", "batch")
+]
+
+
+def empty_case(layout: str, empty: str) -> Case:
+    """A call without sequences, tokens, or heads of q or k."""
+    heads = {"q_heads": (0, 2), "k_heads": (3, 0)}.get(empty, (3, 2))
+    return Case(layout=layout, heads=heads, **({empty: 0} if empty in ("batch", "tokens") else {}))
+
+
 @st.composite
 def cases(draw, dtypes=DTYPES, memories=OWN_MEMORY) -> Case:
     head_dim = draw(st.sampled_from(HEAD_DIMS))

@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, Case, cases, table_of, whole_memory
+from cases import (
+    DTYPES,
+    EMPTY_DIMENSIONS,
+    LAYOUTS,
+    OWN_MEMORY,
+    PAIRINGS,
+    Case,
+    cases,
+    empty_case,
+    table_of,
+    whole_memory,
+)
 from conftest import needs_cuda
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -134,14 +145,9 @@ def test_thousands_of_tokens_each_with_its_table(device):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize(
-    ("layout", "empty"),
-    [(layout, empty) for layout in LAYOUTS for empty in ("batch", "tokens", "q_heads", "k_heads")
-     if (layout, empty) != ("thd", "batch")],
-)  # fmt: skip
+@pytest.mark.parametrize(("layout", "empty"), EMPTY_DIMENSIONS)
 def test_empty_tensors(device, layout, empty, in_place):
-    heads = {"q_heads": (0, 2), "k_heads": (3, 0)}.get(empty, (3, 2))
-    case = Case(layout=layout, heads=heads, **({empty: 0} if empty in ("batch", "tokens") else {}))
+    case = empty_case(layout, empty)
     (q, k), positions, tables = case.heads_on(device), case.positions(device), tables_of(3, case.rotary_dim)
     index, before = random_index(case, 3, device), (q.clone(), k.clone())
     op = mrrope.rotary_ if in_place else mrrope.rotary
