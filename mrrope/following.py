@@ -147,6 +147,11 @@ def _note(cache: Any, layer_type: str | None, index: torch.Tensor) -> None:
         torch._dynamo.mark_static_address(notes[layer_type])
 
 
+def followers_in(model: nn.Module) -> list[Follower]:
+    """One for each rotary embedding whose scale follows the text."""
+    return [module for module in model.modules() if isinstance(module, Follower)]
+
+
 @contextlib.contextmanager
 def expecting(model: nn.Module, lengths: int | Sequence[int] | torch.Tensor) -> Iterator[None]:
     """Tells a model patched with ``scale="auto"`` how long texts will get, so that they cross no step on the way.
@@ -157,7 +162,7 @@ def expecting(model: nn.Module, lengths: int | Sequence[int] | torch.Tensor) -> 
         model: the patched model.
         lengths: in tokens, padding left out: one for all sequences, or one for each.
     """
-    followers = [module for module in model.modules() if isinstance(module, Follower)]
+    followers = followers_in(model)
     if not followers:
         raise ValueError(f"model must be patched with scale='auto', and this {type(model).__name__} is not")
     expected = torch.as_tensor(lengths).reshape(-1)

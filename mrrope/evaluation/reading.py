@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from mrrope.following import expecting, followers_in
 
 DEFAULT_CHUNK = 4096
 
@@ -29,10 +32,13 @@ class Reader:
 
     def read(self, tokens: Sequence[int], *, last_only: bool = False) -> Iterator[torch.Tensor]:
         """The logits after the tokens, ``[tokens, vocabulary]``, one chunk at a time; or after each chunk's last."""
+        # Where the scale follows the text, its length is known from the first chunk on.
+        whole = self.position + len(tokens)
         for start in range(0, len(tokens), self.chunk):
             part = torch.tensor([tokens[start : start + self.chunk]], device=self.device)
             positions = torch.arange(self.position, self.position + part.shape[1], device=self.device)
-            with torch.inference_mode():
+            length_known = expecting(self.model, whole) if followers_in(self.model) else contextlib.nullcontext()
+            with torch.inference_mode(), length_known:
                 output = self.model(
                     input_ids=part,
                     position_ids=positions[None],

@@ -122,6 +122,17 @@ def test_chunks_give_what_one_pass_gives(model_type: str, method: str | None) ->
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=64 * EPSILON * logits.abs().max().item())
 
 
+def test_the_length_of_a_text_is_known_from_its_first_chunk_on() -> None:
+    """Where the scale follows the text: chunks give what one pass gives, with no step to cross."""
+    model = mrrope.patch(tiny_model("llama"), "mrrope_pro", scale="auto", max_scale=4.0)
+    text = tokens(1, 96)[0].tolist()  # the tiny model's native length is 64
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([text])).logits[0, :-1].double()
+    expected = -logits.log_softmax(-1)[torch.arange(95), text[1:]]
+    found = torch.cat(list(perplexity.token_losses(model, text, chunk=20)))
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=64 * EPSILON * logits.abs().max().item())
+
+
 def test_greedy_answer_is_that_of_one_pass_at_a_time() -> None:
     model = tiny_model("llama")
     prompt = tokens(1, 50)[0].tolist()
