@@ -23,7 +23,7 @@ from mrrope.ladder import Ladder
 from mrrope.model_cache import CachedKeys, turn
 
 CACHE_ATTRIBUTE = "mrrope_tables"
-"""Where a cache keeps, by kind of layer, which table of the ladder each sequence's keys are rotated by: int32."""
+"""Where a cache keeps, by kind of layer and ladder, which of its tables each sequence's keys are rotated by: int32."""
 
 
 class Follower(nn.Module):
@@ -33,6 +33,8 @@ class Follower(nn.Module):
         super().__init__()
         self.keys = keys
         self.parameters_of_owner = tuple(inspect.signature(owner.forward).parameters)
+        # A cache is for the tables that it was filled with.
+        self.names = {layer_type: (layer_type, hash(ladder.tables)) for layer_type, ladder in ladders.items()}
         for layer_type, ladder in ladders.items():
             # Integers, so that no cast of the model to another dtype touches them.
             limits = torch.tensor(ladder.reaches[:-1], device="cpu").floor().long()
@@ -42,16 +44,15 @@ class Follower(nn.Module):
         self.cache: Any = None
         self.attention_mask: Any = None
         self.chosen: dict[str | None, torch.Tensor] = {}
-        owner.register_forward_pre_hook(self.before_call, with_kwargs=True)
-        owner.register_forward_hook(self.after_call)
+        self.hooks = (
+            owner.register_forward_pre_hook(self.before_call, with_kwargs=True),
+            owner.register_forward_hook(self.after_call),
+        )
 
-    def leave(self, owner: nn.Module) -> None:
+    def leave(self) -> None:
         """Takes the hooks off the module they were put on."""
-        for hooks in (owner._forward_pre_hooks, owner._forward_hooks):
-            for number, hook in list(hooks.items()):
-                if getattr(hook, "__self__", None) is self:
-                    del hooks[number]
-                    owner._forward_pre_hooks_with_kwargs.pop(number, None)
+        for hook in self.hooks:
+            hook.remove()
 
     def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keeps what the model was called with: a rotary embedding is told positions and no more."""
@@ -59,7 +60,8 @@ class Follower(nn.Module):
         if given.get("cache") is not None:
             raise ValueError("cache must not be a paged one where the scale follows the text: patch with a fixed scale")
         text: Any = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-        self.batch = text.shape[0]
+        if text is not None:
+            self.batch = text.shape[0]
         self.cache = given.get("past_key_values")
         self.attention_mask = given.get("attention_mask")
 
@@ -69,7 +71,7 @@ class Follower(nn.Module):
         for cache in parts if self.cache is None else ():
             if hasattr(cache, "layers"):
                 for layer_type, index in self.chosen.items():
-                    _note(cache, layer_type, index)
+                    _note(cache, self.names[layer_type], index)
         self.cache = self.attention_mask = None
         self.chosen = {}
 
@@ -92,7 +94,7 @@ class Follower(nn.Module):
         lengths = lengths.expand(self.batch)
         if self.expected_lengths is None:
             return lengths
-        return torch.maximum(lengths, _for_batch(self.expected_lengths.to(positions.device), self.batch))
+        return torch.maximum(lengths, _for_batch("lengths", self.expected_lengths.to(positions.device), self.batch))
 
     def _in_step_with(
         self,
@@ -105,46 +107,53 @@ class Follower(nn.Module):
         """Turns what a cache holds. A sequence never goes back to a smaller scale: its last answer was read with it."""
         parts = self.keys[layer_type].held_by(cache)
         if parts:
-            old = getattr(cache, CACHE_ATTRIBUTE, {}).get(layer_type)
+            notes = getattr(cache, CACHE_ATTRIBUTE, {})
+            old = notes.get(self.names[layer_type])
+            if notes and old is None:
+                raise ValueError("past_key_values must be empty or filled by the tables that the model has now")
             # Keys that nobody made a note of come from the model as it was.
-            old = torch.zeros_like(wanted) if old is None else _for_batch(old.to(wanted.device), wanted.shape[0])
+            old = (
+                torch.zeros_like(wanted)
+                if old is None
+                else _for_batch("past_key_values", old.to(wanted.device), self.batch)
+            )
             length = parts[0][1].get_seq_length()
             if isinstance(length, torch.Tensor):
                 # A static cache may have been emptied for another text.
                 old = torch.where(length.to(old.device) > 0, old, wanted)
             wanted = torch.maximum(old, wanted)
             turn(parts, positions[:, 0], tables, old, wanted)
-        _note(cache, layer_type, wanted)
+        _note(cache, self.names[layer_type], wanted)
         return wanted
 
 
-def _for_batch(values: torch.Tensor, batch: int) -> torch.Tensor:
+def _for_batch(name: str, values: torch.Tensor, batch: int) -> torch.Tensor:
     """What is known of every text, for each of its beams or answers: those are neighbours in a batch."""
     if values.shape[0] == batch:
         return values
     if batch % values.shape[0] != 0:
         raise ValueError(
-            f"past_key_values must keep its sequences where the scale follows the text: it was of {values.shape[0]}, "
-            f"and {batch} go on"
+            f"{name} must be of the sequences that the model is called with where the scale follows the text: it is "
+            f"of {values.shape[0]}, and the call of {batch}"
         )
     return values.repeat_interleave(batch // values.shape[0])
 
 
-def _note(cache: Any, layer_type: str | None, index: torch.Tensor) -> None:
+def _note(cache: Any, name: tuple[str | None, int], index: torch.Tensor) -> None:
     notes = getattr(cache, CACHE_ATTRIBUTE, None)
     if notes is None:
         notes = {}
         setattr(cache, CACHE_ATTRIBUTE, notes)
-    if layer_type in notes and notes[layer_type].shape == index.shape:
+    if name in notes and notes[name].shape == index.shape:
         # In place: CUDA graphs want the same memory every time.
-        notes[layer_type].copy_(index)
+        notes[name].copy_(index)
     elif torch.compiler.is_compiling():
-        notes[layer_type] = index.clone()
+        notes[name] = index.clone()
     else:
         # A tensor made in inference mode could not be written to outside it.
         with torch.inference_mode(False):
-            notes[layer_type] = index.clone()
-        torch._dynamo.mark_static_address(notes[layer_type])
+            notes[name] = index.clone()
+        torch._dynamo.mark_static_address(notes[name])
 
 
 def followers_in(model: nn.Module) -> list[Follower]:
@@ -165,8 +174,12 @@ def expecting(model: nn.Module, lengths: int | Sequence[int] | torch.Tensor) -> 
     followers = followers_in(model)
     if not followers:
         raise ValueError(f"model must be patched with scale='auto', and this {type(model).__name__} is not")
-    expected = torch.as_tensor(lengths).reshape(-1)
+    device = next(followers[0].buffers()).device
+    expected = torch.as_tensor(lengths, device=device).reshape(-1)
     before = [follower.expected_lengths for follower in followers]
+    if before[0] is not None:  # what was expected around this still is
+        fits = 1 in (len(before[0]), len(expected)) or len(before[0]) == len(expected)
+        expected = torch.maximum(expected, before[0] if fits else before[0].max())
     for follower in followers:
         follower.expected_lengths = expected
     try:
@@ -183,7 +196,7 @@ class GenerateKnowingLengths:
         self.model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        lengths = self._expected_lengths(args, kwargs)
+        lengths = self._expected_lengths(args, kwargs) if followers_in(self.model) else None
         with contextlib.nullcontext() if lengths is None else expecting(self.model, lengths):
             return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]
 

@@ -11,7 +11,8 @@ from typing import Any
 from mrrope.tables import FrequencyTable
 from mrrope.trained import Trained, table_for
 
-DEFAULT_MAX_SCALE = 16.0
+DEFAULT_REACH = 16.0
+"""Where ladders end unless told: this many times the native length."""
 
 Step = str | FrequencyTable | Path
 
@@ -59,7 +60,8 @@ def ladder_for(
     else:
         if isinstance(method, FrequencyTable):
             raise ValueError("method must be a method's name or a list of tables with scale='auto', got one table")
-        max_scale = DEFAULT_MAX_SCALE if max_scale is None else max_scale
+        if max_scale is None:
+            max_scale = DEFAULT_REACH * native_length / (trained.original_max_position or native_length)
         if not isinstance(max_scale, (int, float)) or not 1.0 < max_scale < math.inf:
             raise ValueError(f"max_scale must be a number above 1, got {max_scale!r}")
         steps = [table_for(trained, method, scale, options) for scale in scales_up_to(max_scale)]
@@ -69,6 +71,7 @@ def ladder_for(
         raise ValueError(f"method must give one table for each length, got two that reach as far: {longer!r}")
     if not longer:
         raise ValueError(
-            f"method must give a table that reaches past the model's own {native_length:g} tokens, got {steps!r}"
+            f"max_scale must reach past the {native_length:g} tokens that the model reads as it is, got "
+            f"{max_scale if max_scale is not None else steps!r}"
         )
     return Ladder((native, *longer), (native_length, *(reach[table] for table in longer)))

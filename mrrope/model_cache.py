@@ -68,6 +68,11 @@ class CachedKeys:
         parts = [(part, cache.layers[part.layer]) for part in self.parts if part.layer < len(cache.layers)]
         parts = [(part, layer) for part, layer in parts if layer.is_initialized and not _is_empty(layer)]
         for _, layer in parts:
+            if torch.is_grad_enabled() and layer.keys.requires_grad:
+                raise ValueError(
+                    "past_key_values must not carry gradients where the scale follows the text: patch with a fixed "
+                    "scale"
+                )
             length = layer.get_seq_length()
             whole = isinstance(length, torch.Tensor) or layer.is_sliding or layer.keys.shape[-2:-1] == (length,)
             if not whole:
@@ -89,17 +94,17 @@ def turn(
 
     ``first_new`` is the position of the first token that is not cached yet; those before it end there.
     """
+    if first_new.is_cuda and any(layer.keys.device.type == "cpu" for _, layer in parts):
+        torch.cuda.synchronize(first_new.device)  # layers of an offloaded cache may still be on their way
     alike = defaultdict(list)
     for part, layer in parts:
         keys = part.of(layer, 2 * (tables.shape[-1] - 1))
         kind = (part.convention, part.has_attention_factor, keys.device, keys.dtype, keys.shape[-2])
         alike[kind].append((part, keys, layer))
     for (convention, _, device, _, slots), group in alike.items():
-        if device != first_new.device and not torch.compiler.is_compiling():
-            torch.cuda.synchronize()  # an offloaded layer may still be on its way
         part, _, layer = group[0]
         length = layer.get_seq_length()
-        filled = length.clamp(max=slots) if isinstance(length, torch.Tensor) else min(length, slots)
+        filled = length.to(device).clamp(max=slots) if isinstance(length, torch.Tensor) else min(length, slots)
         positions = (first_new.to(device)[:, None] - filled) + torch.arange(slots, device=device)
         layers = [keys for _, keys, _ in group]
         with _writing(layers):

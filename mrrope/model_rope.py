@@ -62,6 +62,13 @@ def is_local(layer_type: str | None) -> bool:
     return layer_type is not None and any(word in layer_type for word in ("sliding", "chunked", "local"))
 
 
+def changes_with_length(module: nn.Module) -> bool:
+    """Whether a rotary embedding computes its frequencies anew as texts get longer."""
+    kinds: Any = module.rope_type
+    names = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any("dynamic" in name or name == "longrope" for name in names)
+
+
 def attribute(layer_type: str | None, name: str) -> str:
     """The name under which a rotary embedding keeps a thing for one kind of layer."""
     return name if layer_type is None else f"{layer_type}_{name}"

@@ -45,7 +45,7 @@ def patch(
         scale: by how much to extend the context, with a method's name; or ``"auto"``: every sequence is read with the
             smallest scale of a ladder that covers its length, 1 (the model as it is), 2, 4, and so on. A sequence that
             outgrows its scale has its cached keys turned to the next, and goes on.
-        max_scale: where the ladder of ``scale="auto"`` ends; 16 if not given.
+        max_scale: where the ladder of ``scale="auto"`` ends; if not given, at 16 times what the model reads as it is.
         local_layers: whether layers that see only a window, and have a RoPE of their own, are extended too.
         options: more arguments of :func:`frequency_table`: ``alpha``, ``beta``, ``bounds``, ``power``, ``factors``,
             ``attention_factor``; or ``base`` and ``original_max_position``, in place of what the model's configuration
@@ -83,9 +83,11 @@ def patch(
         unpatch(model)
     try:
         reasons = [_put_in(model, rotary, by_layer) for rotary, by_layer in zip(rotaries, ladders, strict=True)]
-    except UnfollowableError as reason:
+    except BaseException as error:
         _restore(model, before)
-        raise ValueError(f"scale must be a number for {type(model).__name__}: {reason}, got 'auto'") from None
+        if isinstance(error, UnfollowableError):
+            raise ValueError(f"scale must be a number for {type(model).__name__}: {error}, got 'auto'") from None
+        raise
     for why in filter(None, reasons):
         warnings.warn(f"{type(model).__name__} gets the table but not the fused op: {why}", UserWarning, stacklevel=2)
     return model
@@ -203,6 +205,8 @@ def _follow(model: nn.Module, native: TableRotaryEmbedding, ladders: Ladders) ->
     settings = {layer_type: model_rope.settings(native.original, layer_type) for layer_type in ladders}
     if any(own.position_row is not None for own in settings.values()):
         raise UnfollowableError("its tokens have several positions each")
+    if model_rope.changes_with_length(native.original):
+        raise UnfollowableError("its own table changes with the length of a text already")
     follower = Follower(owner, ladders, find_cached_keys(owner, native, settings))
     follower.to(next(native.original.buffers()).device)
     if hasattr(type(model), "generate"):
@@ -212,9 +216,10 @@ def _follow(model: nn.Module, native: TableRotaryEmbedding, ladders: Ladders) ->
 
 def _stop_following(model: nn.Module, rotary: TableRotaryEmbedding) -> None:
     assert rotary.follower is not None
-    rotary.follower.leave(_owner_of(model, rotary))
-    if isinstance(vars(model).get("generate"), GenerateKnowingLengths):
-        del model.generate
+    rotary.follower.leave()
+    for module in model.modules():
+        if isinstance(vars(module).get("generate"), GenerateKnowingLengths):
+            del module.generate
 
 
 def _owner_of(model: nn.Module, rotary: nn.Module) -> nn.Module:

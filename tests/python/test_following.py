@@ -48,7 +48,8 @@ def fixed(model, ids, scale):
 
 
 def tables_of(cache):
-    return getattr(cache, CACHE_ATTRIBUTE)[None].tolist()
+    (index,) = getattr(cache, CACHE_ATTRIBUTE).values()
+    return index.tolist()
 
 
 @pytest.fixture
@@ -117,12 +118,15 @@ def caches(config):
     return {
         "dynamic": transformers.DynamicCache(config=config),
         "static": transformers.StaticCache(config=config, max_cache_len=160),
+        "offloaded static": transformers.StaticCache(
+            config=config, max_cache_len=160, offloading=torch.cuda.is_available()
+        ),
         # Its layers wait in the CPU's memory for their turn; without a GPU it is a dynamic one.
         "offloaded": transformers.DynamicCache(config=config, offloading=torch.cuda.is_available()),
     }
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static", "offloaded"])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "offloaded", "offloaded static"])
 def test_a_growing_text_has_its_keys_turned(model, kind):
     """The first layer's keys depend on tokens and positions alone: after every step they must be what the table of that
     step makes of them."""
@@ -273,7 +277,7 @@ def test_a_cache_of_other_sequences_is_refused(model):
     logits(model, text(10, batch=2), past_key_values=cache)
     cache.batch_repeat_interleave(3)
     cache.batch_select_indices(torch.tensor([0, 1, 2]))
-    with pytest.raises(ValueError, match=r"past_key_values must keep its sequences .* it was of 2, and 3 go on"):
+    with pytest.raises(ValueError, match=r"past_key_values must be of the sequences .* of 2, and the call of 3"):
         logits(model, text(1, batch=3), past_key_values=cache)
 
 
@@ -313,20 +317,24 @@ def test_room_is_told_in_other_ways(model, options):
     assert tables_of(out.past_key_values) == [1]
 
 
-def test_generate_without_an_end_crosses_as_it_goes(model):
+def test_generate_that_does_not_know_the_end_crosses_as_it_goes(model):
     """The same tokens as reading them one by one."""
     following(model)
     ids = text(20)
-    streamed = model.generate(ids, max_new_tokens=60, **GENERATE)[:, :20]
-    cache = transformers.DynamicCache(config=model.config)
-    following_step = ids
-    with torch.no_grad():
-        for _ in range(60):
-            token = model(following_step, past_key_values=cache).logits[:, -1:].argmax(-1)
-            streamed = torch.cat([streamed, token], dim=1)
-            following_step = token
-    assert tables_of(cache) == [2]
-    assert streamed.shape[1] == 80
+    out = type(model).generate(model, ids, max_new_tokens=60, return_dict_in_generate=True, **GENERATE)
+    assert tables_of(out.past_key_values) == [2]
+    cache, written, step = transformers.DynamicCache(config=model.config), ids, ids
+    for _ in range(60):
+        step = logits(model, step, past_key_values=cache)[:, -1:].argmax(-1)
+        written = torch.cat([written, step], dim=1)
+    assert torch.equal(out.sequences, written)
+
+
+def test_what_is_expected_around_generate_still_is(model):
+    following(model)
+    with mrrope.expecting(model, 100):
+        out = model.generate(text(20), max_new_tokens=2, return_dict_in_generate=True, **GENERATE)
+    assert tables_of(out.past_key_values) == [2]
 
 
 @pytest.mark.parametrize(
@@ -447,6 +455,46 @@ def test_other_dtypes(model):
     assert torch.equal(logits(model, ids), want)
 
 
+def test_unpatching_through_another_module_leaves_generate_as_it_was(model):
+    ids = text(20)
+    want = model.generate(ids, max_new_tokens=5, **GENERATE)
+    following(model)
+    mrrope.unpatch(model.model)
+    assert torch.equal(model.generate(ids, max_new_tokens=5, **GENERATE), want)
+
+
+def test_an_interrupted_patch_leaves_the_model_as_it_was(model, monkeypatch):
+    mrrope.patch(model, "mrrope_pro", scale=2.0)
+    ids = text(40)
+    before = logits(model, ids)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mrrope.patching.find_cached_keys", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        following(model)
+    assert torch.equal(logits(model, ids), before)
+
+
+def test_a_cache_of_another_ladder_is_refused(model):
+    following(model)
+    with torch.no_grad():
+        cache = model(text(40)).past_key_values
+    mrrope.patch(model, "mrrope_uni", scale="auto", max_scale=2.0)
+    with pytest.raises(
+        ValueError, match="past_key_values must be empty or filled by the tables that the model has now"
+    ):
+        logits(model, text(1), past_key_values=cache)
+
+
+def test_a_cache_with_gradients_is_refused(model):
+    following(model)
+    cache = model(text(10)).past_key_values
+    with pytest.raises(ValueError, match="past_key_values must not carry gradients"):
+        model(text(1), past_key_values=cache)
+
+
 # --- ladders
 
 
@@ -485,9 +533,21 @@ def test_a_model_extended_already_keeps_its_own_table_as_far_as_it_reaches():
     before = logits(model, ids[:, :128])
     with mrrope.patched(model, "mrrope_pro", scale=8.0):
         want = logits(model, ids)
-    mrrope.patch(model, "mrrope_pro", scale="auto", max_scale=16.0)
-    torch.testing.assert_close(logits(model, ids[:, :128]), before, rtol=1e-4, atol=1e-6)
-    assert torch.equal(logits(model, ids), want)
+    for max_scale in (16.0, None):
+        mrrope.patch(model, "mrrope_pro", scale="auto", max_scale=max_scale)
+        torch.testing.assert_close(logits(model, ids[:, :128]), before, rtol=1e-4, atol=1e-6)
+        assert torch.equal(logits(model, ids), want)
+
+
+def test_a_model_whose_own_table_changes_with_the_length_is_refused():
+    torch.manual_seed(0)
+    sizes = {**tiny_models.TINY_SIZES, "max_position_embeddings": NATIVE}
+    parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, rope_parameters=parameters)).eval()
+    before = logits(model, text(20))
+    with pytest.raises(ValueError, match="scale must be a number .* changes with the length of a text already"):
+        following(model)
+    assert torch.equal(logits(model, text(20)), before)
 
 
 @pytest.mark.parametrize(
@@ -583,7 +643,7 @@ def test_family(family):
         ("mrrope_pro", {"scale": 4.0, "max_scale": 8.0}, "max_scale must come with scale='auto', got 8.0"),
         ("mrrope_pro", {"scale": "automatic"}, "scale must be"),
         ("mrope", {"scale": "auto"}, "method must be one of"),
-        ([], {"scale": "auto"}, "method must give a table that reaches past the model's own 32 tokens"),
+        ([], {"scale": "auto"}, "max_scale must reach past the 32 tokens that the model reads as it is"),
         (["mrrope_pro"], {"scale": 2.0}, "scale must be 'auto' with a list of tables, got 2.0"),
     ],
 )
