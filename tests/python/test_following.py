@@ -541,7 +541,7 @@ def test_a_model_extended_already_keeps_its_own_table_as_far_as_it_reaches():
 
 def test_a_model_whose_own_table_changes_with_the_length_is_refused():
     torch.manual_seed(0)
-    sizes = {**tiny_models.TINY_SIZES, "max_position_embeddings": NATIVE}
+    sizes = {**tiny_models.TINY_SIZES, "max_position_embeddings": 2 * NATIVE}
     parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, rope_parameters=parameters)).eval()
     before = logits(model, text(20))
