@@ -17,6 +17,8 @@ from tiny_models import (
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+import mrrope
+
 UNBUILDABLE = {
     "gemma3n": "its vision tower needs the package timm; gemma3n_text is the same language model",
     "musicgen": "no RoPE; AutoModelForCausalLM hands MusicgenForCausalLM the whole config, which it does not take",
@@ -98,6 +100,18 @@ def test_rope_matters(family: str, model: PreTrainedModel) -> None:
 
 
 def test_cached_decode_equals_full_forward(family: str, model: PreTrainedModel) -> None:
+    check_cached_decode(family, model)
+
+
+@pytest.mark.filterwarnings("ignore:.*gets the table but not the fused op")
+def test_cached_decode_equals_full_forward_patched(family: str, model: PreTrainedModel) -> None:
+    if family in ("codegen", "gptj", "roformer"):
+        pytest.skip("has no rotary embedding to patch")
+    with mrrope.patched(model, "mrrope_pro", scale=4.0, original_max_position=16, local_layers=True):
+        check_cached_decode(family, model)
+
+
+def check_cached_decode(family: str, model: PreTrainedModel) -> None:
     if "input_ids" not in inputs(model, tokens(1, 1)):
         pytest.skip("a drafter, which keeps no cache of its own")
     input_ids = tokens(2, 24)
