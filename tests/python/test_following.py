@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -433,6 +435,28 @@ def test_copies_follow_by_themselves(model, way):
     assert torch.equal(got, want)
     assert copied.generate.model is copied
     mrrope.unpatch(copied)
+
+
+READS_ON = """
+import pickle, sys, torch
+with open(sys.argv[1], "rb") as file:
+    model, parts = pickle.load(file)
+model.model.register_forward_pre_hook(lambda *_: None)  # must not take the place of the model's own
+cache = None
+with torch.no_grad():
+    for part in parts:
+        cache = model(part, past_key_values=cache, use_cache=True).past_key_values
+print([index.tolist() for index in cache.mrrope_tables.values()])
+"""
+
+
+def test_a_pickled_model_follows_in_another_process(tmp_path):
+    model = following(tiny_llama())
+    (tmp_path / "model.pickle").write_bytes(pickle.dumps((model, text(60, batch=2).split(20, dim=1))))
+    run = subprocess.run(
+        [sys.executable, "-c", READS_ON, str(tmp_path / "model.pickle")], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[[1, 1]]"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
