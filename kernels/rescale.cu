@@ -27,8 +27,7 @@ struct RescaleLaunch {
 
 // All blocks turn one sequence of one layer together, then the next, and leave out sequences that stay with their
 // table: asked of a cache that has nothing to turn, they return at once. What a thread does to its heads is what
-// rotary_kernel does, by the difference of two tables. That difference is read anew for every token: keeping it costs
-// registers, and so threads in flight.
+// rotary_kernel does, by the difference of two tables.
 template <class Element, int Vector, Pairing pairing>
 __global__ void __launch_bounds__(rescale_block_threads, rescale_resident_blocks)
     rescale_kernel(const __grid_constant__ RescaleLaunch launch) {

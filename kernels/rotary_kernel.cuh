@@ -55,8 +55,8 @@ __device__ inline int64_t chosen_table(const TableChoice& choice, int batch, int
 
 // A thread takes one vector from either half of HeadsPerThread heads of one token: 16 bytes a load, all of them in
 // flight while it computes the Vector phases that those heads share. Neighbouring threads take neighbouring vectors,
-// then heads, then tokens. Nothing but addresses is computed before the kernel before has ended, and the next one may
-// start as soon as everything is on its way.
+// then heads, then tokens. Memory is touched only when the kernel before has ended, and the next one may start as soon
+// as everything is on its way.
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(HeadsPerThread))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {

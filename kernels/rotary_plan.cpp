@@ -13,13 +13,12 @@ bool starts_aligned(const HeadsView& view, int element_size) {
 }
 
 // Heads that share a thread share its phases, but wait for each other. Microseconds on an H200, bfloat16, head_dim 128,
-// in place, by heads a thread, and a copy of the same bytes:
-//     tokens x heads      1      2      4   copy
-//         1 x 40       1.23   1.31          0.89
-//        64 x 40       2.17   2.18          2.06
-//       256 x 40       3.37   3.48          3.13
-//      8192 x 40       57.8   43.3   44.7   42.0
-//    131072 x  5       99.8   88.7   86.2   90.4
+// in place, by heads a thread, in trials of one version of the kernel or another:
+//     tokens x heads      1      2      4
+//        64 x 40       2.17   2.18
+//       256 x 40       3.37   3.48
+//      8192 x 40       58.0   43.3   44.7
+//    131072 x  5       99.8   88.7   86.2
 int choose_heads_per_thread(const RotaryShape& shape, int lanes) {
     constexpr int64_t few_threads = 1 << 17;
     constexpr int64_t many_threads = 1 << 18;
