@@ -454,8 +454,8 @@ def test_a_pickled_model_follows_in_another_process(tmp_path):
     model = following(tiny_llama())
     (tmp_path / "model.pickle").write_bytes(pickle.dumps((model, text(60, batch=2).split(20, dim=1))))
     run = subprocess.run(
-        [sys.executable, "-c", READS_ON, str(tmp_path / "model.pickle")], capture_output=True, text=True, check=True
-    )
+        [sys.executable, "-c", READS_ON, "model.pickle"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )  # not in the checkout, whose package need not be the one that is built
     assert run.stdout.strip() == "[[1, 1]]"
 
 
