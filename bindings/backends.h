@@ -5,6 +5,7 @@
 
 #include "mrrope/rescale.h"
 #include "mrrope/rotary.h"
+#include "mrrope/rotary_cache.h"
 
 #ifdef MRROPE_WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
@@ -18,6 +19,7 @@ namespace mrrope {
 struct Cpu {
     static void run(const RotaryArgs& args, const at::Tensor&) { rotary_cpu(args, parallel_for); }
     static void run(const RescaleArgs& args, const at::Tensor&) { rescale_cpu(args, parallel_for); }
+    static void run(const RotaryCacheArgs& args, const at::Tensor&) { rotary_and_cache_cpu(args, parallel_for); }
 
 private:
     static void parallel_for(int64_t count, int64_t grain, const RangeBody& body) {
@@ -29,6 +31,9 @@ struct Cuda {
 #ifdef MRROPE_WITH_CUDA
     static void run(const RotaryArgs& args, const at::Tensor& heads) { on_stream(rotary_cuda, args, heads); }
     static void run(const RescaleArgs& args, const at::Tensor& heads) { on_stream(rescale_cuda, args, heads); }
+    static void run(const RotaryCacheArgs& args, const at::Tensor& heads) {
+        on_stream(rotary_and_cache_cuda, args, heads);
+    }
 
 private:
     template <class Args>

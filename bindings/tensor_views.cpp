@@ -69,10 +69,10 @@ void check_rank(NamedHeads heads, const Layout& layout) {
                       layout.name, ", got a tensor of ", heads.tensor.dim(), " dimensions");
 }
 
-void check_positions_kind(const at::Tensor& positions, NamedHeads heads) {
-    TORCH_CHECK_TYPE(positions.scalar_type() == at::kInt || positions.scalar_type() == at::kLong,
-                     "positions must be int32 or int64, got ", positions.scalar_type());
-    check_device("positions", positions, heads);
+void check_positions_kind(const at::Tensor& positions, NamedHeads heads, const char* name) {
+    TORCH_CHECK_TYPE(positions.scalar_type() == at::kInt || positions.scalar_type() == at::kLong, name,
+                     " must be int32 or int64, got ", positions.scalar_type());
+    check_device(name, positions, heads);
 }
 
 void check_table_kind(const at::Tensor& table, NamedHeads heads) {
@@ -93,8 +93,8 @@ void check_last_dimension(NamedHeads heads, const Layout& layout) {
 
 void check_own_memory(NamedHeads heads) {
     TORCH_CHECK(has_own_memory(heads.tensor), heads.name,
-                " must not overlap itself in memory to be rotated in place, got strides ", heads.tensor.strides(),
-                " for shape ", heads.tensor.sizes(), " (an expanded tensor? clone it first)");
+                " must not overlap itself in memory to be written, got strides ", heads.tensor.strides(), " for shape ",
+                heads.tensor.sizes(), " (an expanded tensor? clone it first)");
 }
 
 void check_range(const char* name, const at::Tensor& index, int64_t count) {
@@ -122,7 +122,7 @@ int heads_of(NamedHeads heads, const Layout& layout) {
     return static_cast<int>(count);
 }
 
-PositionsView positions_of(const at::Tensor& positions, NamedHeads heads, const Layout& layout) {
+PositionsView positions_of(const at::Tensor& positions, NamedHeads heads, const Layout& layout, const char* name) {
     const at::Tensor& x = heads.tensor;
     const int64_t tokens = x.size(layout.token);
     const int64_t batch = layout.batch_of(x);
@@ -130,11 +130,11 @@ PositionsView positions_of(const at::Tensor& positions, NamedHeads heads, const 
     const bool is_matrix = layout.batch >= 0 && positions.dim() == 2 && positions.size(1) == tokens &&
                            (positions.size(0) == batch || positions.size(0) == 1);
     if (layout.batch >= 0) {
-        TORCH_CHECK_VALUE(is_row || is_matrix, "positions must be [", tokens, "], [1, ", tokens, "] or [", batch, ", ",
+        TORCH_CHECK_VALUE(is_row || is_matrix, name, " must be [", tokens, "], [1, ", tokens, "] or [", batch, ", ",
                           tokens, "] for ", heads.name, " of ", x.sizes(), " in layout ", layout.name, ", got ",
                           positions.sizes());
     } else {
-        TORCH_CHECK_VALUE(is_row, "positions must be [", tokens, "] for ", heads.name, " of ", x.sizes(), " in layout ",
+        TORCH_CHECK_VALUE(is_row, name, " must be [", tokens, "] for ", heads.name, " of ", x.sizes(), " in layout ",
                           layout.name, ", got ", positions.sizes());
     }
     return {.data = positions.const_data_ptr(),

@@ -36,7 +36,7 @@ DType dtype_of(NamedHeads heads);
 
 // The checks that need no sizes, for tensors that have none yet.
 void check_rank(NamedHeads heads, const Layout& layout);
-void check_positions_kind(const at::Tensor& positions, NamedHeads heads);
+void check_positions_kind(const at::Tensor& positions, NamedHeads heads, const char* name = "positions");
 void check_table_kind(const at::Tensor& table, NamedHeads heads);
 void check_index_kind(const char* name, const at::Tensor& index, NamedHeads heads);
 
@@ -57,7 +57,8 @@ HeadStrides strides_of(const at::Tensor& heads, const Layout& layout);
 int heads_of(NamedHeads heads, const Layout& layout);
 
 // positions of [tokens], [1, tokens] or [batch, tokens].
-PositionsView positions_of(const at::Tensor& positions, NamedHeads heads, const Layout& layout);
+PositionsView positions_of(const at::Tensor& positions, NamedHeads heads, const Layout& layout,
+                           const char* name = "positions");
 
 // The rotary_dim that tables of these many words are for.
 int rotary_dim_of(const at::Tensor& table, NamedHeads heads);

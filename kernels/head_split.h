@@ -25,8 +25,9 @@ constexpr HeadSplit split_head(int head_dim, int rotary_dim, int element_size, b
     return {vector, half / vector};
 }
 
-inline bool starts_aligned(const void* heads, const HeadStrides& strides, int element_size) {
-    const auto misaligned = [](int64_t bytes) { return bytes % access_bytes != 0; };
+inline bool starts_aligned(const void* heads, const HeadStrides& strides, int element_size,
+                           int alignment = access_bytes) {
+    const auto misaligned = [&](int64_t bytes) { return bytes % alignment != 0; };
     return !misaligned(reinterpret_cast<int64_t>(heads)) && !misaligned(strides.batch * element_size) &&
            !misaligned(strides.token * element_size) && !misaligned(strides.head * element_size);
 }

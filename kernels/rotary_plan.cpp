@@ -2,8 +2,6 @@
 
 #include <limits>
 
-#include "head_split.h"
-
 namespace mrrope {
 namespace {
 
@@ -42,12 +40,11 @@ RotaryShape shape_of(const RotaryArgs& args) {
             .with_rows = args.positions.row_of_pair != nullptr};
 }
 
-RotaryPlan plan_rotary(const RotaryShape& shape) {
+RotaryPlan plan_heads(const RotaryShape& shape, const HeadSplit& split, int heads_per_thread) {
     RotaryPlan plan;
-    const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
     plan.vector = split.vector;
     plan.lanes = split.lanes;
-    plan.heads_per_thread = choose_heads_per_thread(shape, plan.lanes);
+    plan.heads_per_thread = heads_per_thread;
     plan.head_groups = static_cast<int>(ceil_div(shape.heads, plan.heads_per_thread));
     // The last block of a launch may count past its last thread.
     const int64_t most_threads = std::numeric_limits<int32_t>::max() - rotary_block_threads;
@@ -57,32 +54,9 @@ RotaryPlan plan_rotary(const RotaryShape& shape) {
     return plan;
 }
 
-RotaryArgs slice(const RotaryArgs& args, int64_t first_batch, int64_t batch, int64_t first_token, int64_t tokens) {
-    const int element_size = size_of(args.dtype);
-    const auto offset = [&](const HeadStrides& strides) {
-        return (first_batch * strides.batch + first_token * strides.token) * element_size;
-    };
-    const auto advance = [&](HeadsView& view) {
-        if (view.heads == 0) return;
-        view.in = static_cast<const char*>(view.in) + offset(view.in_strides);
-        view.out = static_cast<char*>(view.out) + offset(view.out_strides);
-    };
-    RotaryArgs part = args;
-    advance(part.q);
-    advance(part.k);
-    const int64_t positions = first_batch * args.positions.batch_stride + first_token * args.positions.token_stride;
-    part.positions.data = static_cast<const char*>(args.positions.data) + positions * (args.positions.is_int64 ? 8 : 4);
-    const TableChoice& choice = args.choice;
-    if (choice.index != nullptr) {
-        part.choice.index += first_batch * choice.batch_stride + first_token * choice.token_stride;
-    } else if (choice.count > 1) {
-        part.table += first_batch * choice.stride;
-        if (part.positions.row_of_pair != nullptr) part.positions.row_of_pair += first_batch * choice.stride;
-        part.choice.count = batch;
-    }
-    part.batch = batch;
-    part.tokens = tokens;
-    return part;
+RotaryPlan plan_rotary(const RotaryShape& shape) {
+    const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
+    return plan_heads(shape, split, choose_heads_per_thread(shape, split.lanes));
 }
 
 }  // namespace mrrope

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "head_split.h"
 #include "mrrope/rotary.h"
 
 // How a rotation is laid over the GPU: pure functions of the shape, tested without one.
@@ -52,18 +53,24 @@ struct RotaryPlan {
 
 RotaryPlan plan_rotary(const RotaryShape& shape);
 
-// The part of `args` that holds these sequences and tokens.
-RotaryArgs slice(const RotaryArgs& args, int64_t first_batch, int64_t batch, int64_t first_token, int64_t tokens);
+// The plan of any kernel that takes its heads in this way.
+RotaryPlan plan_heads(const RotaryShape& shape, const HeadSplit& split, int heads_per_thread);
 
-// Calls f with slices that one launch each can take, so that kernels count threads and tokens in 32 bits.
+// Calls f(first_batch, batch, first_token, tokens) for parts that one launch each can take, so that kernels count
+// threads and tokens in 32 bits.
 template <class F>
-void for_each_launch(const RotaryArgs& args, const RotaryPlan& plan, F&& f) {
-    if (plan.tokens_per_launch >= args.batch * args.tokens) return f(args);
-    for (int64_t batch = 0; batch < args.batch; ++batch) {
-        for (int64_t token = 0; token < args.tokens; token += plan.tokens_per_launch) {
-            f(slice(args, batch, 1, token, std::min(plan.tokens_per_launch, args.tokens - token)));
+void for_each_part(int64_t batch, int64_t tokens, const RotaryPlan& plan, F&& f) {
+    if (plan.tokens_per_launch >= batch * tokens) return f(0, batch, 0, tokens);
+    for (int64_t sequence = 0; sequence < batch; ++sequence) {
+        for (int64_t token = 0; token < tokens; token += plan.tokens_per_launch) {
+            f(sequence, 1, token, std::min(plan.tokens_per_launch, tokens - token));
         }
     }
+}
+
+template <class F>
+void for_each_launch(const RotaryArgs& args, const RotaryPlan& plan, F&& f) {
+    for_each_part(args.batch, args.tokens, plan, [&](auto... part) { f(slice(args, part...)); });
 }
 
 }  // namespace mrrope

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from mrrope.cache_writing import rotary_and_cache_
 from mrrope.cached_keys import rescale_cache_
 from mrrope.export import export_config
 from mrrope.following import expecting
@@ -29,5 +30,6 @@ __all__ = [
     "rescale_cache_",
     "rotary",
     "rotary_",
+    "rotary_and_cache_",
     "unpatch",
 ]

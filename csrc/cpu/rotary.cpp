@@ -21,9 +21,6 @@ RotateTokens best_for_this_processor() {
     return baseline::rotate_tokens;
 }
 
-// Below this many components a second thread costs more than it saves.
-constexpr int64_t components_per_thread = 32768;
-
 }  // namespace
 
 int size_of(DType dtype) {

@@ -7,6 +7,9 @@
 
 namespace mrrope {
 
+// Below this many components a second thread costs more than it saves.
+inline constexpr int64_t components_per_thread = 32768;
+
 // Rotates all heads of the tokens [begin, end), counted through the batch.
 using RotateTokens = void (*)(const RotaryArgs& args, int64_t begin, int64_t end);
 

@@ -35,4 +35,21 @@ void rotary_(at::TensorList heads, const at::Tensor& positions, const at::Tensor
 void rescale_cache_(at::TensorList keys, const at::Tensor& positions, const at::Tensor& tables, const at::Tensor& from,
                     const at::Tensor& to, std::string_view layout = "bhsd", std::string_view pairing = "halves");
 
+// What a call of rotary_and_cache_ may say besides. cache_layout: nhd or hnd.
+struct CacheOptions {
+    std::string_view layout = "bhsd";
+    std::string_view cache_layout = "nhd";
+    std::string_view pairing = "halves";
+    std::optional<at::Tensor> key_scale = std::nullopt;    // float32, of one element or one a head of k,
+    std::optional<at::Tensor> value_scale = std::nullopt;  // for caches of float8_e4m3fn
+    std::optional<at::Tensor> table_index = std::nullopt;
+};
+
+// Rotates q in place, or into q_out, and writes k, rotated, and v to the slots of their caches. Paged, slots count
+// through all blocks of the caches; else each sequence has a block of its own, and they count from its start.
+void rotary_and_cache_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& positions,
+                       const at::Tensor& table, const at::Tensor& key_cache, const at::Tensor& value_cache,
+                       const at::Tensor& slots, bool paged, const CacheOptions& options = {},
+                       const std::optional<at::Tensor>& q_out = std::nullopt);
+
 }  // namespace mrrope

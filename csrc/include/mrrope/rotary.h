@@ -70,6 +70,9 @@ struct RotaryArgs {
     bool conjugate = false;  // rotates by the negated angle, with the same attention factor: the backward pass
 };
 
+// The part of `args` that holds these sequences and tokens.
+RotaryArgs slice(const RotaryArgs& args, int64_t first_batch, int64_t batch, int64_t first_token, int64_t tokens);
+
 // Calls body(begin, end) for ranges that make up [0, count), none needlessly smaller than `grain`, in any order.
 using RangeBody = std::function<void(int64_t begin, int64_t end)>;
 using ParallelFor = std::function<void(int64_t count, int64_t grain, const RangeBody& body)>;

@@ -1,0 +1,59 @@
+#include "mrrope/rotary.h"
+#include "mrrope/rotary_cache.h"
+
+namespace mrrope {
+namespace {
+
+const void* advanced(const PositionsView& positions, int64_t batch, int64_t token) {
+    const int64_t index = batch * positions.batch_stride + token * positions.token_stride;
+    return static_cast<const char*>(positions.data) + index * (positions.is_int64 ? 8 : 4);
+}
+
+}  // namespace
+
+RotaryArgs slice(const RotaryArgs& args, int64_t first_batch, int64_t batch, int64_t first_token, int64_t tokens) {
+    const int element_size = size_of(args.dtype);
+    const auto offset = [&](const HeadStrides& strides) {
+        return (first_batch * strides.batch + first_token * strides.token) * element_size;
+    };
+    const auto advance = [&](HeadsView& view) {
+        if (view.heads == 0) return;
+        view.in = static_cast<const char*>(view.in) + offset(view.in_strides);
+        view.out = static_cast<char*>(view.out) + offset(view.out_strides);
+    };
+    RotaryArgs part = args;
+    advance(part.q);
+    advance(part.k);
+    part.positions.data = advanced(args.positions, first_batch, first_token);
+    const TableChoice& choice = args.choice;
+    if (choice.index != nullptr) {
+        part.choice.index += first_batch * choice.batch_stride + first_token * choice.token_stride;
+    } else if (choice.count > 1) {
+        part.table += first_batch * choice.stride;
+        if (part.positions.row_of_pair != nullptr) part.positions.row_of_pair += first_batch * choice.stride;
+        part.choice.count = batch;
+    }
+    part.batch = batch;
+    part.tokens = tokens;
+    return part;
+}
+
+RotaryCacheArgs slice(const RotaryCacheArgs& args, int64_t first_batch, int64_t batch, int64_t first_token,
+                      int64_t tokens) {
+    const int element_size = size_of(args.rotary.dtype);
+    const int cached_size = args.float8 ? 1 : element_size;
+    RotaryCacheArgs part = args;
+    part.rotary = slice(args.rotary, first_batch, batch, first_token, tokens);
+    part.slots.of_tokens.data = advanced(args.slots.of_tokens, first_batch, first_token);
+    if (!args.slots.paged) part.slots.blocks = batch;
+    for (HeadsView* view : {&part.k.view, &part.v.view}) {
+        if (view->heads == 0) continue;
+        const int64_t in = first_batch * view->in_strides.batch + first_token * view->in_strides.token;
+        view->in = static_cast<const char*>(view->in) + in * element_size;
+        if (args.slots.paged) continue;
+        view->out = static_cast<char*>(view->out) + first_batch * view->out_strides.batch * cached_size;
+    }
+    return part;
+}
+
+}  // namespace mrrope

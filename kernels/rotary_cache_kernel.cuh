@@ -1,0 +1,263 @@
+#pragma once
+
+#include <cutlass/float8.h>
+
+#include <stdexcept>
+#include <type_traits>
+
+#include "mrrope/float8.h"
+#include "rotary_cache_plan.h"
+#include "rotary_kernel.cuh"
+
+namespace mrrope {
+
+// Passed to the kernel by value. The divisors take a thread's number, and a slot, apart without dividing.
+struct RotaryCacheLaunch {
+    RotaryCacheArgs args;
+    cutlass::FastDivmod lanes;
+    cutlass::FastDivmod head_groups;
+    cutlass::FastDivmod tokens;
+    cutlass::FastDivmod block_size;
+    int threads;
+    uint32_t slots;
+    bool has_tail;
+};
+
+using Float8 = cutlass::float_e4m3_t;
+
+template <int Vector>
+__device__ cutlass::AlignedArray<Float8, Vector> to_float8(cutlass::Array<float, Vector> x, float scale) {
+    cutlass::AlignedArray<Float8, Vector> rounded;
+    const Float8Scale by{scale, __fdividef(1.0f, scale)};
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < Vector; ++j) x[j] = by.divide(x[j]);
+#if __CUDA_ARCH__ >= 890
+    cutlass::NumericArrayConverter<Float8, float, Vector> narrow;
+    static_cast<cutlass::Array<Float8, Vector>&>(rounded) = narrow(x);
+#else
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < Vector; ++j) rounded[j] = Float8::bitcast(float8_e4m3_bits(x[j]));
+#endif
+    return rounded;
+}
+
+// A token's number in its sequence, or its slot in a block.
+struct Place {
+    int outer;
+    int inner;
+};
+
+// A head, counted through those of q, k and v.
+struct HeadOfToken {
+    enum Kind { query, key, value };
+    Kind kind;
+    int index;
+
+    __device__ HeadOfToken(const RotaryCacheArgs& args, int head) {
+        const int queries = args.rotary.q.heads;
+        const int keys = args.k.view.heads;
+        kind = head < queries ? query : head < queries + keys ? key : value;
+        index = head - (kind == query ? 0 : kind == key ? queries : queries + keys);
+    }
+
+    __device__ const CachedHeads& cached(const RotaryCacheArgs& args) const { return kind == key ? args.k : args.v; }
+
+    __device__ const HeadsView& view(const RotaryCacheArgs& args) const {
+        return kind == query ? args.rotary.q : cached(args).view;
+    }
+
+    __device__ float scale(const RotaryCacheArgs& args) const {
+        const CachedHeads& heads = cached(args);
+        return heads.scale == nullptr ? 1.0f : heads.scale[index * heads.scale_stride];
+    }
+
+    __device__ int64_t offset(const HeadStrides& strides, Place place) const {
+        return place.outer * strides.batch + place.inner * strides.token + index * strides.head;
+    }
+
+    template <class Element>
+    __device__ const Element* in(const RotaryCacheArgs& args, Place token) const {
+        return static_cast<const Element*>(view(args).in) + offset(view(args).in_strides, token);
+    }
+
+    template <class Element>
+    __device__ Element* out(const RotaryCacheArgs& args, Place place) const {
+        return static_cast<Element*>(view(args).out) + offset(view(args).out_strides, place);
+    }
+};
+
+// What rotary_kernel does to q and k, and what becomes of k and v besides: a thread takes one vector from either half
+// of HeadsPerThread heads of one token, be they of q, k or v, and what is not q's goes to the token's slot. Values are
+// not turned, and in a cache of their own dtype keep their bits.
+template <class Element, class Cached, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
+__global__ void __launch_bounds__(rotary_block_threads, rotary_cache_resident_blocks(!std::is_same_v<Element, Cached>))
+    rotary_cache_kernel(const __grid_constant__ RotaryCacheLaunch launch) {
+    using Real = RealOf<Element>;
+    using Layout = LaneLayout<pairing, Vector>;
+    using Stored = cutlass::AlignedArray<Element, Vector>;
+    using StoredInCache = cutlass::AlignedArray<Cached, Vector>;
+    constexpr bool keeps_dtype = std::is_same_v<Element, Cached>;
+    const RotaryCacheArgs& args = launch.args;
+    const RotaryArgs& rotary = args.rotary;
+    const int thread = blockIdx.x * rotary_block_threads + threadIdx.x;
+    int item, lane, sequence_token, group;
+    Place token;
+    launch.lanes(item, lane, thread);
+    launch.head_groups(sequence_token, group, item);
+    launch.tokens(token.outer, token.inner, sequence_token);
+
+    const int groups = launch.head_groups.divisor;
+    const int heads = rotary.q.heads + args.k.view.heads + args.v.view.heads;
+    const int half = rotary.rotary_dim / 2;
+    const Layout layout{lane, half};
+    const Element* in[HeadsPerThread];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < HeadsPerThread; ++j) in[j] = HeadOfToken(args, group + j * groups).in<Element>(args, token);
+    wait_for_previous_kernel();
+    if (thread >= launch.threads) return;
+
+    // What leads to the angles is asked for first: it takes two steps where the table is a chosen one.
+    const int64_t position = position_at(rotary.positions, 0, token.outer, token.inner);
+    int64_t table_start = 0;
+    if constexpr (lookup != Lookup::one_table) {
+        table_start = chosen_table(rotary.choice, token.outer, token.inner) * rotary.choice.stride;
+    }
+    const int64_t slot = position_at(args.slots.of_tokens, 0, token.outer, token.inner);
+    HeadFragment<Element, Vector> fragments[HeadsPerThread];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < HeadsPerThread; ++j) {
+        if (group + j * groups < heads) fragments[j].load(in[j], layout);
+    }
+    float scales[HeadsPerThread];
+    if constexpr (!keeps_dtype) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < HeadsPerThread; ++j) {
+            const HeadOfToken head(args, group + j * groups);
+            if (group + j * groups < heads && head.kind != HeadOfToken::query) scales[j] = head.scale(args);
+        }
+    }
+
+    const uint64_t* table = rotary.table + table_start;
+    uint64_t turns[Vector];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < Vector; ++j) turns[j] = table[layout.pair(j)];
+    const uint64_t factor = table[half];
+    let_next_kernel_start();
+
+    const auto gain = static_cast<Real>(attention_factor_of(factor));
+    CosSin<Real> by[Vector];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < Vector; ++j) by[j] = turn(phase_of(position, turns[j]), gain, Real(1));
+
+    // Unsigned, so that negative slots are out of range too.
+    const bool is_kept = static_cast<uint64_t>(slot) < launch.slots;
+    Place place{token.outer, static_cast<int>(slot)};
+    if (args.slots.paged) launch.block_size(place.outer, place.inner, static_cast<int>(slot));
+
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < HeadsPerThread; ++j) {
+        if (group + j * groups >= heads) break;
+        const HeadOfToken head(args, group + j * groups);
+        const bool is_query = head.kind == HeadOfToken::query;
+        if constexpr (keeps_dtype) {
+            if (head.kind != HeadOfToken::value) fragments[j].template rotate<Layout::crosses_vectors>(by);
+            if (is_query || is_kept) fragments[j].store(head.out<Element>(args, is_query ? token : place), layout);
+        } else {
+            auto wide = fragments[j].widened();
+            if (head.kind != HeadOfToken::value) wide.template rotate<Layout::crosses_vectors>(by);
+            if (is_query) {
+                fragments[j].round(wide);
+                fragments[j].store(head.out<Element>(args, token), layout);
+            } else if (is_kept) {
+                Cached* out = head.out<Cached>(args, place);
+                *reinterpret_cast<StoredInCache*>(out + layout.first()) = to_float8(wide.first, scales[j]);
+                *reinterpret_cast<StoredInCache*>(out + layout.second()) = to_float8(wide.second, scales[j]);
+            }
+        }
+    }
+
+    if (!launch.has_tail) return;
+    for (int number = group; number < heads; number += groups) {
+        const HeadOfToken head(args, number);
+        const bool is_query = head.kind == HeadOfToken::query;
+        if (is_query ? rotary.q.in == rotary.q.out : !is_kept) continue;
+        const Element* from = head.in<Element>(args, token);
+        for (int at = rotary.rotary_dim + lane * Vector; at < rotary.head_dim; at += launch.lanes.divisor * Vector) {
+            const Stored x = *reinterpret_cast<const Stored*>(from + at);
+            if (is_query || keeps_dtype) {
+                *reinterpret_cast<Stored*>(head.out<Element>(args, is_query ? token : place) + at) = x;
+            } else if constexpr (!keeps_dtype) {
+                cutlass::NumericArrayConverter<Real, Element, Vector> widen;
+                *reinterpret_cast<StoredInCache*>(head.out<Cached>(args, place) + at) =
+                    to_float8(widen(x), head.scale(args));
+            }
+        }
+    }
+}
+
+template <class Element, class Cached, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
+void launch_cached_planned(const RotaryCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
+    const auto threads = static_cast<int>(args.rotary.batch * args.rotary.tokens * plan.threads_per_token());
+    const RotaryCacheLaunch launch{
+        .args = args,
+        .lanes = cutlass::FastDivmod(plan.lanes),
+        .head_groups = cutlass::FastDivmod(plan.head_groups),
+        .tokens = cutlass::FastDivmod(static_cast<int>(args.rotary.tokens)),
+        .block_size = cutlass::FastDivmod(static_cast<int>(args.slots.block_size)),
+        .threads = threads,
+        .slots = static_cast<uint32_t>(args.slots.count()),
+        .has_tail = args.rotary.rotary_dim < args.rotary.head_dim,
+    };
+    const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
+    launch_overlapping(rotary_cache_kernel<Element, Cached, Vector, HeadsPerThread, pairing, lookup>, dim3(blocks),
+                       rotary_block_threads, stream, launch);
+}
+
+template <class Element, class Cached, Pairing pairing, Lookup lookup>
+void launch_cached_vectors(const RotaryCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
+    constexpr int vector = access_bytes / sizeof(Element);
+    switch (plan.heads_per_thread) {
+        case 1: return launch_cached_planned<Element, Cached, vector, 1, pairing, lookup>(args, plan, stream);
+        case 2: return launch_cached_planned<Element, Cached, vector, 2, pairing, lookup>(args, plan, stream);
+    }
+    throw std::logic_error("mrrope: no kernel that writes a cache takes that many heads a thread");
+}
+
+// Without vectors there is one kernel for all: it is slow anyway.
+template <class Element, class Cached, Pairing pairing>
+void launch_cached_lookup(const RotaryCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
+    if (plan.vector == 1) {
+        return launch_cached_planned<Element, Cached, 1, 1, pairing, Lookup::chosen_table>(args, plan, stream);
+    }
+    if (args.rotary.choice.count > 1) {
+        return launch_cached_vectors<Element, Cached, pairing, Lookup::chosen_table>(args, plan, stream);
+    }
+    return launch_cached_vectors<Element, Cached, pairing, Lookup::one_table>(args, plan, stream);
+}
+
+template <class Element, class Cached>
+void launch_cached(const RotaryCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
+    switch (args.rotary.pairing) {
+        case Pairing::halves: return launch_cached_lookup<Element, Cached, Pairing::halves>(args, plan, stream);
+        case Pairing::interleaved:
+            return launch_cached_lookup<Element, Cached, Pairing::interleaved>(args, plan, stream);
+    }
+}
+
+// Instantiated in a file per element type, so that they compile side by side.
+template <class Element>
+void launch_rotary_cache(const RotaryCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
+    if (!args.float8) return launch_cached<Element, Element>(args, plan, stream);
+    if constexpr (std::is_same_v<Element, double>) {
+        throw std::logic_error("mrrope: heads of float64 are not written to a cache of float8");
+    } else {
+        launch_cached<Element, Float8>(args, plan, stream);
+    }
+}
+
+extern template void launch_rotary_cache<double>(const RotaryCacheArgs&, const RotaryPlan&, cudaStream_t);
+extern template void launch_rotary_cache<float>(const RotaryCacheArgs&, const RotaryPlan&, cudaStream_t);
+extern template void launch_rotary_cache<cutlass::half_t>(const RotaryCacheArgs&, const RotaryPlan&, cudaStream_t);
+extern template void launch_rotary_cache<cutlass::bfloat16_t>(const RotaryCacheArgs&, const RotaryPlan&, cudaStream_t);
+
+}  // namespace mrrope

@@ -1,0 +1,33 @@
+#include "rotary_cache_plan.h"
+
+namespace mrrope {
+namespace {
+
+// Threads write as many components at a time as they read, of float8 fewer bytes.
+bool starts_aligned(const HeadsView& view, int element_size, int written_size) {
+    return view.heads == 0 ||
+           (starts_aligned(view.in, view.in_strides, element_size) &&
+            starts_aligned(view.out, view.out_strides, written_size, access_bytes / element_size * written_size));
+}
+
+// Heads that share a thread share its phases, but wait for each other.
+int choose_heads_per_thread(const RotaryShape& shape, const HeadSplit& split) {
+    constexpr int64_t few_threads = 1 << 17;
+    const int64_t threads = shape.batch * shape.tokens * shape.heads * split.lanes;
+    return split.vector == 1 || shape.heads == 1 || threads < few_threads ? 1 : 2;
+}
+
+}  // namespace
+
+RotaryPlan plan_rotary_cache(const RotaryCacheArgs& args) {
+    RotaryShape shape = shape_of(args.rotary);
+    const int cached_size = args.float8 ? 1 : shape.element_size;
+    shape.heads = args.rotary.q.heads + args.k.view.heads + args.v.view.heads;
+    shape.aligned = starts_aligned(args.rotary.q, shape.element_size, shape.element_size) &&
+                    starts_aligned(args.k.view, shape.element_size, cached_size) &&
+                    starts_aligned(args.v.view, shape.element_size, cached_size);
+    const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
+    return plan_heads(shape, split, choose_heads_per_thread(shape, split));
+}
+
+}  // namespace mrrope
