@@ -2,6 +2,7 @@
 
 #include <cutlass/float8.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <type_traits>
 
@@ -203,7 +204,7 @@ void launch_cached_planned(const RotaryCacheArgs& args, const RotaryPlan& plan, 
         .lanes = cutlass::FastDivmod(plan.lanes),
         .head_groups = cutlass::FastDivmod(plan.head_groups),
         .tokens = cutlass::FastDivmod(static_cast<int>(args.rotary.tokens)),
-        .block_size = cutlass::FastDivmod(static_cast<int>(args.slots.block_size)),
+        .block_size = cutlass::FastDivmod(static_cast<int>(std::max<int64_t>(1, args.slots.block_size))),
         .threads = threads,
         .slots = static_cast<uint32_t>(args.slots.count()),
         .has_tail = args.rotary.rotary_dim < args.rotary.head_dim,
