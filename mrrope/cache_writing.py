@@ -41,7 +41,7 @@ def rotary_and_cache_(
         slots: of a paged cache, where each token goes: ``block * block_size + offset``, int32 or int64, ``[tokens]``,
             or ``[batch, tokens]`` of several sequences. Tokens with a negative slot, padding, are not written; no two
             tokens may have the same one. Without slots the cache is a static one.
-        cache_positions: of a static cache, where in its sequence each token goes, as ``positions`` are given; by default
+        cache_positions: of a static cache, where in its sequence each token goes, shaped as ``positions``; by default
             those. Tokens at negative ones are not written.
         layout: of q, k and v, ``bhsd``, ``bshd`` or ``thd``.
         cache_layout: ``nhd``, ``[blocks, block_size, heads, head_dim]``, as vLLM has it and the default for a paged

@@ -1,0 +1,675 @@
+"""Rotation on the way to a cache: what rotary makes of q and k, and a scatter of k and v, in one pass and rounding."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, Case, cases, onto, storage_of, table_of, whole_memory
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from reference import TOLERANCES, assert_rotated, components_of, pairs_of, rotated
+from torch.library import opcheck
+
+import mrrope
+from mrrope.tables import packed_stack
+
+IN_PLACE = torch.ops.mrrope.rotary_and_cache_.default
+INTO = torch.ops.mrrope.rotary_and_cache_.into
+FLOAT8 = torch.float8_e4m3fn
+CACHE_LAYOUTS = ["nhd", "hnd"]
+LEFT_OUT = [-1, -9]
+
+
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return torch.equal(bits_of(x), bits_of(y))
+
+
+def by_token(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """Heads as [tokens of all sequences, heads, head_dim]."""
+    x = x.transpose(1, 2) if layout == "bhsd" else x
+    return x if layout == "thd" else x.flatten(0, 1)
+
+
+def by_slot(cache: torch.Tensor, cache_layout: str) -> torch.Tensor:
+    """A cache as [slots of all blocks, heads, head_dim]; of bytes where those are float8."""
+    x = cache.view(torch.uint8) if cache.dtype == FLOAT8 else cache
+    return (x.transpose(1, 2) if cache_layout == "hnd" else x).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How a call's k and v are cached."""
+
+    paged: bool = True
+    cache_layout: str = "nhd"
+    float8: bool = False
+    scales: str = "none"
+    slot_dtype: torch.dtype = torch.int64
+    memory: str = "contiguous"
+    q_out: bool = False
+
+
+class Call:
+    """One call with everything it reads and writes."""
+
+    def __init__(self, case: Case, kept: Kept, device: str) -> None:
+        self.case, self.kept = case, kept
+        self.q, self.k = case.heads_on(device)
+        self.v = case.with_changes(seed=case.seed + 1).heads_on(device)[1]
+        self.positions, self.table = case.positions(device), case.table()
+        rng = np.random.default_rng([case.seed, 7])
+        sequences = 1 if case.layout == "thd" else case.batch
+        heads = case.heads[1]
+        blocks, block_size = (-(-sequences * case.tokens // 4) + 2, 5) if kept.paged else (sequences, case.tokens + 3)
+        slots = blocks * block_size if kept.paged else block_size
+        if kept.paged:
+            places = rng.permutation(slots)[: sequences * case.tokens].reshape(sequences, case.tokens)
+        else:
+            places = np.stack([rng.permutation(slots)[: case.tokens] for _ in range(max(1, sequences))])[:sequences]
+        places = np.where(rng.random(places.shape) < 0.2, rng.choice(LEFT_OUT, places.shape), places)
+        self.slots = torch.from_numpy(places.astype(np.int64)).to(device, kept.slot_dtype)
+        if case.layout == "thd":
+            self.slots = self.slots[0]
+        shape = (blocks, block_size, heads) if kept.cache_layout == "nhd" else (blocks, heads, block_size)
+        self.key_cache, self.value_cache = (self._cache((*shape, case.head_dim), device) for _ in range(2))
+        self.key_scale, self.value_scale = None, None
+        if kept.scales != "none":
+            count = {"one": (), "one in a row": (1,), "each": (heads,)}[kept.scales]
+            values = torch.from_numpy(rng.uniform(0.004, 0.1, (2, *count)).astype(np.float32)).to(device)
+            self.key_scale, self.value_scale = values
+        self.q_out = torch.full_like(self.q, -5.0) if kept.q_out else None
+
+    def _cache(self, shape, device):
+        dtype = self.case.dtype if not self.kept.float8 else torch.float32
+        cache = onto(device, storage_of(shape, self.kept.memory, dtype))
+        if not self.kept.float8:
+            return cache
+        memory = whole_memory(cache).to(FLOAT8)
+        return memory.as_strided(cache.shape, cache.stride(), cache.storage_offset())
+
+    def arguments(self) -> dict:
+        where = {"slots" if self.kept.paged else "cache_positions": self.slots}
+        return {
+            **{name: getattr(self, name) for name in ("q", "k", "v", "positions", "table", "key_cache", "value_cache")},
+            **where,
+            "layout": self.case.layout,
+            "cache_layout": self.kept.cache_layout,
+            "pairing": self.case.pairing,
+            "key_scale": self.key_scale,
+            "value_scale": self.value_scale,
+            "q_out": self.q_out,
+        }
+
+    def raw_arguments(self) -> tuple:
+        heads = (self.q,) if self.q_out is None else (self.q, self.q_out)
+        packed = self.table.packed(self.q.device)
+        options = (self.case.layout, self.kept.cache_layout, self.case.pairing, self.key_scale, self.value_scale)
+        return (*heads, self.k, self.v, self.positions, packed, self.key_cache, self.value_cache, self.slots,
+                self.kept.paged, *options)  # fmt: skip
+
+    def written(self) -> list[torch.Tensor]:
+        return [self.q if self.q_out is None else self.q_out, self.key_cache, self.value_cache]
+
+    def memories(self) -> list[torch.Tensor]:
+        names = ("q", "q_out", "k", "v", "key_cache", "value_cache", "positions", "slots")
+        tensors = [x for x in (getattr(self, name) for name in names) if x is not None]
+        return [bits_of(whole_memory(x)).clone() for x in tensors]
+
+    def each_slot(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which tokens are kept, and in which slot of all blocks."""
+        slots = self.slots.reshape(-1).long()
+        kept = slots >= 0
+        if not self.kept.paged:
+            length = self.key_cache.shape[1 if self.kept.cache_layout == "nhd" else 2]
+            slots = slots + length * (torch.arange(len(slots), device=slots.device) // max(1, self.case.tokens))
+        return kept, slots[kept]
+
+    def run_and_check(self) -> None:
+        before = replace_tensors(self)
+        result = mrrope.rotary_and_cache_(**self.arguments())
+        assert result is (self.q if self.q_out is None else self.q_out)
+        self.check(before)
+
+    def check(self, before: "Call") -> None:
+        """Asserts what the call promises, given the tensors as they were."""
+        case, table = self.case, self.table
+        assert_rotated(self.written()[0], before.q, self.positions, table, case.layout, case.pairing)
+        for name in ("k", "v") + (() if self.q_out is None else ("q",)):
+            assert same_bits(whole_memory(getattr(self, name)), whole_memory(getattr(before, name)))
+        kept, slots = self.each_slot()
+        positions = self.positions.expand(self.slots.shape).reshape(-1)[kept]
+        others = torch.ones(self.slots_in_all(), dtype=torch.bool, device=slots.device)
+        others[slots] = False
+        for name, heads, scale in (("key", before.k, self.key_scale), ("value", before.v, self.value_scale)):
+            cache, was = (getattr(call, f"{name}_cache") for call in (self, before))
+            rows, old_rows = by_slot(cache, self.kept.cache_layout), by_slot(was, self.kept.cache_layout)
+            assert same_bits(rows[others], old_rows[others])
+            assert same_bits(outside_of(cache), outside_of(was))
+            heads = by_token(heads, case.layout)[kept]
+            if not self.kept.float8 and name == "key":
+                assert_rotated(rows[slots], heads, positions, table, "thd", case.pairing)
+            elif not self.kept.float8:
+                assert same_bits(rows[slots], heads)
+            elif name == "value":
+                assert torch.equal(rows[slots], nearest_float8(heads.float(), scale).view(torch.uint8))
+            else:
+                self.assert_rotated_float8(rows[slots].view(FLOAT8), heads, positions, scale)
+
+    def slots_in_all(self) -> int:
+        return by_slot(self.key_cache, self.kept.cache_layout).shape[0]
+
+    def assert_rotated_float8(self, actual, heads, positions, scale) -> None:
+        """Every component within one rounding of the exact rotation over the scale, saturated."""
+        dim, pairing = self.table.rotary_dim, self.case.pairing
+        exact = rotated(heads, positions, self.table, "thd", pairing) / divisor(scale).cpu().double()
+        norms = np.abs(pairs_of(exact[..., :dim].numpy(), pairing))
+        norms = torch.from_numpy(components_of(norms + 1j * norms, pairing))
+        actual, expected = actual.float().cpu().double(), exact.clamp(-448, 448)
+        error = (actual - expected).abs()
+        half_ulp = (expected.abs() * 2.0**-4).clamp(min=2.0**-10)
+        assert (error[..., :dim] <= half_ulp[..., :dim] + TOLERANCES[torch.float32].arithmetic * norms).all()
+        tail = nearest_float8(heads.float(), scale)[..., dim:].float().cpu().double()
+        assert torch.equal(actual[..., dim:], tail)
+
+
+def replace_tensors(call: Call) -> Call:
+    """A call on copies of the memory of this one's tensors."""
+    copied = object.__new__(Call)
+    for name, value in vars(call).items():
+        if isinstance(value, torch.Tensor):
+            value = whole_memory(value).clone().as_strided(value.shape, value.stride(), value.storage_offset())
+        setattr(copied, name, value)
+    return copied
+
+
+def outside_of(x: torch.Tensor) -> torch.Tensor:
+    inside = torch.zeros(whole_memory(x).shape, dtype=torch.bool, device=x.device)
+    inside.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
+    return whole_memory(x).view(torch.uint8).view(len(inside), x.element_size())[~inside]
+
+
+def divisor(scale: torch.Tensor | None) -> torch.Tensor:
+    """A scale, one or one a head, as it divides [tokens, heads, head_dim]."""
+    return torch.ones(1) if scale is None else scale.reshape(-1, 1)
+
+
+def nearest_float8(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return (x / divisor(scale).to(x.device)).clamp(-448, 448).to(FLOAT8)
+
+
+def kept_cases():
+    def build(float8, scales, **options):
+        return Kept(float8=float8, scales=scales if float8 else "none", **options)
+
+    return st.builds(
+        build,
+        paged=st.booleans(),
+        cache_layout=st.sampled_from(CACHE_LAYOUTS),
+        float8=st.booleans(),
+        scales=st.sampled_from(["none", "one", "one in a row", "each"]),
+        slot_dtype=st.sampled_from([torch.int32, torch.int64]),
+        memory=st.sampled_from(OWN_MEMORY),
+        q_out=st.booleans(),
+    )
+
+
+EVERY_KEPT = [
+    Kept(paged, cache_layout, float8, "each" if float8 else "none")
+    for paged in (True, False)
+    for cache_layout in CACHE_LAYOUTS
+    for float8 in (False, True)
+]
+
+
+# --- numbers ---
+
+
+@given(case=cases(), kept=kept_cases(), keys=st.integers(1, 4))
+@example(Case(layout="thd", tokens=65, heads=(8, 2), head_dim=128, rotary_dim=128, dtype=torch.bfloat16), Kept(), 2)
+@example(Case(tokens=65, heads=(8, 2), head_dim=128, rotary_dim=64, dtype=torch.float16),
+         Kept(False, "hnd", True, "each"), 2)  # fmt: skip
+@settings(max_examples=200)
+def test_every_token_goes_to_its_slot(device, case, kept, keys):
+    if case.dtype == torch.float64:
+        kept = replace(kept, float8=False, scales="none")
+    Call(case.with_changes(heads=(case.heads[0], keys)), kept, device).run_and_check()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("kept", EVERY_KEPT, ids=str)
+def test_every_cache(device, layout, pairing, kept):
+    batch = 2 if kept.paged else 3
+    case = Case(layout=layout, pairing=pairing, batch=batch, dtype=torch.bfloat16, head_dim=64, rotary_dim=64)
+    Call(case, kept, device).run_and_check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_a_rotation_and_a_scatter(device, dtype):
+    call = Call(Case(layout="thd", tokens=40, dtype=dtype, head_dim=64, rotary_dim=48), Kept(), device)
+    q, k = mrrope.rotary(call.q, call.k, call.positions, call.table, "thd")
+    key_cache, value_cache = call.key_cache.clone(), call.value_cache.clone()
+    kept, slots = call.each_slot()
+    for cache, heads in ((key_cache, k), (value_cache, call.v)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, heads[kept])
+    mrrope.rotary_and_cache_(**call.arguments())
+    assert all(same_bits(x, y) for x, y in zip(call.written(), (q, key_cache, value_cache), strict=True))
+
+
+def test_a_static_cache_is_written_at_the_positions(device):
+    case = Case(dtype=torch.float32, reach=0)
+    call = Call(case, Kept(False, "hnd"), device)
+    positions = torch.tensor([3, 4, 5, 6, 7], device=device)
+    cached = [torch.zeros(2, 2, 9, 16, device=device) for _ in range(2)]
+    q, k = mrrope.rotary(call.q, call.k, positions, call.table)
+    expected = [cached[0].index_copy(2, positions, k), cached[1].index_copy(2, positions, call.v)]
+    mrrope.rotary_and_cache_(call.q, call.k, call.v, positions, call.table, *cached)
+    assert torch.equal(call.q, q)
+    assert all(torch.equal(x, y) for x, y in zip(cached, expected, strict=True))
+
+
+def test_padding_is_rotated_but_not_cached(device):
+    """A batch padded on the left: positions start at its first real token, places in the cache at the padding."""
+    call = Call(Case(batch=2, tokens=4), Kept(False, "hnd"), device)
+    positions = torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3]], device=device)
+    places = torch.tensor([[-1, -1, 2, 3], [0, 1, 2, 3]], device=device)
+    q, k = mrrope.rotary(call.q, call.k, positions, call.table)
+    cached = [torch.full((2, 2, 6, 16), 7.0, device=device) for _ in range(2)]
+    mrrope.rotary_and_cache_(call.q, call.k, call.v, positions, call.table, *cached, cache_positions=places)
+    assert torch.equal(call.q, q)
+    for cache, heads in zip(cached, (k, call.v), strict=True):
+        assert torch.equal(cache[0, :, 2:4], heads[0, :, 2:4])
+        assert torch.equal(cache[1, :, :4], heads[1])
+        assert (cache[0, :, :2] == 7.0).all()
+        assert (cache[:, :, 4:] == 7.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("float8", [False, True])
+def test_frobenius_error_is_one_rounding(device, dtype, float8):
+    """No more than rounding the exact result itself; through the heads' own dtype it would be."""
+    case = Case(layout="thd", tokens=400, heads=(4, 4), head_dim=128, rotary_dim=128, dtype=dtype)
+    call = Call(case, Kept(float8=float8, scales="one" if float8 else "none"), device)
+    exact = rotated(call.k, call.positions, call.table, "thd")
+    mrrope.rotary_and_cache_(**call.arguments())
+    kept, slots = (x.cpu() for x in call.each_slot())
+    rows = by_slot(call.key_cache, "nhd").cpu()[slots]
+    exact = exact[kept]
+    if float8:
+        scale = call.key_scale.cpu().double()
+        rounded = (exact / scale).clamp(-448, 448).to(FLOAT8).double() * scale
+        actual = rows.view(FLOAT8).double() * scale
+    else:
+        rounded, actual = exact.to(dtype).double(), rows.double()
+    allowed = (rounded - exact).norm() / exact.norm() * 1.0005 + TOLERANCES[torch.float32].arithmetic
+    assert (actual - exact).norm() / exact.norm() <= allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_float8_saturates_and_keeps_nan(device, dtype):
+    case = Case(layout="thd", tokens=2, heads=(1, 1), dtype=dtype, reach=0)
+    call = Call(case, Kept(float8=True), device)
+    call.table = mrrope.frequency_table("rope", rotary_dim=16, base=1e4, original_max_position=64)
+    call.slots = torch.tensor([3, 4], device=device)
+    special = [0.0, -0.0, 448.0, 464.0, 465.0, -480.0, 1e4, -1e4, float("inf"), -float("inf"), float("nan")]
+    call.v[0, 0, : len(special)] = torch.tensor(special, dtype=dtype, device=device)
+    call.k.copy_(call.v).nan_to_num_(nan=0.0, posinf=6e4, neginf=-6e4)
+    mrrope.rotary_and_cache_(**call.arguments())
+    row = call.value_cache.view(-1, 1, 16)[3, 0].float().cpu()
+    expected = [0.0, -0.0, 448.0, 448.0, 448.0, -448.0, 448.0, -448.0, 448.0, -448.0]
+    assert row[:10].tolist() == expected
+    assert row[10].isnan()
+    # Positions of 0 turn nothing.
+    assert call.key_cache.view(-1, 1, 16)[3, 0].float().cpu()[:10].tolist() == expected
+
+
+# --- tables, views, shapes ---
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "thd"])
+@pytest.mark.parametrize("kept", EVERY_KEPT[:4], ids=str)
+def test_table_index(device, layout, kept):
+    case = Case(layout=layout, batch=3, tokens=6, dtype=torch.bfloat16)
+    call = Call(case, kept, device)
+    tables = [table_of(method, 16) for method in ("rope", "yarn", "mrrope_pro")]
+    index = torch.tensor([2, 0, 1] if layout == "bhsd" else [0, 1, 2, 2, 1, 0], dtype=torch.int32, device=device)
+    arguments = call.arguments() | {"table": tables, "table_index": index}
+    q, k = mrrope.rotary(call.q, call.k, call.positions, tables, layout, table_index=index)
+    expected = Call(case, kept, device)
+    # k comes rotated already, and 0 turns nothing by a table without a factor.
+    plain = expected.arguments() | {"q": q, "k": k, "table": table_of("pi", 16),
+                                    "positions": torch.zeros_like(call.positions)}  # fmt: skip
+    mrrope.rotary_and_cache_(**plain)
+    mrrope.rotary_and_cache_(**arguments)
+    assert torch.equal(call.q, q)
+    assert same_bits(call.value_cache, expected.value_cache)
+    if not kept.float8:
+        assert same_bits(call.key_cache, expected.key_cache)
+    else:  # rounded to bfloat16 on the way
+        torch.testing.assert_close(call.key_cache.float(), expected.key_cache.float(), rtol=2.0**-3, atol=2.0**-9)
+
+
+def test_views_of_one_projection_and_of_one_cache(device):
+    tokens, q_heads, kv_heads, dim = 12, 4, 2, 32
+    packed = torch.randn(tokens, (q_heads + 2 * kv_heads) * dim, dtype=torch.bfloat16, device=device)
+    before = packed.clone()
+    table = table_of("yarn", dim)
+    positions = torch.arange(tokens, device=device) + 5000
+    slots = torch.randperm(32, device=device)[:tokens]
+
+    def split(x):
+        sizes = [q_heads * dim, kv_heads * dim, kv_heads * dim]
+        return [part.unflatten(-1, (-1, dim)) for part in x.split(sizes, dim=-1)]
+
+    q, k, v = split(packed)
+    for shape in ((2, 4, 8, kv_heads, dim), (4, 2, 8, kv_heads, dim)):
+        cache = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        key_cache, value_cache = cache.unbind(0 if shape[0] == 2 else 1)
+        packed.copy_(before)
+        mrrope.rotary_and_cache_(q, k, v, positions, table, key_cache, value_cache, slots, layout="thd")
+        old_q, old_k, old_v = split(before)
+        want_q, want_k = mrrope.rotary(old_q, old_k, positions, table, "thd")
+        assert torch.equal(q, want_q)
+        assert torch.equal(packed[:, q_heads * dim :], before[:, q_heads * dim :])
+        assert torch.equal(by_slot(key_cache, "nhd")[slots], want_k)
+        assert torch.equal(by_slot(value_cache, "nhd")[slots], old_v)
+
+
+@pytest.mark.parametrize("kept", EVERY_KEPT, ids=str)
+@pytest.mark.parametrize("empty", [Case(batch=0), Case(tokens=0), Case(heads=(0, 2)), Case(heads=(2, 0))],
+                         ids=["batch", "tokens", "q", "k"])  # fmt: skip
+def test_empty_tensors(device, kept, empty):
+    Call(empty, kept, device).run_and_check()
+
+
+# --- as PyTorch sees it ---
+
+
+@pytest.mark.parametrize("q_out", [False, True])
+@pytest.mark.parametrize("kept", EVERY_KEPT, ids=str)
+def test_opcheck(device, kept, q_out):
+    case = Case(dtype=torch.bfloat16, memory="padded", rotary_dim=12)
+    call = Call(case, replace(kept, q_out=q_out), device)
+    # The others compute with copies of the caches, and float8 knows no arithmetic.
+    tests = {"test_utils": ("test_autograd_registration", "test_faketensor")} if kept.float8 else {}
+    opcheck(INTO if q_out else IN_PLACE, call.raw_arguments(), **tests)
+
+
+def test_schemas_say_what_is_written():
+    def written(op):
+        return [argument.name for argument in op._schema.arguments if argument.is_write]
+
+    assert written(IN_PLACE) == ["q", "key_cache", "value_cache"]
+    assert written(INTO) == ["q_out", "key_cache", "value_cache"]
+    assert IN_PLACE._schema.returns == INTO._schema.returns == []
+
+
+def test_meta_and_fake_tensors():
+    call = Call(Case(), Kept(), "cpu")
+    before = call.memories()
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        arguments = {
+            name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            for name, value in call.arguments().items()
+        }
+        mrrope.rotary_and_cache_(**arguments)
+    meta = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in call.arguments().items()}
+    mrrope.rotary_and_cache_(**meta)
+    assert all(torch.equal(x, y) for x, y in zip(call.memories(), before, strict=True))
+    call.run_and_check()
+
+
+@pytest.mark.parametrize("q_out", [False, True])
+def test_versions_count_and_autograd_notices(device, q_out):
+    call = Call(Case(), Kept(q_out=q_out), device)
+    product = torch.ones_like(call.key_cache, requires_grad=True) * call.key_cache
+    versions = [x._version for x in call.written()]
+    others = [call.k._version, call.v._version, call.slots._version]
+    mrrope.rotary_and_cache_(**call.arguments())
+    assert [x._version for x in call.written()] == [version + 1 for version in versions]
+    assert [call.k._version, call.v._version, call.slots._version] == others
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "key_cache", "value_cache", "q_out"])
+def test_gradients_are_refused(device, name):
+    call = Call(Case(), Kept(q_out=name == "q_out"), device)
+    getattr(call, name).requires_grad_()
+    before = call.memories()
+    with pytest.raises(RuntimeError, match=f"{name} requires grad, and caches are written without gradients"):
+        mrrope.rotary_and_cache_(**call.arguments())
+    assert all(torch.equal(x, y) for x, y in zip(call.memories(), before, strict=True))
+    with torch.no_grad():
+        call.run_and_check()
+
+
+def test_inference_mode(device):
+    call = Call(Case(), Kept(), device)
+    with torch.inference_mode():
+        call.run_and_check()
+        call.key_cache = call.key_cache.clone()
+    with pytest.raises(RuntimeError, match="key_cache was made in inference mode"):
+        mrrope.rotary_and_cache_(**call.arguments())
+
+
+@pytest.fixture
+def compiler():
+    torch._dynamo.reset()
+    yield torch._dynamo
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("q_out", [False, True])
+def test_compile(device, backend, q_out):
+    table = table_of("yarn", 16).to(device)
+
+    def attend(x, positions, slots, key_cache, value_cache):
+        q, k, v = (part.unflatten(-1, (-1, 16)) for part in (x * 2.0).split([64, 32, 32], dim=-1))
+        out = torch.empty_like(q) if q_out else None
+        q = mrrope.rotary_and_cache_(q, k, v, positions, table, key_cache, value_cache, slots, layout="thd", q_out=out)
+        return q.sum(-1) + key_cache.sum()
+
+    compiled = torch.compile(attend, fullgraph=True, backend=backend, dynamic=True)
+    for tokens in (5, 9):
+        generator = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, 128, generator=generator, dtype=torch.float64).to(device)
+        slots = torch.randperm(16, generator=generator)[:tokens].to(device)
+        positions = torch.arange(tokens, device=device)
+        caches = [[torch.zeros(4, 4, 2, 16, dtype=torch.float64, device=device) for _ in range(2)] for _ in range(2)]
+        expected = attend(x, positions, slots, *caches[0])
+        actual = compiled(x, positions, slots, *caches[1])
+        torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-12)
+        for ours, theirs in zip(*caches, strict=True):
+            assert ours.abs().sum() > 0
+            torch.testing.assert_close(theirs, ours, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("kept", EVERY_KEPT, ids=str)
+def test_graph_capture_with_other_slots(cuda, kept):
+    call = Call(Case(dtype=torch.bfloat16, head_dim=64, rotary_dim=64), kept, cuda)
+    call.table.to(cuda)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mrrope.rotary_and_cache_(**call.arguments())
+    for seed in (3, 4):
+        changed = Call(Case(dtype=torch.bfloat16, head_dim=64, rotary_dim=64, seed=seed), kept, cuda)
+        for name in ("q", "k", "v", "positions", "slots"):
+            getattr(call, name).copy_(getattr(changed, name))
+        before = replace_tensors(call)
+        graph.replay()
+        torch.cuda.synchronize()
+        call.check(before)
+
+
+def test_runs_on_the_current_stream(cuda):
+    call = Call(Case(), Kept(), cuda)
+    call.table.to(cuda)
+    late = replace_tensors(call)
+    for x in (late.q, late.k, late.v):
+        x.zero_()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        # The heads arrive so late on this stream that a rotation on any other finds zeros.
+        torch.cuda._sleep(200_000_000)
+        for name in ("q", "k", "v"):
+            getattr(late, name).copy_(getattr(call, name))
+        mrrope.rotary_and_cache_(**late.arguments())
+    stream.synchronize()
+    late.check(call)
+
+
+@pytest.mark.parametrize("kept", EVERY_KEPT, ids=str)
+def test_slots_that_are_not_there_spoil_nothing_on_a_gpu(cuda, kept):
+    call = Call(Case(memory="padded"), replace(kept, memory="padded"), cuda)
+    limit = call.slots_in_all() if kept.paged else call.slots_in_all() // 2
+    wrong = torch.tensor([limit, 2**31 - 1, 2**32 + 1, 2**63 - 1, -(2**63)], device=cuda)
+    before = replace_tensors(call)
+    call.slots[0] = wrong
+    mrrope.rotary_and_cache_(**call.arguments())
+    torch.cuda.synchronize()
+    call.slots[0] = -1
+    call.check(before)
+
+
+# --- errors ---
+
+
+def good_call() -> dict:
+    def ones(*shape):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+    return {
+        "q": ones(2, 3, 4, 8),
+        "k": ones(2, 1, 4, 8),
+        "v": ones(2, 1, 4, 8),
+        "positions": torch.arange(4),
+        "table": table_of("yarn", 8),
+        "key_cache": ones(3, 4, 1, 8),
+        "value_cache": ones(3, 4, 1, 8),
+        "slots": torch.arange(8).view(2, 4),
+    }
+
+
+def ones(*shape, **options) -> torch.Tensor:
+    return torch.ones(shape, **options)
+
+
+CACHE8 = {name: torch.zeros(3, 4, 1, 8, dtype=FLOAT8) for name in ("key_cache", "value_cache")}
+STATIC = {"slots": None, "key_cache": ones(2, 1, 6, 8), "value_cache": ones(2, 1, 6, 8)}
+SHARED = ones(3, 4, 1, 8)
+WRONG = {
+    # what they are
+    "q is a list": ({"q": [1.0]}, TypeError, ["q must be a tensor", "got list"]),
+    "k is None": ({"k": None}, TypeError, ["k must be a tensor", "NoneType"]),
+    "v is a number": ({"v": 3}, TypeError, ["v must be a tensor", "got int"]),
+    "key_cache is a tuple": ({"key_cache": ()}, TypeError, ["key_cache must be a tensor", "got tuple"]),
+    "slots is a list": ({"slots": [1]}, TypeError, ["slots must be a tensor or None", "got list"]),
+    "key_scale is a number": ({**CACHE8, "key_scale": 0.5}, TypeError, ["key_scale must be a tensor or None", "float"]),
+    "table is a name": ({"table": "yarn"}, TypeError, ["table must be a FrequencyTable", "got str"]),
+    "slots and cache_positions": ({"cache_positions": torch.arange(4)}, ValueError,
+                                  ["cache_positions must come without slots", "got both"]),
+    # shapes
+    "k of other tokens": ({"k": ones(2, 1, 5, 8)}, ValueError, ["k must be", "number of heads only", "[2, 1, 5, 8]"]),
+    "k of another head_dim": ({"k": ones(2, 1, 4, 6)}, ValueError, ["k must be", "got k of [2, 1, 4, 6]"]),
+    "k of rank 3": ({"k": ones(1, 4, 8)}, ValueError, ["k must be [batch, heads, tokens, head_dim]", "3 dimensions"]),
+    "v of other heads": ({"v": ones(2, 2, 4, 8)}, ValueError, ["v must have k's shape [2, 1, 4, 8]", "[2, 2, 4, 8]"]),
+    "key_cache of rank 3": ({"key_cache": ones(12, 1, 8)}, ValueError,
+                            ["key_cache must be [blocks, block_size, heads, head_dim]", "nhd", "3 dimensions"]),
+    "key_cache of other heads": ({"key_cache": ones(3, 4, 2, 8)}, ValueError,
+                                 ["key_cache must be", "1 heads of 8 of k", "got [3, 4, 2, 8]"]),
+    "key_cache of another head_dim": ({"key_cache": ones(3, 4, 1, 9)}, ValueError, ["key_cache", "[3, 4, 1, 9]"]),
+    "value_cache of other blocks": ({"value_cache": ones(4, 4, 1, 8)}, ValueError,
+                                    ["value_cache must have key_cache's shape [3, 4, 1, 8]", "got [4, 4, 1, 8]"]),
+    "hnd of nhd": ({"cache_layout": "hnd"}, ValueError, ["key_cache must be [blocks, heads, block_size, head_dim]"]),
+    "static of another batch": ({**STATIC, "key_cache": ones(3, 1, 6, 8)}, ValueError,
+                                ["key_cache must hold k's 2 sequences where there are no slots", "[3, 1, 6, 8]"]),
+    "too few slots": ({"slots": torch.arange(4)}, ValueError, ["slots must be 8, one for each token", "got [4]"]),
+    "slots in one row": ({"slots": torch.arange(8)}, ValueError, ["slots must be", "[2, 4]", "got [8]"]),
+    "too few positions": ({"positions": torch.arange(3)}, ValueError, ["positions must be [4]", "got [3]"]),
+    "rows of positions": ({"positions": torch.zeros(3, 2, 4).long()}, ValueError, ["positions must be", "3 dim"]),
+    "too few cache_positions": ({**STATIC, "cache_positions": torch.arange(3)}, ValueError,
+                                ["cache_positions must be [4]", "got [3]"]),
+    "q_out of another shape": ({"q_out": ones(2, 3, 4, 9)}, ValueError, ["q_out must have q's shape", "[2, 3, 4, 9]"]),
+    "key_scale of two": ({**CACHE8, "key_scale": ones(2)}, ValueError,
+                         ["key_scale must have one element, or [1]", "got [2]"]),
+    "value_scale of two": ({**CACHE8, "value_scale": ones(2)}, ValueError, ["value_scale must have one", "head of v"]),
+    # strides and memory
+    "strided v": ({"v": ones(2, 1, 4, 16)[..., ::2]}, ValueError, ["v must be", "contiguous last dimension"]),
+    "strided key_cache": ({"key_cache": ones(3, 4, 1, 16)[..., ::2]}, ValueError,
+                          ["key_cache must be", "contiguous last dimension", "[64, 16, 16, 2]"]),
+    "expanded value_cache": ({"value_cache": ones(1, 4, 1, 8).expand(3, 4, 1, 8)}, RuntimeError,
+                             ["value_cache must not overlap itself", "[0, 8, 8, 1]"]),
+    "expanded q": ({"q": ones(1, 3, 4, 8).expand(2, 3, 4, 8)}, RuntimeError, ["q must not overlap itself"]),
+    "one cache": ({"key_cache": SHARED, "value_cache": SHARED}, RuntimeError,
+                  ["key_cache and value_cache must not share memory"]),
+    "k in the cache": ({"k": SHARED.view(-1)[:64].view(2, 1, 4, 8), "key_cache": SHARED}, RuntimeError,
+                       ["k and key_cache must not share memory"]),
+    # dtypes
+    "v of another dtype": ({"v": ones(2, 1, 4, 8).half()}, TypeError, ["v must have q's dtype Float", "got Half"]),
+    "caches of another dtype": ({"key_cache": ones(3, 4, 1, 8).half()}, TypeError,
+                                ["key_cache must have q's dtype Float or be Float8_e4m3fn", "got Half"]),
+    "caches of two dtypes": ({"value_cache": CACHE8["value_cache"]}, TypeError,
+                             ["value_cache must have key_cache's dtype Float", "Float8_e4m3fn"]),
+    "float8 of float64": ({**CACHE8, **{n: good_call()[n].double() for n in "qkv"}}, TypeError,
+                          ["q must be float32, float16 or bfloat16 for caches of Float8", "got Double"]),
+    "slots of floats": ({"slots": ones(2, 4)}, TypeError, ["slots must be int32 or int64", "got Float"]),
+    "key_scale of float64": ({**CACHE8, "key_scale": ones(1).double()}, TypeError, ["key_scale must be float32"]),
+    "a scale without float8": ({"value_scale": ones(1)}, ValueError, ["value_scale must come with caches of Float8"]),
+    # devices
+    "v on another device": ({"v": ones(2, 1, 4, 8, device="meta")}, RuntimeError,
+                            ["v must be on q's device cpu", "got meta"]),
+    "slots on another device": ({"slots": ones(2, 4, device="meta").long()}, RuntimeError,
+                                ["slots must be on q's device cpu", "got meta"]),
+    "key_cache on another device": ({"key_cache": ones(3, 4, 1, 8, device="meta")}, RuntimeError,
+                                    ["key_cache must be on q's device cpu", "got meta"]),
+    "key_scale on another device": ({**CACHE8, "key_scale": ones(1, device="meta")}, RuntimeError,
+                                    ["key_scale must be on q's device cpu", "got meta"]),
+    # values
+    "a slot that is not there": ({"slots": torch.tensor([[0, 1, 2, 3], [4, 5, 12, 7]])}, IndexError,
+                                 ["slots must be below 12", "negative", "got 12 for token 2 of sequence 1"]),
+    "a position past the cache": ({**STATIC, "positions": torch.tensor([4, 5, 6, 7])}, IndexError,
+                                  ["cache_positions must be below 6, the slots of a sequence", "got 6 for token 2"]),
+    "unknown layout": ({"layout": "hsd"}, ValueError, ["layout must be one of bhsd, bshd, thd", "got 'hsd'"]),
+    "unknown cache_layout": ({"cache_layout": "NHD"}, ValueError, ["cache_layout must be one of nhd, hnd", "'NHD'"]),
+    "unknown pairing": ({"pairing": "pairs"}, ValueError, ["pairing must be one of halves, interleaved", "'pairs'"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "texts"), WRONG.values(), ids=WRONG.keys())
+def test_errors(changes, error, texts):
+    arguments = {**good_call(), **changes}
+    tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor) and not x.is_meta]
+    before, versions = [bits_of(whole_memory(x)).clone() for x in tensors], [x._version for x in tensors]
+    with pytest.raises(error) as caught:
+        mrrope.rotary_and_cache_(**arguments)
+    assert type(caught.value) is error
+    for text in texts:
+        assert text in str(caught.value)
+    assert all(torch.equal(bits_of(whole_memory(x)), y) for x, y in zip(tensors, before, strict=True))
+    assert [x._version for x in tensors] == versions
+
+
+def test_the_good_call_is_good():
+    mrrope.rotary_and_cache_(**good_call())
+    mrrope.rotary_and_cache_(**{**good_call(), **STATIC})
+    mrrope.rotary_and_cache_(**{**good_call(), **CACHE8, "key_scale": ones(1), "value_scale": torch.tensor(2.0)})
+
+
+def test_the_op_takes_stacks_of_tables(device):
+    call = Call(Case(batch=2), Kept(), device)
+    tables = [table_of("rope", 16), table_of("yarn", 16)]
+    expected = Call(Case(batch=2), Kept(), device)
+    mrrope.rotary_and_cache_(**expected.arguments() | {"table": tables})
+    arguments = list(call.raw_arguments())
+    arguments[4] = packed_stack(tables, call.q.device)
+    IN_PLACE(*arguments)
+    assert all(same_bits(x, y) for x, y in zip(call.written(), expected.written(), strict=True))
