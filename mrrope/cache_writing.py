@@ -59,13 +59,13 @@ def rotary_and_cache_(
             nobody looks at slots before they are used: tokens whose slot is not there are not written.
     """
     _, positions, packed = _arguments(q, k, positions, table)
-    named = {"k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
-    optional = {"slots": slots, "cache_positions": cache_positions, "key_scale": key_scale, "value_scale": value_scale,
-                "q_out": q_out}  # fmt: skip
-    for name, value in (named | {name: value for name, value in optional.items() if value is not None}).items():
+    for name, value in (("k", k), ("v", v), ("key_cache", key_cache), ("value_cache", value_cache)):
         if not isinstance(value, torch.Tensor):
-            wanted = "a tensor or None" if name in optional else "a tensor"
-            raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}")
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    places = (("slots", slots), ("cache_positions", cache_positions))
+    for name, maybe in (*places, ("key_scale", key_scale), ("value_scale", value_scale), ("q_out", q_out)):
+        if maybe is not None and not isinstance(maybe, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor or None, got {type(maybe).__name__}")
     if slots is not None and cache_positions is not None:
         raise ValueError("cache_positions must come without slots, which say where tokens go, got both")
     paged = slots is not None

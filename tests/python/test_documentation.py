@@ -63,3 +63,19 @@ def test_readme_does_what_it_says(taken_for_granted: dict[str, Any]) -> None:
         error = (found.double() - want.double()).norm() / want.double().norm()
         # Each is rounded once; the equivalent's angles, in float64, are off by far less.
         assert error < torch.finfo(torch.float32).eps
+
+
+def test_the_guide_to_caches_does_what_it_says() -> None:
+    example, equivalent, _ = (block[1] for block in PYTHON.finditer((ROOT / "docs" / "cache.md").read_text()))
+    preparation, call = example.rsplit("mrrope.rotary_and_cache_", 1)
+    results = []
+    for code in (
+        f"mrrope.rotary_and_cache_{call}",
+        equivalent + "rotary_and_cache_" + call.replace(', layout="thd"', ""),
+    ):
+        torch.manual_seed(0)
+        names: dict[str, Any] = {}
+        exec(preparation + code, names)
+        results.append([names[name] for name in ("qkv", "key_cache", "value_cache")])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert all(x.abs().sum() > 0 for x in results[0])

@@ -387,6 +387,22 @@ def test_empty_tensors(device, kept, empty):
     Call(empty, kept, device).run_and_check()
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_blocks_more_than_two_to_the_31_elements_apart(device, paged):
+    """On a CPU most of this memory is never touched, and so never there."""
+    call = Call(Case(batch=2, tokens=1, head_dim=32), Kept(paged=paged, float8=True), device)
+    apart = 2**31 + 64
+    near = [torch.zeros(2, 1, 2, 32, device=device).to(FLOAT8) for _ in range(2)]
+    far = [torch.empty(apart + 64, dtype=torch.uint8, device=device).view(FLOAT8) for _ in range(2)]
+    far = [x.as_strided((2, 1, 2, 32), (apart, 64, 32, 1)) for x in far]
+    call.slots = torch.tensor([[1], [0]] if paged else [[0], [0]], device=device)
+    for key_cache, value_cache in (near, far):
+        call.key_cache, call.value_cache = key_cache, value_cache
+        mrrope.rotary_and_cache_(**call.arguments() | {"q": call.q.clone()})
+    assert all(same_bits(x, y) for x, y in zip(far, near, strict=True))
+    assert near[1].float().abs().sum() > 0
+
+
 # --- as PyTorch sees it ---
 
 
