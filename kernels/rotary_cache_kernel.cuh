@@ -19,6 +19,7 @@ struct RotaryCacheLaunch {
     cutlass::FastDivmod head_groups;
     cutlass::FastDivmod tokens;
     cutlass::FastDivmod block_size;
+    HeadGroups groups;
     int threads;
     uint32_t slots;
     bool has_tail;
@@ -42,23 +43,27 @@ __device__ cutlass::AlignedArray<Float8, Vector> to_float8(cutlass::Array<float,
     return rounded;
 }
 
-// A token's number in its sequence, or its slot in a block.
+// A token of a sequence, or a slot of a block.
 struct Place {
     int outer;
     int inner;
+
+    __device__ int64_t offset(const HeadStrides& strides) const {
+        return outer * strides.batch + inner * strides.token;
+    }
 };
 
-// A head, counted through those of q, k and v.
-struct HeadOfToken {
+// The heads of a thread: `first` and every `step`th after it of q, k or v.
+struct HeadsOfThread {
     enum Kind { query, key, value };
     Kind kind;
-    int index;
+    int first;
+    int step;
 
-    __device__ HeadOfToken(const RotaryCacheArgs& args, int head) {
-        const int queries = args.rotary.q.heads;
-        const int keys = args.k.view.heads;
-        kind = head < queries ? query : head < queries + keys ? key : value;
-        index = head - (kind == query ? 0 : kind == key ? queries : queries + keys);
+    __device__ HeadsOfThread(const HeadGroups& groups, int group) {
+        kind = group < groups.queries ? query : group < groups.queries + groups.keys ? key : value;
+        step = kind == query ? groups.queries : groups.keys;
+        first = group - (kind == query ? 0 : groups.queries) - (kind == value ? groups.keys : 0);
     }
 
     __device__ const CachedHeads& cached(const RotaryCacheArgs& args) const { return kind == key ? args.k : args.v; }
@@ -66,30 +71,11 @@ struct HeadOfToken {
     __device__ const HeadsView& view(const RotaryCacheArgs& args) const {
         return kind == query ? args.rotary.q : cached(args).view;
     }
-
-    __device__ float scale(const RotaryCacheArgs& args) const {
-        const CachedHeads& heads = cached(args);
-        return heads.scale == nullptr ? 1.0f : heads.scale[index * heads.scale_stride];
-    }
-
-    __device__ int64_t offset(const HeadStrides& strides, Place place) const {
-        return place.outer * strides.batch + place.inner * strides.token + index * strides.head;
-    }
-
-    template <class Element>
-    __device__ const Element* in(const RotaryCacheArgs& args, Place token) const {
-        return static_cast<const Element*>(view(args).in) + offset(view(args).in_strides, token);
-    }
-
-    template <class Element>
-    __device__ Element* out(const RotaryCacheArgs& args, Place place) const {
-        return static_cast<Element*>(view(args).out) + offset(view(args).out_strides, place);
-    }
 };
 
 // What rotary_kernel does to q and k, and what becomes of k and v besides: a thread takes one vector from either half
-// of HeadsPerThread heads of one token, be they of q, k or v, and what is not q's goes to the token's slot. Values are
-// not turned, and in a cache of their own dtype keep their bits.
+// of HeadsPerThread heads of one token, all of q, all of k or all of v, and what is not q's goes to the token's slot.
+// Values are not turned, and in a cache of their own dtype keep their bits.
 template <class Element, class Cached, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_cache_resident_blocks(!std::is_same_v<Element, Cached>))
     rotary_cache_kernel(const __grid_constant__ RotaryCacheLaunch launch) {
@@ -107,13 +93,15 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_cache_resident_bl
     launch.head_groups(sequence_token, group, item);
     launch.tokens(token.outer, token.inner, sequence_token);
 
-    const int groups = launch.head_groups.divisor;
-    const int heads = rotary.q.heads + args.k.view.heads + args.v.view.heads;
+    const HeadsOfThread heads(launch.groups, group);
+    const HeadsView& view = heads.view(args);
+    const bool is_query = heads.kind == HeadsOfThread::query;
     const int half = rotary.rotary_dim / 2;
     const Layout layout{lane, half};
-    const Element* in[HeadsPerThread];
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < HeadsPerThread; ++j) in[j] = HeadOfToken(args, group + j * groups).in<Element>(args, token);
+    const auto exists = [&](int j) { return heads.first + j * heads.step < view.heads; };
+    const Element* in =
+        static_cast<const Element*>(view.in) + token.offset(view.in_strides) + heads.first * view.in_strides.head;
+    const int64_t in_step = heads.step * view.in_strides.head;
     wait_for_previous_kernel();
     if (thread >= launch.threads) return;
 
@@ -127,70 +115,71 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_cache_resident_bl
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
-        if (group + j * groups < heads) fragments[j].load(in[j], layout);
+        if (exists(j)) fragments[j].load(in + j * in_step, layout);
     }
+    const CachedHeads& cached = heads.cached(args);
+    const auto scale_of = [&](int j) {
+        return cached.scale == nullptr ? 1.0f : cached.scale[(heads.first + j * heads.step) * cached.scale_stride];
+    };
     float scales[HeadsPerThread];
-    if constexpr (!keeps_dtype) {
+    if (!keeps_dtype && !is_query) {
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) {
-            const HeadOfToken head(args, group + j * groups);
-            if (group + j * groups < heads && head.kind != HeadOfToken::query) scales[j] = head.scale(args);
+            if (exists(j)) scales[j] = scale_of(j);
         }
     }
 
-    const uint64_t* table = rotary.table + table_start;
-    uint64_t turns[Vector];
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Vector; ++j) turns[j] = table[layout.pair(j)];
-    const uint64_t factor = table[half];
     let_next_kernel_start();
 
-    const auto gain = static_cast<Real>(attention_factor_of(factor));
+    const bool turns_heads = heads.kind != HeadsOfThread::value;
     CosSin<Real> by[Vector];
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Vector; ++j) by[j] = turn(phase_of(position, turns[j]), gain, Real(1));
+    if (turns_heads) {
+        const uint64_t* table = rotary.table + table_start;
+        uint64_t turns[Vector];
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Vector; ++j) turns[j] = table[layout.pair(j)];
+        const auto gain = static_cast<Real>(attention_factor_of(table[half]));
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Vector; ++j) by[j] = turn(phase_of(position, turns[j]), gain, Real(1));
+    }
 
     // Unsigned, so that negative slots are out of range too.
-    const bool is_kept = static_cast<uint64_t>(slot) < launch.slots;
-    Place place{token.outer, static_cast<int>(slot)};
-    if (args.slots.paged) launch.block_size(place.outer, place.inner, static_cast<int>(slot));
+    if (!is_query && static_cast<uint64_t>(slot) >= launch.slots) return;
+    Place place = token;
+    if (!is_query && args.slots.paged) {
+        launch.block_size(place.outer, place.inner, static_cast<int>(slot));
+    } else if (!is_query) {
+        place.inner = static_cast<int>(slot);
+    }
+    const int64_t out = place.offset(view.out_strides) + heads.first * view.out_strides.head;
+    const int64_t out_step = heads.step * view.out_strides.head;
+    Element* out_of_own_dtype = static_cast<Element*>(view.out) + out;
+    Cached* out_in_cache = static_cast<Cached*>(view.out) + out;
 
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
-        if (group + j * groups >= heads) break;
-        const HeadOfToken head(args, group + j * groups);
-        const bool is_query = head.kind == HeadOfToken::query;
-        if constexpr (keeps_dtype) {
-            if (head.kind != HeadOfToken::value) fragments[j].template rotate<Layout::crosses_vectors>(by);
-            if (is_query || is_kept) fragments[j].store(head.out<Element>(args, is_query ? token : place), layout);
-        } else {
+        if (!exists(j)) break;
+        if (keeps_dtype || is_query) {
+            if (turns_heads) fragments[j].template rotate<Layout::crosses_vectors>(by);
+            fragments[j].store(out_of_own_dtype + j * out_step, layout);
+        } else if constexpr (!keeps_dtype) {
             auto wide = fragments[j].widened();
-            if (head.kind != HeadOfToken::value) wide.template rotate<Layout::crosses_vectors>(by);
-            if (is_query) {
-                fragments[j].round(wide);
-                fragments[j].store(head.out<Element>(args, token), layout);
-            } else if (is_kept) {
-                Cached* out = head.out<Cached>(args, place);
-                *reinterpret_cast<StoredInCache*>(out + layout.first()) = to_float8(wide.first, scales[j]);
-                *reinterpret_cast<StoredInCache*>(out + layout.second()) = to_float8(wide.second, scales[j]);
-            }
+            if (turns_heads) wide.template rotate<Layout::crosses_vectors>(by);
+            Cached* head = out_in_cache + j * out_step;
+            *reinterpret_cast<StoredInCache*>(head + layout.first()) = to_float8(wide.first, scales[j]);
+            *reinterpret_cast<StoredInCache*>(head + layout.second()) = to_float8(wide.second, scales[j]);
         }
     }
 
-    if (!launch.has_tail) return;
-    for (int number = group; number < heads; number += groups) {
-        const HeadOfToken head(args, number);
-        const bool is_query = head.kind == HeadOfToken::query;
-        if (is_query ? rotary.q.in == rotary.q.out : !is_kept) continue;
-        const Element* from = head.in<Element>(args, token);
+    if (!launch.has_tail || (is_query && rotary.q.in == rotary.q.out)) return;
+    for (int j = 0; exists(j); ++j) {
         for (int at = rotary.rotary_dim + lane * Vector; at < rotary.head_dim; at += launch.lanes.divisor * Vector) {
-            const Stored x = *reinterpret_cast<const Stored*>(from + at);
-            if (is_query || keeps_dtype) {
-                *reinterpret_cast<Stored*>(head.out<Element>(args, is_query ? token : place) + at) = x;
+            const Stored x = *reinterpret_cast<const Stored*>(in + j * in_step + at);
+            if (keeps_dtype || is_query) {
+                *reinterpret_cast<Stored*>(out_of_own_dtype + j * out_step + at) = x;
             } else if constexpr (!keeps_dtype) {
                 cutlass::NumericArrayConverter<Real, Element, Vector> widen;
-                *reinterpret_cast<StoredInCache*>(head.out<Cached>(args, place) + at) =
-                    to_float8(widen(x), head.scale(args));
+                *reinterpret_cast<StoredInCache*>(out_in_cache + j * out_step + at) = to_float8(widen(x), scale_of(j));
             }
         }
     }
@@ -205,6 +194,7 @@ void launch_cached_planned(const RotaryCacheArgs& args, const RotaryPlan& plan, 
         .head_groups = cutlass::FastDivmod(plan.head_groups),
         .tokens = cutlass::FastDivmod(static_cast<int>(args.rotary.tokens)),
         .block_size = cutlass::FastDivmod(static_cast<int>(std::max<int64_t>(1, args.slots.block_size))),
+        .groups = head_groups(args, plan.heads_per_thread),
         .threads = threads,
         .slots = static_cast<uint32_t>(args.slots.count()),
         .has_tail = args.rotary.rotary_dim < args.rotary.head_dim,

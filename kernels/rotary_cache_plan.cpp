@@ -19,6 +19,11 @@ int choose_heads_per_thread(const RotaryShape& shape, const HeadSplit& split) {
 
 }  // namespace
 
+HeadGroups head_groups(const RotaryCacheArgs& args, int heads_per_thread) {
+    const auto groups = [&](int heads) { return static_cast<int>(ceil_div(heads, heads_per_thread)); };
+    return {.queries = groups(args.rotary.q.heads), .keys = groups(args.k.view.heads)};
+}
+
 RotaryPlan plan_rotary_cache(const RotaryCacheArgs& args) {
     RotaryShape shape = shape_of(args.rotary);
     const int cached_size = args.float8 ? 1 : shape.element_size;
@@ -27,7 +32,9 @@ RotaryPlan plan_rotary_cache(const RotaryCacheArgs& args) {
                     starts_aligned(args.k.view, shape.element_size, cached_size) &&
                     starts_aligned(args.v.view, shape.element_size, cached_size);
     const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
-    return plan_heads(shape, split, choose_heads_per_thread(shape, split));
+    const int heads_per_thread = choose_heads_per_thread(shape, split);
+    const HeadGroups groups = head_groups(args, heads_per_thread);
+    return plan_heads(shape, split, heads_per_thread, groups.queries + 2 * groups.keys);
 }
 
 }  // namespace mrrope

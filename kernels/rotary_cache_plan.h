@@ -7,18 +7,25 @@
 
 namespace mrrope {
 
-// What registers must leave room for, so that none are spilled; rounding to float8 takes more. Before sm_90 the same
-// code takes a few more.
+// What registers must leave room for, so that none are spilled; rounding to float8 takes more of them, and so does the
+// same code before sm_90.
 constexpr int rotary_cache_resident_blocks(bool float8) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-    constexpr int of_own_dtype = 14;
+    return float8 ? 10 : 14;
 #else
-    constexpr int of_own_dtype = 16;
+    return float8 ? 12 : 16;
 #endif
-    return float8 ? 10 : of_own_dtype;
 }
 
-// The heads of q, k and v, in this order, as rotary_kernel takes those of q and k.
+// Threads take heads of q alone, of k alone or of v alone: so many groups of q's heads come first, then those of k's
+// and as many of v's.
+struct HeadGroups {
+    int queries = 0;
+    int keys = 0;
+};
+
+HeadGroups head_groups(const RotaryCacheArgs& args, int heads_per_thread);
+
 RotaryPlan plan_rotary_cache(const RotaryCacheArgs& args);
 
 template <class F>

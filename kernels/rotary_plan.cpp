@@ -40,12 +40,12 @@ RotaryShape shape_of(const RotaryArgs& args) {
             .with_rows = args.positions.row_of_pair != nullptr};
 }
 
-RotaryPlan plan_heads(const RotaryShape& shape, const HeadSplit& split, int heads_per_thread) {
+RotaryPlan plan_heads(const RotaryShape& shape, const HeadSplit& split, int heads_per_thread, int head_groups) {
     RotaryPlan plan;
     plan.vector = split.vector;
     plan.lanes = split.lanes;
     plan.heads_per_thread = heads_per_thread;
-    plan.head_groups = static_cast<int>(ceil_div(shape.heads, plan.heads_per_thread));
+    plan.head_groups = head_groups;
     // The last block of a launch may count past its last thread.
     const int64_t most_threads = std::numeric_limits<int32_t>::max() - rotary_block_threads;
     const int64_t most_tokens = std::max<int64_t>(1, most_threads / plan.threads_per_token());
@@ -56,7 +56,8 @@ RotaryPlan plan_heads(const RotaryShape& shape, const HeadSplit& split, int head
 
 RotaryPlan plan_rotary(const RotaryShape& shape) {
     const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
-    return plan_heads(shape, split, choose_heads_per_thread(shape, split.lanes));
+    const int heads_per_thread = choose_heads_per_thread(shape, split.lanes);
+    return plan_heads(shape, split, heads_per_thread, static_cast<int>(ceil_div(shape.heads, heads_per_thread)));
 }
 
 }  // namespace mrrope

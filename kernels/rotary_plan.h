@@ -53,8 +53,8 @@ struct RotaryPlan {
 
 RotaryPlan plan_rotary(const RotaryShape& shape);
 
-// The plan of any kernel that takes its heads in this way.
-RotaryPlan plan_heads(const RotaryShape& shape, const HeadSplit& split, int heads_per_thread);
+// The plan of any kernel that shares heads among threads in this way.
+RotaryPlan plan_heads(const RotaryShape& shape, const HeadSplit& split, int heads_per_thread, int head_groups);
 
 // Calls f(first_batch, batch, first_token, tokens) for parts that one launch each can take, so that kernels count
 // threads and tokens in 32 bits.

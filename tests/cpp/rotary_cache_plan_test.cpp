@@ -96,9 +96,12 @@ TEST(Plan, HoldsItsPromisesForEveryShape) {
                             EXPECT_EQ(plan.lanes * plan.vector, rotary_dim / 2);
                             // What there are kernels for.
                             EXPECT_TRUE(plan.heads_per_thread == 1 || (plan.heads_per_thread == 2 && plan.vector > 1));
-                            const int heads = q_heads + 2 * kv_heads;
-                            EXPECT_GE(plan.head_groups * plan.heads_per_thread, heads);
-                            EXPECT_LT((plan.head_groups - 1) * plan.heads_per_thread, heads);
+                            const HeadGroups groups = head_groups(args, plan.heads_per_thread);
+                            EXPECT_EQ(groups.queries + 2 * groups.keys, plan.head_groups);
+                            EXPECT_GE(groups.queries * plan.heads_per_thread, q_heads);
+                            EXPECT_LT((groups.queries - 1) * plan.heads_per_thread, q_heads);
+                            EXPECT_GE(groups.keys * plan.heads_per_thread, kv_heads);
+                            EXPECT_LT((groups.keys - 1) * plan.heads_per_thread, kv_heads);
                             EXPECT_LE(plan.tokens_per_launch * plan.threads_per_token() + rotary_block_threads,
                                       most_threads);
                             if (plan.tokens_per_launch < batch * tokens) {
@@ -148,19 +151,27 @@ private:
     void run(int64_t thread) {
         const int64_t lane = thread % plan_.lanes;
         const int64_t item = thread / plan_.lanes;
-        const int64_t group = item % plan_.head_groups;
+        const auto group = static_cast<int>(item % plan_.head_groups);
         const int64_t token = item / plan_.head_groups;
         const LaneMirror layout{args_.rotary.pairing, plan_.vector, static_cast<int>(lane),
                                 args_.rotary.rotary_dim / 2};
-        for (int j = 0; j < plan_.heads_per_thread; ++j) {
-            const int64_t head = group + int64_t{j} * plan_.head_groups;
-            if (head < heads_) layout.rotate([&](int at) { touch(token, head, at); });
+        const HeadGroups groups = head_groups(args_, plan_.heads_per_thread);
+        const int q_heads = args_.rotary.q.heads;
+        const int kv_heads = args_.k.view.heads;
+        const bool is_query = group < groups.queries;
+        const bool is_value = group >= groups.queries + groups.keys;
+        const int step = is_query ? groups.queries : groups.keys;
+        const int first = group - (is_query ? 0 : groups.queries) - (is_value ? groups.keys : 0);
+        const int before = is_query ? 0 : is_value ? q_heads + kv_heads : q_heads;  // heads of other kinds
+        const auto exists = [&](int j) { return first + j * step < (is_query ? q_heads : kv_heads); };
+        for (int j = 0; j < plan_.heads_per_thread && exists(j); ++j) {
+            layout.rotate([&](int at) { touch(token, before + first + j * step, at); });
         }
-        for (int64_t head = group; head < heads_; head += plan_.head_groups) {
+        for (int j = 0; exists(j); ++j) {
             for (int64_t at = args_.rotary.rotary_dim + lane * plan_.vector; at < args_.rotary.head_dim;
                  at += int64_t{plan_.lanes} * plan_.vector) {
                 ASSERT_EQ(at % plan_.vector, 0);
-                for (int j = 0; j < plan_.vector; ++j) touch(token, head, at + j);
+                for (int i = 0; i < plan_.vector; ++i) touch(token, before + first + j * step, at + i);
             }
         }
     }
@@ -187,8 +198,9 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
                     RotaryPlan plan = plan_rotary_cache(args);
                     // Small shapes as the kernel takes them when they are large.
                     for (const int heads_per_thread : {1, 2}) {
+                        const HeadGroups groups = head_groups(args, heads_per_thread);
                         plan.heads_per_thread = heads_per_thread;
-                        plan.head_groups = (q_heads + 2 * kv_heads + heads_per_thread - 1) / heads_per_thread;
+                        plan.head_groups = groups.queries + 2 * groups.keys;
                         for (const Pairing pairing : both_pairings) {
                             args.rotary.pairing = pairing;
                             SCOPED_TRACE(describe(args));
