@@ -214,13 +214,13 @@ private:
         SCOPED_TRACE(is_key ? "key cache" : "value cache");
         const int64_t head_bytes = int64_t{options_.rotary.head_dim} * cache.element_size;
         std::vector<std::byte> expected = cache.before;
+        std::vector<ReferenceTurn> turns;
         heads.for_each_head([&](int64_t batch, int64_t token, int head) {
             const int64_t number = batch * options_.rotary.tokens + token;
             if (!is_kept(number)) return;
             const int64_t byte = byte_of(cache, number, head);
             std::copy_n(cache.bytes.begin() + byte, head_bytes, expected.begin() + byte);
-            std::vector<ReferenceTurn> turns;
-            if (is_key) turns = rotary_.reference_turns(batch, token);
+            if (is_key && head == 0) turns = rotary_.reference_turns(batch, token);
             const std::byte* before = heads.head_before(batch, token, head);
             const float scale = options_.scale_for == ScaleFor::none  ? 1.0f
                                 : options_.scale_for == ScaleFor::all ? scales[0]
