@@ -98,7 +98,7 @@ def spelled_numbers(setting: Setting) -> dict[str, Any]:
 def similarities(setting: Setting) -> dict[str, Any]:
     """The dips of B(m) and its first zero, of all pairs and of the middle ones."""
     edges = log_spaced(setting.reach + 1, STRETCHES)
-    found: dict[str, Any] = {"distances": edges[:-1]}
+    found: dict[str, Any] = {"distances": edges[:-1], "first_zero_by_scale": zeros_by_scale(setting)}
     for name, pairs in (("all", slice(None)), ("middle", setting.middle)):
         found[name] = {}
         for method in METHODS:
@@ -109,6 +109,22 @@ def similarities(setting: Setting) -> dict[str, Any]:
                 "dips": rounded(dip / len(frequencies) for dip in lowest_between(values, edges)),
             }
     return found
+
+
+def zeros_by_scale(setting: Setting) -> dict[str, Any]:
+    """The first zero of B(m) of all pairs, for smaller and larger scales."""
+    scales = [setting.scale * factor for factor in (0.25, 0.5, 1.0, 2.0) if setting.scale * factor > 1]
+    return {
+        f"{scale:g}": {
+            method: first_zero(
+                similarities_up_to(
+                    setting.table(method, scale=scale).inv_freq, int(setting.original_max_position * scale)
+                )
+            )
+            for method in METHODS
+        }
+        for scale in scales
+    }
 
 
 def middle_attention(setting: Setting, model: Any, tokens: Sequence[int]) -> dict[str, Any]:

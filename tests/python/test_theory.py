@@ -40,20 +40,23 @@ def test_similarities_come_in_blocks_without_a_seam() -> None:
     assert torch.equal(curves.similarities_up_to(frequencies, limit), together)
 
 
-@pytest.mark.parametrize(
-    ("method", "zero"),
-    [
-        ("rope", 1707),
-        ("ntk", 7920),
-        ("yarn", 11_671),
-        ("yarn_ratio", 15_037),
-        ("mrrope_uni", 10_263),
-        ("mrrope_pro", 14_239),
-    ],
-)
+ZEROS = {"rope": 1707, "ntk": 7920, "yarn": 11_671, "yarn_ratio": 15_037, "mrrope_uni": 10_263, "mrrope_pro": 14_239}
+
+
+@pytest.mark.parametrize(("method", "zero"), ZEROS.items())
 def test_first_zeros_of_llama2(method: str, zero: int) -> None:
     frequencies = LLAMA2.table(method).inv_freq
     assert curves.first_zero(curves.similarities_up_to(frequencies, LLAMA2.reach)) == zero
+
+
+def test_zeros_by_scale_are_those_of_each_scales_own_tables() -> None:
+    found = figures.zeros_by_scale(LLAMA2)
+    assert list(found) == ["4", "8", "16", "32"]
+    assert {method: zero for method, zero in found["16"].items() if method != "pi"} == ZEROS
+    # By hand: PI slows all pairs alike, so that its zero is plain RoPE's, so many times as far; not on a whole token.
+    for scale, zeros in found.items():
+        assert zeros["rope"] == ZEROS["rope"]
+        assert (ZEROS["rope"] - 1) * float(scale) < zeros["pi"] <= ZEROS["rope"] * float(scale)
 
 
 def test_no_zero_within_the_limit() -> None:
