@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from pydoc_data.topics import topics
 
 MODULES = ("argparse", "typing", "tarfile", "inspect", "subprocess", "doctest", "turtle", "pickletools", "ipaddress")
 """Long modules of the library with much prose in them; for readings longer than the documentation."""
@@ -13,6 +12,9 @@ MODULES = ("argparse", "typing", "tarfile", "inspect", "subprocess", "doctest", 
 
 def library_texts() -> Iterator[str]:
     """The documentation of the language, topic by topic, then the modules."""
+    # Not before it is wanted: it is large.
+    from pydoc_data.topics import topics
+
     yield from topics.values()
     for name in MODULES:
         # Found, not imported: turtle would want a screen.

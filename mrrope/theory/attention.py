@@ -61,8 +61,10 @@ def pair_products(
 
 
 def scores(products: torch.Tensor, table: FrequencyTable, distances: torch.Tensor, pairs: slice) -> torch.Tensor:
-    """What some pairs add to the attention scores, ``[samples, distances]``, by a table with its attention factor."""
+    """What some pairs add to the attention scores, ``[samples, distances]``, before the attention factor: that is the
+    same for all methods that have one.
+    """
     angles = table.inv_freq[pairs, None] * distances.double()
     some = products[:, pairs]
     turned = some.real @ angles.cos() - some.imag @ angles.sin()
-    return turned.mul(table.attention_factor**2 / table.rotary_dim**0.5)
+    return turned.div(table.rotary_dim**0.5)

@@ -6,7 +6,9 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import compress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from mrrope.demo.library_text import library_texts
@@ -120,4 +122,14 @@ def summary(data: dict[str, Any]) -> str:
         for (method, of_all), of_middle in zip(next(both).items(), next(both).values(), strict=True):
             zeros = [found["first_zero"] or "none" for found in (of_all, of_middle)]
             lines += [f"  {method:18}{zeros[0]:>14}{zeros[1]:>15}"]
+    if ATTENTION in data:
+        lines += ["", f"wavering of the middle pairs' score past the native length of {data[ATTENTION]['model']}:"]
+        lines += [f"  {method:12} {wavering:.2f}" for method, wavering in wavering_past_native(data[ATTENTION]).items()]
     return "\n".join([*lines, ""])
+
+
+def wavering_past_native(found: dict[str, Any]) -> dict[str, float]:
+    """By method, the mean over the stretches of distances past the native length."""
+    native = found["setting"]["original_max_position"]
+    past = [place >= native for place in found["distances"]]
+    return {method: fmean(compress(curves["wavering"], past)) for method, curves in found["methods"].items()}

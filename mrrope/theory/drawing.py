@@ -121,15 +121,14 @@ def draw_attention(figure: Any, data: Data) -> None:
     """Middle-pair scores of a real model."""
     figure.set_size_inches(10.5, 4.2)
     found = data["attention"]
-    for axes, (name, title) in zip(
-        figure.subplots(1, 2), (("mean", "mean"), ("spread", "standard deviation")), strict=True
-    ):
+    titles = {"mean": "mean score of the middle pairs", "wavering": "its wavering from distance to distance"}
+    for axes, (name, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         for method, curves in found["methods"].items():
             axes.plot(found["distances"], curves[name], linewidth=1.5, **pictures.line(method))
         mark_native(axes, found["setting"])
-        axes.set(xscale="log", xlabel="distance (tokens)", title=f"{title} of the middle pairs' attention scores")
+        axes.set(xscale="log", xlabel="distance (tokens)", title=title)
         axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left")
     figure.suptitle(f"{found['model']}, scale {found['setting']['scale']:g}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -128,12 +129,19 @@ def zeros_by_scale(setting: Setting) -> dict[str, Any]:
 
 
 def middle_attention(setting: Setting, model: Any, tokens: Sequence[int]) -> dict[str, Any]:
-    """The mean of what the middle pairs add to a real model's attention scores, and its spread, over distance."""
+    """What the middle pairs add to a real model's attention scores, over distance: the mean over token pairs, and how
+    much that wavers from one distance to the next.
+    """
     products = attention.pair_products(model, tokens, setting.rotary_dim)
-    places = log_spaced(setting.reach, POINTS)
-    distances = torch.tensor(places)
-    found: dict[str, Any] = {"samples": len(products), "distances": places, "methods": {}}
+    edges = log_spaced(setting.reach + 1, STRETCHES)
+    found: dict[str, Any] = {"samples": len(products), "distances": edges[:-1], "methods": {}}
     for method in ("rope", *WITH_MIDDLE):
-        scores = attention.scores(products, setting.table(method), distances, setting.middle)
-        found["methods"][method] = {"mean": rounded(scores.mean(0).tolist()), "spread": rounded(scores.std(0).tolist())}
+        distances = torch.arange(1, setting.reach + 1)
+        # The score is linear in the products, so that the mean product has the mean score.
+        means = attention.scores(products.mean(0, keepdim=True), setting.table(method), distances, setting.middle)[0]
+        stretches = [means[start - 1 : end - 1] for start, end in pairwise(edges)]
+        found["methods"][method] = {
+            "mean": rounded(stretch.mean().item() for stretch in stretches),
+            "wavering": rounded(stretch.std(correction=0).item() for stretch in stretches),
+        }
     return found

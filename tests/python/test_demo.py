@@ -7,7 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
+import real_model
 import torch
+from conftest import slow
 from tiny_models import tiny_model, tokens
 
 pytest.importorskip("matplotlib")
@@ -241,6 +243,20 @@ def test_the_whole_demo(model_folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert main([*asked, "--json", "--output", str(tmp_path / "again")]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["readings"] == data["readings"]
+
+
+@slow
+def test_the_real_demo(tmp_path: Path) -> None:
+    """Past its native length SmolLM2 as it is loses the pass key and then its way; patched it keeps both."""
+    real_model.gguf_file()
+    assert main(["demo", "--output", str(tmp_path / "shown")]) == 0
+    data = json.loads((tmp_path / "shown.json").read_text())
+    plain, *patched = data["readings"].values()
+    last_stop, last_span = list(plain["pass_key"])[-1], list(plain["perplexity"])[-1]
+    assert not plain["pass_key"][last_stop]["found"]
+    for reading in patched:
+        assert reading["pass_key"][last_stop]["found"]
+        assert reading["perplexity"][last_span] < 0.9 * plain["perplexity"][last_span]
 
 
 def test_without_the_models_package_it_says_what_to_install(

@@ -10,6 +10,7 @@ from mpmath import cos, fmod, mp, mpf, pi
 import mrrope
 from mrrope.command_line import main
 from mrrope.theory import attention, curves, figures
+from mrrope.theory.command import wavering_past_native
 from mrrope.theory.figures import Setting
 
 LLAMA2 = Setting(rotary_dim=128, base=10_000.0, original_max_position=4096, scale=16.0)
@@ -123,7 +124,9 @@ def test_cumulative_scales_are_those_of_the_scale_and_of_its_root() -> None:
 def test_scores_are_those_of_the_rotated_heads(pairing: str) -> None:
     """The op itself rotates; what all pairs add up to is the whole score."""
     torch.manual_seed(0)
-    table = mrrope.frequency_table("mrrope_pro", rotary_dim=16, base=100.0, original_max_position=64, scale=4.0)
+    table = mrrope.frequency_table(
+        "mrrope_pro", rotary_dim=16, base=100.0, original_max_position=64, scale=4.0, attention_factor=1.0
+    )
     q, k = (torch.randn(1, 1, 2, 16, dtype=torch.float64) for _ in "qk")
     with attention.RecordedHeads(16) as recorded:
         mrrope.rotary(q, k, torch.arange(2), table, pairing=pairing)
@@ -196,3 +199,44 @@ def test_bad_input_of_plot(arguments, message, tmp_path, monkeypatch, capsys) ->
     assert main(["plot", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_wavering_is_averaged_past_the_native_length() -> None:
+    found = {
+        "setting": {"original_max_position": 10},
+        "distances": [1, 9, 10, 20],
+        "methods": {"rope": {"wavering": [5.0, 7.0, 1.0, 2.0]}},
+    }
+    assert wavering_past_native(found) == {"rope": 1.5}
+
+
+def test_a_models_attention_is_drawn(tmp_path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    from test_evaluation import VOCABULARY, byte_tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny")
+    byte_tokenizer(begins_texts=True).save_pretrained(tmp_path / "tiny")
+    out = plotted(
+        capsys, "attention", "--model", str(tmp_path / "tiny"), "--scale", "4", "--output", str(tmp_path / "t")
+    )
+    found = json.loads((tmp_path / "t.json").read_text())["attention"]
+    setting = {"rotary_dim": 32, "base": 10_000.0, "original_max_position": 512, "scale": 4.0}
+    assert (found["model"], found["setting"], found["samples"]) == ("tiny", setting, 2 * 2 * 50)
+    for curves_of in found["methods"].values():
+        assert len(curves_of["mean"]) == len(curves_of["wavering"]) == len(found["distances"])
+    # Next to each other, where no table has slowed anything that has turned, all agree.
+    first = [curves_of["mean"][0] for curves_of in found["methods"].values()]
+    assert max(first) - min(first) < 0.1 * max(map(abs, first))
+    assert "mrrope_pro" in out
+    assert (tmp_path / "t.attention.png").stat().st_size > 10_000
