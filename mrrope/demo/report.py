@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from mrrope import pictures
@@ -14,7 +15,9 @@ from mrrope.evaluation.perplexity import perplexity
 
 FORMAT = "mrrope.demo/1"
 POINTS = 80
-"""Of the picture's lines."""
+"""Of the curves."""
+TRAILING = 4
+"""How many of them the picture draws as one."""
 
 
 def results(course: Course, readings: Mapping[str, Reading]) -> dict[str, Any]:
@@ -63,22 +66,35 @@ def table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def trailing(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Of every point and those just before it, the perplexity together: a text is now easy, now hard."""
+    logs = [math.log(value) for _, value in curve]
+    return [(place, math.exp(fmean(logs[max(i + 1 - TRAILING, 0) : i + 1]))) for i, (place, _) in enumerate(curve)]
+
+
 def draw(data: dict[str, Any], path: Path) -> Path:
-    """Perplexity over position, a line for every method."""
+    """Perplexity over position, a line for every method, from half of the native length on."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.subplots()
-    for method, reading in data["readings"].items():
-        places, values = zip(*reading["curve"], strict=True)
-        axes.plot(places, values, linewidth=1.8, **pictures.line(method))
     native = data["native"]
+    for method, reading in data["readings"].items():
+        points = [point for point in trailing(reading["curve"]) if point[0] >= native // 2]
+        axes.plot(*zip(*points, strict=True), linewidth=1.8, **pictures.line(method))
     axes.axvline(native, color="gray", linewidth=1)
     axes.annotate("trained so far", (native, 0.97), xycoords=("data", "axes fraction"), xytext=(-5, 0),
                   textcoords="offset points", ha="right", va="top", color="dimgray")  # fmt: skip
-    axes.set(xlabel="position (tokens)", ylabel="perplexity", yscale="log", title=data.get("model", ""))
+    tokens = TRAILING * math.ceil(data["tokens"] / POINTS)
+    axes.set(xlabel="position (tokens)", ylabel=f"perplexity of the last {tokens} tokens", yscale="log")
+    axes.set_title(data.get("model", ""))
+    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        ticks("{x:g}")
     if data["tokens"] > 2 * native:
         axes.set_xscale("log", base=2)
+    else:
+        axes.set_xticks(range(native // 2, data["tokens"] + 1, native // 8))
+    axes.xaxis.set_major_formatter(lambda place, _: short(round(place)))
     axes.grid(alpha=0.3, which="both")
-    axes.legend(loc="upper left")
+    axes.legend(loc="lower left")
     return pictures.save(figure, path)

@@ -204,6 +204,13 @@ def test_results_by_hand() -> None:
     assert lines[4].split() == ["other", "2.00", "8.00", "no:", "7"]
 
 
+def test_the_picture_smooths_over_the_points_before() -> None:
+    curve = [(10, 1.0), (20, 16.0), (30, 1.0), (40, 1.0), (50, 16.0), (60, 16.0)]
+    by_hand = [1.0, 4.0, 16.0 ** (1 / 3), 2.0, 4.0, 4.0]
+    assert [place for place, _ in report.trailing(curve)] == [10, 20, 30, 40, 50, 60]
+    assert [value for _, value in report.trailing(curve)] == pytest.approx(by_hand)
+
+
 def test_tokens_in_short() -> None:
     assert [report.short(tokens) for tokens in (512, 8192, 10_752, 131_072)] == ["512", "8K", "10.5K", "128K"]
 
