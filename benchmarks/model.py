@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 PREFILL_TOKENS = (8192, 32768)
 DECODE_BATCHES = (1, 16, 64)
 CONTEXT = 1024
-ROUNDS = 11
+ROUNDS = 7
 
 
 def llama(layers: int) -> Any:
