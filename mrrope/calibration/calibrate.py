@@ -10,6 +10,7 @@ from mrrope.calibration.documents import DocumentSets
 from mrrope.calibration.readings import Readings, Rung
 from mrrope.calibration.search import Point, climb, descend
 from mrrope.calibration.spaces import KnotSpace, PowerSpace
+from mrrope.evaluation.perplexity import perplexity
 from mrrope.evaluation.results import EvaluationStoppedError
 from mrrope.tables import FrequencyTable
 from mrrope.trained import Trained, table_for
@@ -17,7 +18,7 @@ from mrrope.trained import Trained, table_for
 FIXED_METHODS = ("rope", "pi", "ntk", "yarn", "yarn_ratio", "mrrope_uni", "mrrope_pro")
 POWER_OF = {"mrrope_uni": 0.0, "mrrope_pro": 1.0}
 KNOTS = (4, 8)
-POWER_SHARE = 0.4
+POWER_SHARE = 0.3
 """Of the time, for power, bounds and temperature at most; the radix factors have the rest."""
 
 
@@ -32,6 +33,11 @@ class Finalist:
     table: FrequencyTable
     search_loss: float
     decide_loss: float = math.nan
+    """Of the documents that decide."""
+    perplexity: float = math.nan
+    """Of those documents, too: the geometric mean over lengths."""
+    forgotten: float = math.nan
+    """Of the keys in those documents."""
 
 
 @dataclass
@@ -103,4 +109,6 @@ class Calibration:
         rung = Rung(self.documents.decide, self.readings.lengths[-1])
         for finalist in self.finalists.values():
             finalist.decide_loss = self.readings.loss(finalist.table, rung)
+            text, finalist.forgotten = self.readings.parts(finalist.table, rung)
+            finalist.perplexity = perplexity([text])
         return min(self.finalists, key=lambda part: self.finalists[part].decide_loss)

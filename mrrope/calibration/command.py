@@ -15,7 +15,7 @@ from typing import Any
 from mrrope import model_rope
 from mrrope.calibration import report
 from mrrope.calibration.calibrate import Calibration, CalibrationStoppedError
-from mrrope.calibration.documents import document_sets, lengths_up_to
+from mrrope.calibration.documents import DocumentSets, document_sets, lengths_up_to
 from mrrope.calibration.journal import Journal
 from mrrope.calibration.readings import Readings, fingerprint
 from mrrope.calibration.search import BudgetSpentError
@@ -30,7 +30,7 @@ from mrrope.tables import FrequencyTable
 from mrrope.trained import Trained
 
 DEFAULT_BUDGET = 10.0
-DEFAULT_DOCUMENTS = 9
+DEFAULT_RETRIEVAL = 0.1
 BUDGET_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} s{postfix}"
 
 
@@ -50,11 +50,19 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add(
         "--documents",
         type=int,
-        default=DEFAULT_DOCUMENTS,
+        default=6,
         metavar="N",
-        help="no more than so many that are long enough (default: %(default)s)",
+        help="to search and decide with, at most (default: %(default)s)",
     )
+    add("--held-out-documents", type=int, default=3, metavar="N", help="to report on, at most (default: %(default)s)")
     add("--join", action="store_true", help="put documents that are too short together")
+    add(
+        "--retrieval",
+        type=float,
+        default=DEFAULT_RETRIEVAL,
+        metavar="W",
+        help="what forgetting all keys hidden in the text adds to the loss, in nats (default: %(default)s)",
+    )
     add("--sweep", type=int, metavar="N", help="also read N x N pairs of bounds (d_l, d_h), and draw them")
     add("--chunk", type=int, default=DEFAULT_CHUNK, metavar="N", help="tokens read at a time (default: %(default)s)")
     add("--dtype", help=f"one of {', '.join(models.DTYPES)} (default: bfloat16 on GPUs, else float32)")
@@ -124,40 +132,55 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--scale must be a number above 1, got {options.scale:g}")
     if not 0.0 < options.budget < math.inf:
         raise ValueError(f"--budget must be a positive number of minutes, got {options.budget:g}")
+    if not 0.0 <= options.retrieval < math.inf:
+        raise ValueError(f"--retrieval must be a number, 0 or more, got {options.retrieval:g}")
     if options.original_max_position is not None and not 1.0 <= options.original_max_position < math.inf:
         raise ValueError(f"--original-max-position must be 1 or more, got {options.original_max_position:g}")
-    for option in ("documents", "chunk", "sweep"):
-        checked_positive(f"--{option}", getattr(options, option))
+    if options.documents < 2:
+        raise ValueError(
+            f"--documents must be at least 2, one to search and one to decide with, got {options.documents}"
+        )
+    for option in ("held_out_documents", "chunk", "sweep"):
+        checked_positive(f"--{option.replace('_', '-')}", getattr(options, option))
     stem = Path(options.output)
     if not stem.parent.is_dir():
         raise ValueError(f"--output must be in a folder that exists, and there is no {stem.parent}")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Searches, decides, reports; the best table so far is on disk at any time."""
+    """Searches, decides, reports and prints."""
     check(options)
-    files = Files(Path(options.output))
     model, tokenizer = models.load(options.model, dtype=options.dtype, device=options.device)
+    results = calibrate(options, model, tokenizer)
+    if options.json:
+        print(json.dumps(results.data))
+    else:
+        print(evaluation_report.table(results.data), report.summary(results.data), sep="\n\n")
+        print("\nwritten:", *map(str, Files(Path(options.output)).written()))
+
+
+def calibrate(options: argparse.Namespace, model: Any, tokenizer: Any) -> Results:
+    """The report on the table that was found; the best so far is on disk at any time."""
+    files = Files(Path(options.output))
     trained = trained_with(model, options.original_max_position)
     lengths = chosen_lengths(options, trained)
-    documents = document_sets(
-        options.text, tokenizer, lengths[-1], options.documents, held_out=options.held_out, join=options.join
-    )
+    documents = chosen_documents(options, tokenizer, lengths)
     about = {
         "model": str(options.model),
         "scale": options.scale,
         "original_max_position": trained.original_max_position,
         "lengths": lengths,
         "chunk": options.chunk,
+        "retrieval": options.retrieval,
         "documents": {
             name: [[document.name, fingerprint(document.tokens)] for document in getattr(documents, name)]
             for name in ("search", "decide", "held_out")
         },
         **machine(model),
     }
-    results = Results(files.named("json"), about)
     with closing(Journal(files.named("journal"), about)) as journal:
-        readings = Readings(model, lengths, journal, chunk=options.chunk)
+        results = Results(files.named("json"), about)
+        readings = Readings(model, lengths, journal, chunk=options.chunk, retrieval=options.retrieval)
         calibration = Calibration(readings, trained, options.scale, documents, 60 * options.budget)
         try:
             search(calibration, files, results)
@@ -171,11 +194,21 @@ def run(options: argparse.Namespace) -> None:
             reason = f"out of memory; a smaller --chunk than {options.chunk} or shorter --lengths need less"
             raise stopped(reason, files, results) from error
     results.finish()
-    if options.json:
-        print(json.dumps(results.data))
-    else:
-        print(evaluation_report.table(results.data), report.summary(results.data), sep="\n\n")
-        print("\nwritten:", *map(str, files.written()))
+    return results
+
+
+def chosen_documents(options: argparse.Namespace, tokenizer: Any, lengths: list[int]) -> DocumentSets:
+    """Three sets of documents as long as the longest length."""
+    documents = document_sets(
+        options.text,
+        tokenizer,
+        lengths[-1],
+        count=options.documents,
+        held_out_count=options.held_out_documents,
+        held_out=options.held_out,
+        join=options.join,
+    )
+    return documents.with_keys(tokenizer, lengths) if options.retrieval else documents
 
 
 def chosen_lengths(options: argparse.Namespace, trained: Trained) -> list[int]:
@@ -200,7 +233,7 @@ def search(calibration: Calibration, files: Files, results: Results) -> None:
 
         def improved(part: str, table: FrequencyTable, loss: float) -> None:
             files.save_table(table)
-            bar.set_postfix_str(f"perplexity {math.exp(loss):.3f} by {part}")
+            bar.set_postfix_str(f"loss {loss:.4f} by {part}")
 
         calibration.readings.progress = progress
         calibration.improved = improved
@@ -211,10 +244,7 @@ def search(calibration: Calibration, files: Files, results: Results) -> None:
         "chosen": chosen,
         "seconds": calibration.readings.spent,
         "readings": calibration.readings.count,
-        "finalists": {
-            part: {"search_loss": one.search_loss, "decide_loss": one.decide_loss, "table": one.table.to_dict()}
-            for part, one in calibration.finalists.items()
-        },
+        "finalists": {part: {**vars(one), "table": one.table.to_dict()} for part, one in calibration.finalists.items()},
     }
     results.save()
 

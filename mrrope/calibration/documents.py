@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mrrope.calibration.keys import with_keys
 from mrrope.evaluation.texts import Document, encode, long_documents, opening_tokens, read_texts
-
-SETS = 3
 
 
 @dataclass(frozen=True)
@@ -23,33 +23,52 @@ class DocumentSets:
     held_out: Sequence[Document]
     """What is reported, and nothing else."""
 
+    def with_keys(self, tokenizer: Any, lengths: Sequence[int]) -> DocumentSets:
+        """Keys to remember, in all but the held-out documents."""
+        search, decide = (
+            [with_keys(document, tokenizer, lengths) for document in documents]
+            for documents in (self.search, self.decide)
+        )
+        return DocumentSets(search, decide, self.held_out)
+
 
 def document_sets(
-    path: str | Path, tokenizer: Any, length: int, count: int, *, held_out: str | Path | None = None, join: bool = False
+    path: str | Path,
+    tokenizer: Any,
+    length: int,
+    *,
+    count: int,
+    held_out_count: int,
+    held_out: str | Path | None = None,
+    join: bool = False,
 ) -> DocumentSets:
-    """The first ``count`` documents of at least ``length`` tokens, cut to it, in turn one for each set.
+    """The first documents of at least ``length`` tokens, cut to it, dealt out to the three sets in turn.
 
     Args:
         path: a file or folder, as ``mrrope eval`` takes them.
         tokenizer: the model's.
         length: in tokens.
-        count: how many documents to use; fewer, where there are not as many.
-        held_out: another file or folder, for the third set alone.
+        count: how many documents to search and to decide with, at most.
+        held_out_count: how many to report on, at most.
+        held_out: another file or folder to report on.
         join: whether documents that are too short are put together, end to end, until they are long enough.
 
     Raises:
         ValueError: where there are not enough for every set to have one.
     """
     find = joined_documents if join else long_documents
-    wanted = SETS - (held_out is not None)
-    documents = find(path, tokenizer, length, count)
-    if len(documents) < wanted:
+    sizes = [math.ceil(count / 2), count // 2, *([held_out_count] if held_out is None else [])]
+    documents = find(path, tokenizer, length, sum(sizes))
+    if len(documents) < len(sizes):
         raise ValueError(
-            f"text must hold at least {wanted} documents of {length} tokens, to search, decide and report on, and "
+            f"text must hold at least {len(sizes)} documents of {length} tokens, to search, decide and report on, and "
             f"{path} has {len(documents)}" + ("" if join else "; --join puts shorter ones together")
         )
-    parts = [documents[start::wanted] for start in range(wanted)]
-    return DocumentSets(*parts, *([] if held_out is None else [find(held_out, tokenizer, length, count)]))
+    hands: list[list[Document]] = [[] for _ in sizes]
+    for document in documents:
+        open_hands = (hand for hand, size in zip(hands, sizes, strict=True) if len(hand) < size)
+        min(open_hands, key=len).append(document)
+    return DocumentSets(*hands, *([] if held_out is None else [find(held_out, tokenizer, length, held_out_count)]))
 
 
 def joined_documents(path: str | Path, tokenizer: Any, length: int, limit: int | None = None) -> list[Document]:

@@ -10,14 +10,24 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import nn
 
 from mrrope.calibration.journal import Journal
+from mrrope.calibration.keys import KeyedDocument
 from mrrope.calibration.search import BudgetSpentError
-from mrrope.evaluation.perplexity import DocumentLoss, document_losses
+from mrrope.evaluation.perplexity import DocumentLoss, loss_at, token_losses
 from mrrope.evaluation.texts import Document
 from mrrope.patching import patched
 from mrrope.tables import FrequencyTable
+
+
+@dataclass(frozen=True)
+class Figures(DocumentLoss):
+    """What a document's first ``length`` tokens came to."""
+
+    forgotten: float
+    """Of the keys asked for in them, the share that was not foretold; 0 where none was asked for."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +52,15 @@ class Readings:
         journal: Journal,
         *,
         chunk: int,
+        retrieval: float = 0.0,
         progress: Callable[[float], object] = lambda _: None,
     ) -> None:
         self.model = model
         self.lengths = sorted(lengths)
         self.journal = journal
         self.chunk = chunk
+        self.retrieval = retrieval
+        """How much of the loss, in nats, forgetting all keys comes to."""
         self.progress = progress
         self.limit = math.inf
         """How many seconds may be spent; readings asked for after that raise :class:`BudgetSpentError`."""
@@ -57,37 +70,51 @@ class Readings:
         """How many readings so far."""
         self.longest_took = 0.0
         """Seconds for a reading of the longest length, at most."""
-        self._known: dict[tuple[str, str], list[DocumentLoss]] = {}
+        self._known: dict[tuple[str, str], list[Figures]] = {}
+        self._fingerprints: dict[int, str] = {}
         self._since = time.monotonic()
 
     def loss(self, table: FrequencyTable, rung: Rung) -> float:
-        """The mean, over documents and lengths alike, of the second half's loss: the logarithm of the geometric mean
-        of the perplexities."""
-        losses = [loss.second_half for document in rung.documents for loss in self.read(table, document, rung.length)]
-        mean = fmean(losses)
-        return mean if math.isfinite(mean) else math.inf
+        """What a search makes small: the loss of the text, and what is added for keys that were forgotten."""
+        text, forgotten = self.parts(table, rung)
+        loss = text + self.retrieval * forgotten
+        return loss if math.isfinite(loss) else math.inf
 
-    def read(self, table: FrequencyTable, document: Document, length: int) -> list[DocumentLoss]:
+    def parts(self, table: FrequencyTable, rung: Rung) -> tuple[float, float]:
+        """The mean, over documents and lengths alike, of the second half's loss, which is the logarithm of the
+        geometric mean of the perplexities; and the share of keys that were forgotten."""
+        found = [self.read(table, document, rung.length) for document in rung.documents]
+        text = fmean(figures.second_half for one in found for figures in one)
+        return text, fmean(one[-1].forgotten for one in found)
+
+    def read(self, table: FrequencyTable, document: Document, length: int) -> list[Figures]:
         """A document's figures at every length up to this one."""
-        who = fingerprint(table.to_dict()), fingerprint(document.tokens)
+        # Documents stay as long as the run does, and are long.
+        if id(document) not in self._fingerprints:
+            self._fingerprints[id(document)] = fingerprint(document.tokens)
+        who = fingerprint(table.to_dict()), self._fingerprints[id(document)]
         known = self._known.get(who, [])
         if not known or known[-1].length < length:
             known = self._known[who] = self._next_reading(" ".join((*who, str(length))), table, document, length)
         return [loss for loss in known if loss.length <= length]
 
-    def _next_reading(self, key: str, table: FrequencyTable, document: Document, length: int) -> list[DocumentLoss]:
+    def _next_reading(self, key: str, table: FrequencyTable, document: Document, length: int) -> list[Figures]:
         if self.spent >= self.limit:
             raise BudgetSpentError
         reading = self.journal.get(key)
         if reading is None:
-            lengths = [one for one in self.lengths if one <= length]
             with patched(self.model, table):
-                found = document_losses(
-                    self.model, document.tokens[:length], lengths, chunk=self.chunk, progress=self._tell_progress
+                read = token_losses(
+                    self.model, document.tokens[:length], chunk=self.chunk, progress=self._tell_progress
                 )
-                losses = [asdict(loss) for loss in found]
+                losses = torch.cat(list(read))
+            figures = [figures_at(one, losses, document) for one in self.lengths if one <= length]
             now = time.monotonic()
-            reading = {"document": document.name, "seconds": now - self._since, "losses": losses}
+            reading = {
+                "document": document.name,
+                "seconds": now - self._since,
+                "figures": [asdict(one) for one in figures],
+            }
             self.journal.put(key, reading)
         self._since = time.monotonic()
         self.spent += reading["seconds"]
@@ -95,10 +122,18 @@ class Readings:
         if length == self.lengths[-1]:
             self.longest_took = max(self.longest_took, reading["seconds"])
         self.progress(self.spent)
-        return [DocumentLoss(**loss) for loss in reading["losses"]]
+        return [Figures(**figures) for figures in reading["figures"]]
 
     def _tell_progress(self, _: int) -> None:
         self.progress(self.spent + time.monotonic() - self._since)
+
+
+def figures_at(length: int, losses: torch.Tensor, document: Document) -> Figures:
+    """From the losses of all tokens but the first."""
+    answers = document.answers if isinstance(document, KeyedDocument) else ()
+    asked = losses[[place - 1 for place in answers if place < length]]
+    forgotten = 1 - asked.neg().exp().mean().item() if len(asked) else 0.0
+    return Figures(**asdict(loss_at(length, losses)), forgotten=forgotten)
 
 
 def fingerprint(data: Any) -> str:
