@@ -18,7 +18,7 @@ from mrrope.trained import Trained, table_for
 FIXED_METHODS = ("rope", "pi", "ntk", "yarn", "yarn_ratio", "mrrope_uni", "mrrope_pro")
 POWER_OF = {"mrrope_uni": 0.0, "mrrope_pro": 1.0}
 KNOTS = (4, 8)
-POWER_SHARE = 0.3
+POWER_SHARE = 0.4
 """Of the time, for power, bounds and temperature at most; the radix factors have the rest."""
 
 

@@ -10,12 +10,12 @@ from mrrope.calibration.calibrate import Calibration
 from mrrope.calibration.readings import Rung
 from mrrope.calibration.spaces import PowerSpace, clamp
 from mrrope.evaluation.extra import needs
+from mrrope.evaluation.perplexity import perplexity
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.run import PERPLEXITY, perplexity_figures
 from mrrope.tables import FrequencyTable
 
 CALIBRATED = "calibrated"
-GEOMETRIC_MEAN = "geo. mean"
 
 
 def read_held_out(calibration: Calibration, table: FrequencyTable, results: Results) -> None:
@@ -71,7 +71,7 @@ def read_sweep(calibration: Calibration, side: int) -> dict[str, Any]:
     rung = Rung(calibration.documents.held_out[:1], calibration.readings.lengths[-1])
     perplexities = [
         [
-            math.exp(calibration.readings.loss(space.table((power, low, high, temperature)), rung))
+            perplexity([calibration.readings.loss(space.table((power, low, high, temperature)), rung)])
             if low < high
             else None
             for high in highs
@@ -88,15 +88,17 @@ def draw_sweep(sweep: dict[str, Any], path: Path) -> None:
     rows = [[math.nan if cell is None else cell for cell in row] for row in sweep["perplexity"]]
     figure = Figure(layout="constrained", figsize=(2.5 + 0.75 * len(sweep["d_h"]), 1.5 + 0.5 * len(sweep["d_l"])))
     axes = figure.subplots()
-    image = axes.imshow(rows, aspect="auto", cmap="viridis_r", origin="lower")
+    shown = [cell for row in rows for cell in row if not math.isnan(cell)]
+    # Bounds that fail altogether leave the others to be told apart.
+    lowest, highest = min(shown), min(max(shown), 1.5 * min(shown))
+    image = axes.imshow(rows, aspect="auto", cmap="viridis_r", origin="lower", vmin=lowest, vmax=highest)
     axes.set_xticks(range(len(sweep["d_h"])), sweep["d_h"])
     axes.set_yticks(range(len(sweep["d_l"])), sweep["d_l"])
-    finite = [cell for row in rows for cell in row if not math.isnan(cell)]
-    middle = (min(finite) + max(finite)) / 2
+    middle = (lowest + highest) / 2
     for i, row in enumerate(rows):
         for j, cell in enumerate(row):
             if not math.isnan(cell):
-                axes.text(j, i, f"{cell:.2f}", ha="center", va="center", color="white" if cell < middle else "black")
+                axes.text(j, i, f"{cell:.2f}", ha="center", va="center", color="black" if cell < middle else "white")
     axes.set(xlabel="d_h", ylabel="d_l", title=f"power {sweep['power']:g}, temperature {sweep['temperature']:g}")
     figure.colorbar(image, label="perplexity (geo. mean over lengths)")
     figure.savefig(path, dpi=120)

@@ -20,9 +20,6 @@ WORTHWHILE = 1e-3
 """How much lower a loss must be to count as better on the last rung: 0.1 % of perplexity. Less is not worth following,
 and would be learnt by heart sooner than learnt."""
 
-FINALISTS = 2
-"""How many moves of a sweep, beside all of them together, are tried on the last rung."""
-
 
 class BudgetSpentError(Exception):
     """An objective raises it instead of going on; the search then ends with the best it has."""
@@ -98,15 +95,15 @@ def is_better(point: Point, than: Point, objective: Objective[Point], rungs: int
 
 
 def sweep(space: Space, best: Point, steps: Sequence[float], objective: Objective[Point], rungs: int) -> Point:
-    """The best of one step in each direction and of all steps that help taken together; ``best`` if none is better."""
+    """Where the best step along a coordinate leads, or all steps that help together; ``best`` if neither is better."""
     moves = neighbours(space, best, steps)
     last = rungs - 1
     screening = range(max(last, 1))
     survivors = climb(moves, objective, screening)
     helping = [point for point in survivors if objective(point, screening[-1]) < objective(best, screening[-1])]
+    # Of two steps along the same coordinate the better one counts.
     together = space.nearest(combined(best, {moves[point]: point for point in reversed(helping)}))
-    tried = dict.fromkeys([*helping[:FINALISTS], *([together] if len(helping) > 1 else [])])
-    winner = min(tried, key=lambda point: objective(point, last), default=best)
+    winner = min([*helping[:1], together], key=lambda point: objective(point, last))
     return winner if objective(best, last) - objective(winner, last) > WORTHWHILE else best
 
 
