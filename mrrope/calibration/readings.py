@@ -92,7 +92,7 @@ class Readings:
         # Documents stay as long as the run does, and are long.
         if id(document) not in self._fingerprints:
             self._fingerprints[id(document)] = fingerprint(document.tokens)
-        who = fingerprint(table.to_dict()), self._fingerprints[id(document)]
+        who = fingerprint(what_counts(table)), self._fingerprints[id(document)]
         known = self._known.get(who, [])
         if not known or known[-1].length < length:
             known = self._known[who] = self._next_reading(" ".join((*who, str(length))), table, document, length)
@@ -134,6 +134,11 @@ def figures_at(length: int, losses: torch.Tensor, document: Document) -> Figures
     asked = losses[[place - 1 for place in answers if place < length]]
     forgotten = 1 - asked.neg().exp().mean().item() if len(asked) else 0.0
     return Figures(**asdict(loss_at(length, losses)), forgotten=forgotten)
+
+
+def what_counts(table: FrequencyTable) -> list[float]:
+    """Numbers that are the same for tables a model could not tell apart, by whatever formula they were made."""
+    return [round(number, 9) for number in (*table.inv_freq.log().tolist(), table.attention_factor)]
 
 
 def fingerprint(data: Any) -> str:

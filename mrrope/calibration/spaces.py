@@ -81,9 +81,9 @@ class KnotSpace:
     """Free radix factors: what is added to the logarithm of a table's cumulative scale at a few knots, and between
     them in proportion; and the temperature.
 
-    The first pair, which of all methods only PI slows, turns as the model was trained. The knots cover the pairs that the table slows by a part of the scale and some on either side. Pairs before them
-    stay as they are; pairs after them move with the last knot, so that the end need not be the scale itself. No radix
-    factor gets below 1, and no pair is slowed by more than twice the scale.
+    The knots cover the pairs that the table slows by a part of the scale and some on either side. Pairs before them
+    stay as they are, the first as the model was trained; pairs after them move with the last knot, so that the end
+    need not be the scale itself. No radix factor gets below 1, and no pair is slowed by more than twice the scale.
     """
 
     origin: FrequencyTable

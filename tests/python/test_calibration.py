@@ -1,5 +1,6 @@
 """``mrrope calibrate``: planted optima found, kills survived, separate documents that decide."""
 
+import contextlib
 import json
 import math
 import os
@@ -297,8 +298,6 @@ class RepeatsItselfPatched(RepeatsItself):
 @pytest.fixture
 def unpatchable(monkeypatch) -> None:
     """Lets models that have no RoPE be read."""
-    import contextlib
-
     monkeypatch.setattr("mrrope.calibration.readings.patched", lambda *_: contextlib.nullcontext())
 
 
@@ -321,6 +320,19 @@ def test_a_reading_is_made_once_and_serves_all_shorter_lengths(tmp_path: Path) -
     again.loss(llama_table(4.0), Rung([document], 8))
     again.loss(table, Rung([Document("one", [0] * 8)], 4))
     assert again.model.lengths_of_calls == [7, 3]
+
+
+@pytest.mark.usefixtures("unpatchable")
+def test_tables_that_differ_in_their_formula_alone_are_read_once(tmp_path: Path) -> None:
+    readings, rung = readings_of(tmp_path / "journal"), Rung([Document("one", [0] * 8)], 8)
+    table = llama_table()
+    space = spaces.KnotSpace(table, 4)
+    readings.loss(table, rung)
+    readings.loss(space.table(space.start), rung)
+    assert readings.count == 1
+    readings.loss(space.table((0, 0, 1e-6, 0, space.start[-1])), rung)
+    readings.loss(space.table((0, 0, 0, 0, space.start[-1] + 1e-6)), rung)
+    assert readings.count == 3
 
 
 @pytest.mark.usefixtures("unpatchable")
@@ -572,6 +584,25 @@ def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_read_twice(
         mrrope.FrequencyTable.load(stem.with_suffix(".table.json")) for stem in (tmp_path / "out", unbroken)
     )
     assert found == expected
+
+
+def test_a_run_whose_budget_was_spent_goes_on_with_a_larger_one(folder: Path, unbroken: Path, tmp_path: Path) -> None:
+    options = {"--held-out": str(folder / "other.txt")}
+    assert main(arguments(folder, tmp_path / "out", **options, **{"--budget": "1e-9"})) == 2
+    assert len(readings_in(tmp_path / "out.journal")) == 1
+    assert main(arguments(folder, tmp_path / "out", **options)) == 0
+    keys = readings_in(tmp_path / "out.journal")
+    assert keys == readings_in(unbroken.with_suffix(".journal"))[: len(keys)]
+
+
+def test_short_documents_will_do_where_they_are_joined(folder: Path, tmp_path: Path) -> None:
+    options = {"--scale": "8", "--documents": "2", "--held-out-documents": "1", "--lengths": "64,256"}
+    assert main(arguments(folder, tmp_path / "out", **options)) == 2
+    assert main(arguments(folder, tmp_path / "out", "--join", **options)) == 0
+    data = json.loads((tmp_path / "out.json").read_text())
+    names = {part: [name for name, _ in found] for part, found in data["documents"].items()}
+    assert names["search"] == ["text.txt#1 + text.txt#2"]
+    assert names["held_out"] == ["text.txt#5 + text.txt#6"]
 
 
 def test_a_finished_run_reads_nothing_again(folder: Path, unbroken: Path, capsys) -> None:
