@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = "mrrope.calibration-journal/1"
+BEGINNING = json.dumps({"format": FORMAT})[:-1].encode()
 
 
 class Journal:
@@ -17,7 +18,7 @@ class Journal:
         """Opens the journal of a run, or begins it.
 
         Raises:
-            ValueError: where the file is that of another run.
+            ValueError: where the file is that of another run, or none of these.
             OSError: where it cannot be written.
         """
         self.path = path
@@ -25,8 +26,12 @@ class Journal:
         header = json.loads(json.dumps({"format": FORMAT, **about}))
         whole = self._whole_lines()
         if whole:
-            self._check(json.loads(whole[0]), header)
-            self._readings = {reading["key"]: reading for reading in map(json.loads, whole[1:])}
+            try:
+                found, *readings = map(json.loads, whole)
+            except ValueError as error:
+                raise ValueError(f"--output must be a new one: the journal {path} is damaged: {error}") from None
+            self._check(found, header)
+            self._readings = {reading["key"]: reading for reading in readings}
         self._file = path.open("ab")
         # What a kill cut off in the middle of a line is lost, and only that.
         self._file.truncate(sum(map(len, whole)))
@@ -50,9 +55,10 @@ class Journal:
         self._file.close()
 
     def _whole_lines(self) -> list[bytes]:
-        if not self.path.exists():
-            return []
-        return [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        content = self.path.read_bytes() if self.path.exists() else b""
+        if not content.startswith(BEGINNING[: len(content)]):
+            raise ValueError(f"--output must be a new one: {self.path} is there already, and is no journal")
+        return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
     def _append(self, entry: dict[str, Any]) -> None:
         self._file.write(json.dumps(entry).encode() + b"\n")

@@ -20,8 +20,11 @@ CALIBRATED = "calibrated"
 
 def read_held_out(calibration: Calibration, table: FrequencyTable, results: Results) -> None:
     """Perplexities of the documents that had no part in the search, in the form of ``mrrope eval``."""
+    with needs("tqdm"):
+        from tqdm import tqdm
     readings, documents = calibration.readings, calibration.documents.held_out
-    for method, one in {**calibration.fixed, CALIBRATED: table}.items():
+    tables = {**calibration.fixed, CALIBRATED: table}
+    for method, one in tqdm(tables.items(), desc="held-out documents", unit="table"):
         found = [readings.read(one, document, readings.lengths[-1]) for document in documents]
         for losses in zip(*found, strict=True):
             named = [(document.name, loss) for document, loss in zip(documents, losses, strict=True)]
@@ -48,7 +51,7 @@ def summary(data: dict[str, Any]) -> str:
         "geometric mean over all lengths, second half, held-out documents",
         *(f"{method:<12}{mean:>10.3f}" for method, mean in means.items()),
         "",
-        f"chosen: {data['calibration']['chosen']}; {abs(change):.1%} {'below' if change < 0 else 'above'} {best}",
+        f"chosen: {data['calibration']['chosen']}, {change:+.1%} against {best}",
     ]
     return "\n".join(lines)
 
@@ -65,20 +68,23 @@ def swept_bounds(space: PowerSpace, side: int) -> tuple[list[int], list[int]]:
 
 def read_sweep(calibration: Calibration, side: int) -> dict[str, Any]:
     """The paper's sweep over d_l and d_h, with the power and temperature found, on one held-out document."""
+    with needs("tqdm"):
+        from tqdm import tqdm
     space = calibration.power_space
     power, _, _, temperature = space.start
     lows, highs = swept_bounds(space, side)
     rung = Rung(calibration.documents.held_out[:1], calibration.readings.lengths[-1])
-    perplexities = [
-        [
-            perplexity([calibration.readings.loss(space.table((power, low, high, temperature)), rung)])
-            if low < high
-            else None
-            for high in highs
-        ]
-        for low in lows
-    ]
-    return {"power": power, "temperature": temperature, "d_l": lows, "d_h": highs, "perplexity": perplexities}
+    perplexities: dict[tuple[int, int], float] = {}
+    for low, high in tqdm([(low, high) for low in lows for high in highs if low < high], desc="bounds", unit="table"):
+        table = space.table((power, low, high, temperature))
+        perplexities[low, high] = perplexity([calibration.readings.loss(table, rung)])
+    return {
+        "power": power,
+        "temperature": temperature,
+        "d_l": lows,
+        "d_h": highs,
+        "perplexity": [[perplexities.get((low, high)) for high in highs] for low in lows],
+    }
 
 
 def draw_sweep(sweep: dict[str, Any], path: Path) -> None:

@@ -368,6 +368,12 @@ def test_a_line_that_was_cut_off_is_all_that_is_lost(tmp_path: Path) -> None:
     journal.put("a", {"seconds": 1})
     journal.put("b", {"seconds": 2})
     whole = path.read_bytes()
+    for cut in range(whole.index(b"\n")):
+        path.write_bytes(whole[:cut])  # not even the first line
+        again = Journal(path, {"run": 1})
+        assert len(again) == 0
+        again.close()
+        assert path.read_bytes() == whole[: whole.index(b"\n") + 1]
     for cut in range(whole.rindex(b"\n", 0, -1) + 1, len(whole)):
         path.write_bytes(whole[:cut])
         again = Journal(path, {"run": 1})
@@ -382,6 +388,23 @@ def test_the_journal_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
     Journal(tmp_path / "journal", {"scale": 4.0, "model": "a"}).close()
     with pytest.raises(ValueError, match=r"--output must be .*, and .*journal is of a run with another scale$"):
         Journal(tmp_path / "journal", {"scale": 8.0, "model": "a"})
+
+
+@pytest.mark.parametrize("content", [b"notes", b"notes\n", b'{"format": "other"}\n'])
+def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "journal").write_bytes(content)
+    with pytest.raises(ValueError, match=r"--output must be a new one: .*journal is there already, and is no journal"):
+        Journal(tmp_path / "journal", {})
+    assert (tmp_path / "journal").read_bytes() == content
+
+
+def test_a_journal_that_was_damaged_is_said_to_be(tmp_path: Path) -> None:
+    Journal(tmp_path / "journal", {}).close()
+    content = (tmp_path / "journal").read_bytes() + b"{broken\n"
+    (tmp_path / "journal").write_bytes(content)
+    with pytest.raises(ValueError, match=r"--output must be a new one: the journal .* is damaged: "):
+        Journal(tmp_path / "journal", {})
+    assert (tmp_path / "journal").read_bytes() == content
 
 
 # Keys in the text
@@ -603,6 +626,14 @@ def test_short_documents_will_do_where_they_are_joined(folder: Path, tmp_path: P
     names = {part: [name for name, _ in found] for part, found in data["documents"].items()}
     assert names["search"] == ["text.txt#1 + text.txt#2"]
     assert names["held_out"] == ["text.txt#5 + text.txt#6"]
+
+
+def test_the_command_on_a_gpu(folder: Path, tmp_path: Path, cuda: str) -> None:
+    assert main(arguments(folder, tmp_path / "out", **{"--device": cuda})) == 0
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert data["complete"]
+    assert data["dtype"] == "bfloat16"
+    assert mrrope.FrequencyTable.load(tmp_path / "out.table.json").rotary_dim == 16
 
 
 def test_a_finished_run_reads_nothing_again(folder: Path, unbroken: Path, capsys) -> None:
