@@ -127,7 +127,8 @@ def measure(kind: str, forward: Forward, layers: int) -> list[dict[str, Any]]:
         for tokens in PREFILL_TOKENS
     }
     steps |= {
-        f"decode batch {batch}": (functools.partial(decode, model, forward, batch), 10) for batch in DECODE_BATCHES
+        f"decode batch {batch}": (functools.partial(decode, model, forward, batch), max(10, 100 // layers))
+        for batch in DECODE_BATCHES
     }
     return [
         compare(model, f"{name}, {kind}, {layers} layers", make, repeats)

@@ -11,7 +11,7 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 
-from mrrope import _core
+from mrrope import _core, shipped
 
 METHODS: tuple[str, ...] = tuple(_core.method_names())
 """The names that :func:`frequency_table` takes."""
@@ -217,9 +217,9 @@ class FrequencyTable:
 
     @staticmethod
     def load(path: str | Path) -> FrequencyTable:
-        """Reads what :meth:`save` wrote."""
+        """Reads what :meth:`save` wrote, or a table that comes with the package, by its name."""
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(shipped.file_of(path).read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(data, dict):

@@ -141,6 +141,7 @@ class Heads:
             return x.transpose(1, 2) if case.layout == "projected" else x
 
         self.q, self.k = heads(case.q_heads), heads(case.k_heads)
+        self.copies = tuple(torch.ones(case.bytes // 2, device=shared.device, dtype=torch.uint8) for _ in range(2))
 
     @property
     def layout(self) -> str:
@@ -160,11 +161,3 @@ class Heads:
     def turned(self) -> tuple[torch.Tensor, torch.Tensor]:
         """q and k by head, after they were rotated in place."""
         return self.by_head(self.q), self.by_head(self.k)
-
-    @cached_property
-    def copies(self) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self.case.bytes // 2
-        return (
-            torch.empty(size, device=self.shared.device, dtype=torch.uint8),
-            torch.ones(size, device=self.shared.device, dtype=torch.uint8),
-        )

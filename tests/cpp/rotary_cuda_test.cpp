@@ -125,6 +125,8 @@ TEST_F(RotaryCuda, FastHeadDims) {
                 o.k_heads = 2;
                 o.head_dim = o.rotary_dim = head_dim;
                 o.in_place = head_dim % 64 == 0;
+                rotate_and_expect(o);
+                o.tokens = 400;
                 ASSERT_GT(plan_rotary(shape_of(RotaryCase(o).args())).vector, 1);
                 rotate_and_expect(o);
             }

@@ -138,9 +138,7 @@ def caches(model):
     }
     if model.device.type == "cuda":
         found["offloaded"] = settled(transformers.DynamicCache(config=config, offloading=True))
-        found["offloaded static"] = settled(
-            transformers.StaticCache(config=config, max_cache_len=160, offloading=True)
-        )
+        found["offloaded static"] = settled(transformers.StaticCache(config=config, max_cache_len=160, offloading=True))
     return found
 
 
