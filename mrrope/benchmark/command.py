@@ -14,6 +14,7 @@ from mrrope.benchmark import peers, report
 from mrrope.benchmark.cases import CASES
 from mrrope.benchmark.contenders import OURS, TRANSFORMERS
 from mrrope.benchmark.host import host_seconds
+from mrrope.benchmark.measure import measure
 from mrrope.evaluation.extra import needs
 
 
@@ -30,8 +31,6 @@ def run(options: argparse.Namespace) -> None:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device must be cpu where torch sees no GPU, got cuda")
-    with needs("tqdm"):
-        from mrrope.benchmark.measure import measure
     with needs("transformers"):
         import transformers  # noqa: F401
 

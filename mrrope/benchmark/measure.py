@@ -8,11 +8,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from mrrope.benchmark.cases import Case, Heads, Positions
 from mrrope.benchmark.contenders import COPY, Contender, copy_by_kernel
 from mrrope.benchmark.timing import Step, buffer_sets, median_seconds
+from mrrope.evaluation.extra import needs
 
 TOKENS_COMPARED = 256
 
@@ -50,6 +50,9 @@ def exact(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, case: Case) -> 
 
 def measure(cases: Sequence[Case], contenders: Sequence[Contender], device: str) -> list[dict[str, Any]]:
     """A row for every case: seconds and errors by contender."""
+    with needs("tqdm"):
+        from tqdm import tqdm
+
     rows = []
     work = [(case, [one for one in contenders if one.takes(case)]) for case in cases]
     with tqdm(total=sum(len(taking) for _, taking in work), desc="rotary", unit="timing") as progress:
