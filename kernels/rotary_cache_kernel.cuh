@@ -109,7 +109,8 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_cache_resident_bl
     const int64_t position = position_at(rotary.positions, 0, token.outer, token.inner);
     int64_t table_start = 0;
     if constexpr (lookup != Lookup::one_table) {
-        table_start = chosen_table(rotary.choice, token.outer, token.inner) * rotary.choice.stride;
+        const int32_t* choice = address_of_choice(rotary.choice, token.outer, token.inner);
+        table_start = chosen_table(rotary.choice, choice, token.outer) * rotary.choice.stride;
     }
     const int64_t slot = position_at(args.slots.of_tokens, 0, token.outer, token.inner);
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
@@ -136,8 +137,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_cache_resident_bl
     if (turns_heads) {
         const uint64_t* table = rotary.table + table_start;
         uint64_t turns[Vector];
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) turns[j] = table[layout.pair(j)];
+        load_turns(turns, table, layout);
         const auto gain = static_cast<Real>(attention_factor_of(table[half]));
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < Vector; ++j) by[j] = turn(phase_of(position, turns[j]), gain, Real(1));

@@ -34,7 +34,7 @@ RotaryPlan plan_rotary_cache(const RotaryCacheArgs& args) {
     const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
     const int heads_per_thread = choose_heads_per_thread(shape, split);
     const HeadGroups groups = head_groups(args, heads_per_thread);
-    return plan_heads(shape, split, heads_per_thread, groups.queries + 2 * groups.keys);
+    return plan_groups(shape, split.vector, heads_per_thread, groups.queries + 2 * groups.keys);
 }
 
 }  // namespace mrrope

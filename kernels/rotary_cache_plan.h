@@ -11,9 +11,9 @@ namespace mrrope {
 // same code before sm_90.
 constexpr int rotary_cache_resident_blocks(bool float8) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-    return float8 ? 10 : 14;
+    return float8 ? 5 : 7;
 #else
-    return float8 ? 12 : 16;
+    return float8 ? 6 : 8;
 #endif
 }
 

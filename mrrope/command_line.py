@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mrrope import demo
+from mrrope.benchmark import command as benchmark_command
+from mrrope.calibration import command as calibration_command
+from mrrope.demo import command as demo_command
 from mrrope.evaluation import command as evaluation_command
 from mrrope.evaluation.results import EvaluationStoppedError
 from mrrope.export import ENGINES, export_config
 from mrrope.gguf_export import export_gguf
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
+from mrrope.theory import command as theory_command
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,8 +51,21 @@ def parser() -> argparse.ArgumentParser:
     evaluation_command.add_options(evaluation)
     evaluation.set_defaults(run=evaluation_command.run)
 
-    shown = commands.add_parser("demo", help="show the tables and the rotation at work")
-    shown.set_defaults(run=lambda _: demo.run())
+    benchmark = commands.add_parser("bench", help="time the rotation here, beside a copy, transformers and its peers")
+    benchmark_command.add_options(benchmark)
+    benchmark.set_defaults(run=benchmark_command.run)
+
+    calibration = commands.add_parser("calibrate", help="find the table that suits a model, on a text of yours")
+    calibration_command.add_options(calibration)
+    calibration.set_defaults(run=calibration_command.run)
+
+    plot = commands.add_parser("plot", help="draw what the theory says of the methods' tables, and of a model's heads")
+    theory_command.add_options(plot)
+    plot.set_defaults(run=theory_command.run)
+
+    shown = commands.add_parser("demo", help="let a real model read past its native length, by several methods")
+    demo_command.add_options(shown)
+    shown.set_defaults(run=demo_command.run)
     return top
 
 

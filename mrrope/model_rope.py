@@ -100,6 +100,15 @@ def settings(module: nn.Module, layer_type: str | None) -> RopeSettings:
     return RopeSettings(rotary_dim, base, length, table, turning, rows, native_length)
 
 
+def global_settings(model: nn.Module) -> RopeSettings:
+    """The settings of the layers that see the whole text."""
+    for module in rotary_embeddings(model):
+        for layer_type in layer_types(module):
+            if not is_local(layer_type):
+                return settings(module, layer_type)
+    raise ValueError(f"model must have rotary embeddings of transformers, and {type(model).__name__} has none")
+
+
 def position_row(module: nn.Module, layer_type: str | None, pairs: int) -> torch.Tensor | None:
     """Which of a token's several positions turns each pair, asked of the module's own code; None where it has one."""
     compose: Callable[..., torch.Tensor] | None = getattr(module, "recomposition_frequencies", None)

@@ -36,8 +36,12 @@ def token_losses(
     model: nn.Module, tokens: Sequence[int], *, chunk: int = DEFAULT_CHUNK, progress: Progress | None = None
 ) -> Iterator[torch.Tensor]:
     """The negative log-likelihood of every token but the first, float32 on the CPU, one chunk at a time."""
-    reader = Reader(model, chunk=chunk, progress=progress)
-    for logits in reader.read(tokens[:-1]):
+    return losses_ahead(Reader(model, chunk=chunk, progress=progress), tokens)
+
+
+def losses_ahead(reader: Reader, tokens: Sequence[int]) -> Iterator[torch.Tensor]:
+    """The same of the tokens that come after those that were read already; all but the last are read then."""
+    for logits in reader.read(tokens[reader.position : -1]):
         following = torch.tensor(tokens[reader.position - len(logits) + 1 : reader.position + 1], device=logits.device)
         rows = zip(torch.split(logits, FLOAT32_ROWS), torch.split(following, FLOAT32_ROWS), strict=True)
         losses = [nn.functional.cross_entropy(some.float(), target, reduction="none") for some, target in rows]

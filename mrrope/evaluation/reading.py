@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,6 +53,26 @@ class Reader:
                 self.progress(part.shape[1])
             yield output.logits[0]
 
+    def answer(self, prompt: Sequence[int], count: int, *, end_token: int | None = None) -> list[int]:
+        """Reads on, and gives the likeliest token after that, ``count`` of them or until ``end_token``."""
+        answer: list[int] = []
+        unread = list(prompt)
+        while len(answer) < count:
+            for logits in self.read(unread, last_only=True):
+                likeliest = int(logits[-1].argmax())
+            if likeliest == end_token:
+                break
+            answer.append(likeliest)
+            unread = [likeliest]
+            self.progress = None  # how long an answer gets is not known beforehand
+        return answer
+
+    def fork(self) -> Reader:
+        """Another reader of the same text so far, with a cache of its own."""
+        other = copy.copy(self)
+        other._cache = copy.deepcopy(self._cache)
+        return other
+
 
 def greedy_answer(
     model: nn.Module,
@@ -63,15 +84,4 @@ def greedy_answer(
     progress: Progress | None = None,
 ) -> list[int]:
     """The likeliest token after the prompt, and after that, ``count`` of them or until ``end_token``."""
-    reader = Reader(model, chunk=chunk, progress=progress)
-    answer: list[int] = []
-    unread = list(prompt)
-    while len(answer) < count:
-        for logits in reader.read(unread, last_only=True):
-            likeliest = int(logits[-1].argmax())
-        if likeliest == end_token:
-            break
-        answer.append(likeliest)
-        unread = [likeliest]
-        reader.progress = None  # how long an answer gets is not known beforehand
-    return answer
+    return Reader(model, chunk=chunk, progress=progress).answer(prompt, count, end_token=end_token)

@@ -1,4 +1,4 @@
-"""What ``mrrope demo`` shows: the tables, the rotation's exactness, its speed."""
+"""The rotation by itself: its error, near and far, and its speed on this machine."""
 
 from __future__ import annotations
 
@@ -11,29 +11,10 @@ from mrrope import plain
 from mrrope.rotation import rotary
 from mrrope.tables import FrequencyTable, frequency_table
 
-SHOWN_PAIRS = (0, 16, 20, 24, 28, 32, 40, 63)
-USAGE = """\
-    table = mrrope.frequency_table("mrrope_pro", rotary_dim=128, base=500_000.0, original_max_position=8192, scale=16.0)
-    q, k = mrrope.rotary(q, k, positions, table)        # or rotary_, in place"""
-
 
 def extended_llama(method: str) -> FrequencyTable:
     """Llama-3-8B, trained on 8192 tokens, for 16 times as many."""
     return frequency_table(method, rotary_dim=128, base=500_000.0, original_max_position=8192, scale=16.0)
-
-
-def show_tables() -> None:
-    """By how much each method slows each pair of a Llama-3-8B head, for 16 times the length."""
-    print("How each method slows the pairs of a Llama-3-8B head (trained on 8192 tokens) for 16 times the length:\n")
-    print(f"{'pair':>12}" + "".join(f"{pair:>8}" for pair in SHOWN_PAIRS) + "   attention factor")
-    for method in ("rope", "pi", "ntk", "yarn", "yarn_ratio", "mrrope_uni", "mrrope_pro"):
-        table = extended_llama(method)
-        scales = table.cumulative_scale
-        print(
-            f"{method:>12}"
-            + "".join(f"{scales[pair].item():8.2f}" for pair in SHOWN_PAIRS)
-            + f"{table.attention_factor:19.4f}"
-        )
 
 
 def exact(x: torch.Tensor, positions: torch.Tensor, table: FrequencyTable) -> torch.Tensor:
@@ -97,9 +78,7 @@ def show_speed() -> None:
         print(f"{str(dtype).removeprefix('torch.'):>10}{ours:10.2f}{theirs:16.2f}{copy:10.2f}")
 
 
-def run() -> None:
-    """Shows it all."""
-    show_tables()
+def show() -> None:
+    """Both."""
     show_error()
     show_speed()
-    print("\nThe lines that do it:\n\n" + USAGE)

@@ -1,0 +1,1 @@
+"""What the theory says of a frequency table, computed and drawn: ``mrrope plot``."""

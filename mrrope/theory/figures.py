@@ -1,0 +1,147 @@
+"""The numbers of every figure, ready for JSON. What is drawn comes from here and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from mrrope.tables import FrequencyTable, frequency_table
+from mrrope.theory import attention
+from mrrope.theory.curves import first_zero, lowest_between, middle_pairs, similarities_up_to, spelled_number, trend
+
+METHODS = ("rope", "pi", "ntk", "yarn", "yarn_ratio", "mrrope_uni", "mrrope_pro")
+WITH_MIDDLE = ("yarn", "yarn_ratio", "mrrope_uni", "mrrope_pro")
+BASES = (0.01, 0.1, 1.0, 10.0, 100.0)
+"""Of which m-hat is shown, as multiples of the setting's own."""
+POINTS = 400
+STRETCHES = 100
+"""Of distances, each as much longer than the one before; the lowest B(m) of each is shown."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the tables are built for."""
+
+    rotary_dim: int
+    base: float
+    original_max_position: int
+    scale: float
+
+    def __post_init__(self) -> None:
+        if not self.scale > 1:
+            raise ValueError(f"scale must be above 1, so that there is an extension to show, got {self.scale}")
+
+    def table(self, method: str, **changes: Any) -> FrequencyTable:
+        """Of a method, here."""
+        return frequency_table(method, **{**asdict(self), **changes})
+
+    @property
+    def middle(self) -> slice:
+        """The same pairs for all methods."""
+        return middle_pairs(self.table("mrrope_pro"))
+
+    @property
+    def reach(self) -> int:
+        """How far the extended context goes."""
+        return int(self.original_max_position * self.scale)
+
+
+def rounded(values: Iterable[float]) -> list[float]:
+    """To five digits: enough for a picture, and small."""
+    return [float(f"{value:.5g}") for value in values]
+
+
+def log_spaced(last: int, points: int) -> list[int]:
+    """Whole numbers from 1 on, each once."""
+    return sorted({round(last ** (i / (points - 1))) for i in range(points)})
+
+
+def cumulative_scales(setting: Setting) -> dict[str, Any]:
+    """s_i of every pair, for the scale and for its square root."""
+    return {
+        f"{scale:g}": {
+            method: rounded(setting.table(method, scale=scale).cumulative_scale.tolist()) for method in METHODS
+        }
+        for scale in (setting.scale, math.sqrt(setting.scale))
+    }
+
+
+def radix_factors(setting: Setting) -> dict[str, Any]:
+    """lambda_i of every pair, and how they go on from pair to pair in the middle."""
+    found = {}
+    for method in WITH_MIDDLE:
+        factors = setting.table(method).radix_factors
+        # A ramp may begin and end between two pairs, so that the outermost factors hold only a part of it.
+        found[method] = {"factors": rounded(factors.tolist()), "trend": trend(factors[setting.middle][1:-1])}
+    return found
+
+
+def spelled_numbers(setting: Setting) -> dict[str, Any]:
+    """m-hat, divided by the number of pairs, over positions: for several bases, and for the methods."""
+    positions = torch.arange(0, setting.reach + 1, max(setting.reach // POINTS, 1))
+
+    def curve(table: FrequencyTable) -> list[float]:
+        return rounded((spelled_number(table.inv_freq, positions) / len(table.inv_freq)).tolist())
+
+    bases = [setting.base * factor for factor in BASES if setting.base * factor > 1]
+    return {
+        "positions": positions.tolist(),
+        "by_base": {f"{base:g}": curve(setting.table("rope", base=base, scale=1.0)) for base in bases},
+        "by_method": {method: curve(setting.table(method)) for method in METHODS},
+    }
+
+
+def similarities(setting: Setting) -> dict[str, Any]:
+    """The dips of B(m) and its first zero, of all pairs and of the middle ones."""
+    edges = log_spaced(setting.reach + 1, STRETCHES)
+    found: dict[str, Any] = {"distances": edges[:-1], "first_zero_by_scale": zeros_by_scale(setting)}
+    for name, pairs in (("all", slice(None)), ("middle", setting.middle)):
+        found[name] = {}
+        for method in METHODS:
+            frequencies = setting.table(method).inv_freq[pairs]
+            values = similarities_up_to(frequencies, setting.reach)
+            found[name][method] = {
+                "first_zero": first_zero(values),
+                "dips": rounded(dip / len(frequencies) for dip in lowest_between(values, edges)),
+            }
+    return found
+
+
+def zeros_by_scale(setting: Setting) -> dict[str, Any]:
+    """The first zero of B(m) of all pairs, for smaller and larger scales."""
+    scales = [setting.scale * factor for factor in (0.25, 0.5, 1.0, 2.0) if setting.scale * factor > 1]
+    return {
+        f"{scale:g}": {
+            method: first_zero(
+                similarities_up_to(
+                    setting.table(method, scale=scale).inv_freq, int(setting.original_max_position * scale)
+                )
+            )
+            for method in METHODS
+        }
+        for scale in scales
+    }
+
+
+def middle_attention(setting: Setting, model: Any, tokens: Sequence[int]) -> dict[str, Any]:
+    """What the middle pairs add to a real model's attention scores, over distance: the mean over token pairs, and how
+    much that wavers from one distance to the next.
+    """
+    products = attention.pair_products(model, tokens, setting.rotary_dim)
+    edges = log_spaced(setting.reach + 1, STRETCHES)
+    found: dict[str, Any] = {"samples": len(products), "distances": edges[:-1], "methods": {}}
+    for method in ("rope", *WITH_MIDDLE):
+        distances = torch.arange(1, setting.reach + 1)
+        # The score is linear in the products, so that the mean product has the mean score.
+        means = attention.scores(products.mean(0, keepdim=True), setting.table(method), distances, setting.middle)[0]
+        stretches = [means[start - 1 : end - 1] for start, end in pairwise(edges)]
+        found["methods"][method] = {
+            "mean": rounded(stretch.mean().item() for stretch in stretches),
+            "wavering": rounded(stretch.std(correction=0).item() for stretch in stretches),
+        }
+    return found
