@@ -23,6 +23,7 @@ struct RotaryCacheLaunch {
     int threads;
     uint32_t slots;
     bool has_tail;
+    bool fills_the_chip;  // many times over
 };
 
 using Float8 = cutlass::float_e4m3_t;
@@ -102,17 +103,27 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_cache_resident_bl
     const Element* in =
         static_cast<const Element*>(view.in) + token.offset(view.in_strides) + heads.first * view.in_strides.head;
     const int64_t in_step = heads.step * view.in_strides.head;
+    const void* position_address = address_of_position(rotary.positions, 0, token.outer, token.inner);
+    const void* slot_address = address_of_position(args.slots.of_tokens, 0, token.outer, token.inner);
+    // A call of few threads lasts little longer than the way to memory and back.
+    if constexpr (HeadsPerThread == 1) {
+        const bool never = launch.threads < 0;
+        compute_before_wait(never, in + layout.first());
+        compute_before_wait(never, in + layout.second());
+        compute_before_wait(never, position_address);
+        compute_before_wait(never, slot_address);
+    }
     wait_for_previous_kernel();
     if (thread >= launch.threads) return;
 
     // What leads to the angles is asked for first: it takes two steps where the table is a chosen one.
-    const int64_t position = position_at(rotary.positions, 0, token.outer, token.inner);
+    const int64_t position = position_at(rotary.positions, position_address);
     int64_t table_start = 0;
     if constexpr (lookup != Lookup::one_table) {
         const int32_t* choice = address_of_choice(rotary.choice, token.outer, token.inner);
         table_start = chosen_table(rotary.choice, choice, token.outer) * rotary.choice.stride;
     }
-    const int64_t slot = position_at(args.slots.of_tokens, 0, token.outer, token.inner);
+    const int64_t slot = position_at(args.slots.of_tokens, slot_address);
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
@@ -130,7 +141,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_cache_resident_bl
         }
     }
 
-    let_next_kernel_start();
+    if (launch.fills_the_chip) let_next_kernel_start();
 
     const bool turns_heads = heads.kind != HeadsOfThread::value;
     CosSin<Real> by[Vector];
@@ -142,6 +153,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_cache_resident_bl
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < Vector; ++j) by[j] = turn(phase_of(position, turns[j]), gain, Real(1));
     }
+    let_next_kernel_start();
 
     // Unsigned, so that negative slots are out of range too.
     if (!is_query && static_cast<uint64_t>(slot) >= launch.slots) return;
@@ -198,6 +210,7 @@ void launch_cached_planned(const RotaryCacheArgs& args, const RotaryPlan& plan, 
         .threads = threads,
         .slots = static_cast<uint32_t>(args.slots.count()),
         .has_tail = args.rotary.rotary_dim < args.rotary.head_dim,
+        .fills_the_chip = threads >= 1 << 22,
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
     launch_overlapping(rotary_cache_kernel<Element, Cached, Vector, HeadsPerThread, pairing, lookup>, dim3(blocks),
@@ -206,12 +219,14 @@ void launch_cached_planned(const RotaryCacheArgs& args, const RotaryPlan& plan, 
 
 template <class Element, class Cached, Pairing pairing, Lookup lookup>
 void launch_cached_vectors(const RotaryCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    constexpr int vector = access_bytes / sizeof(Element);
-    switch (plan.heads_per_thread) {
-        case 1: return launch_cached_planned<Element, Cached, vector, 1, pairing, lookup>(args, plan, stream);
-        case 2: return launch_cached_planned<Element, Cached, vector, 2, pairing, lookup>(args, plan, stream);
+    constexpr int full = access_bytes / sizeof(Element);
+    const auto takes = [&](int vector, int heads) { return plan.vector == vector && plan.heads_per_thread == heads; };
+    if (takes(full, 1)) return launch_cached_planned<Element, Cached, full, 1, pairing, lookup>(args, plan, stream);
+    if (takes(full, 2)) return launch_cached_planned<Element, Cached, full, 2, pairing, lookup>(args, plan, stream);
+    if (takes(full / 2, 1)) {
+        return launch_cached_planned<Element, Cached, full / 2, 1, pairing, lookup>(args, plan, stream);
     }
-    throw std::logic_error("mrrope: no kernel that writes a cache takes that many heads a thread");
+    throw std::logic_error("mrrope: no kernel that writes a cache takes such vectors and heads a thread");
 }
 
 // Without vectors there is one kernel for all: it is slow anyway.

@@ -10,12 +10,9 @@ bool starts_aligned(const HeadsView& view, int element_size, int written_size) {
             starts_aligned(view.out, view.out_strides, written_size, access_bytes / element_size * written_size));
 }
 
-// Heads that share a thread share its phases, but wait for each other.
-int choose_heads_per_thread(const RotaryShape& shape, const HeadSplit& split) {
-    constexpr int64_t few_threads = 1 << 17;
-    const int64_t threads = shape.batch * shape.tokens * shape.heads * split.lanes;
-    return split.vector == 1 || shape.heads == 1 || threads < few_threads ? 1 : 2;
-}
+// What a thread takes, by how many threads there would be with one head and full vectors each, as for rotary_kernel.
+constexpr int64_t threads_for_full_vectors = 1 << 16;
+constexpr int64_t threads_for_two_heads = 1 << 17;
 
 }  // namespace
 
@@ -32,9 +29,11 @@ RotaryPlan plan_rotary_cache(const RotaryCacheArgs& args) {
                     starts_aligned(args.k.view, shape.element_size, cached_size) &&
                     starts_aligned(args.v.view, shape.element_size, cached_size);
     const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
-    const int heads_per_thread = choose_heads_per_thread(shape, split);
+    const int64_t threads = shape.batch * shape.tokens * shape.heads * split.lanes;
+    const int vector = split.vector > 1 && threads < threads_for_full_vectors ? split.vector / 2 : split.vector;
+    const int heads_per_thread = split.vector > 1 && shape.heads > 1 && threads >= threads_for_two_heads ? 2 : 1;
     const HeadGroups groups = head_groups(args, heads_per_thread);
-    return plan_groups(shape, split.vector, heads_per_thread, groups.queries + 2 * groups.keys);
+    return plan_groups(shape, vector, heads_per_thread, groups.queries + 2 * groups.keys);
 }
 
 }  // namespace mrrope

@@ -87,12 +87,17 @@ protected:
         cache.expect_written();
     }
 
-    // About as few tokens as give a thread so many heads.
-    static int64_t fewest_tokens(const CacheOptions& options, int heads_per_thread) {
+    // About as few tokens as give a thread so many heads and such vectors.
+    static int64_t fewest_tokens(const CacheOptions& options, int heads_per_thread, bool full) {
         RotaryCacheCase cache(options);
         RotaryCacheArgs args = cache.args();
         args.rotary.tokens = 1;
-        while (plan_rotary_cache(args).heads_per_thread != heads_per_thread && args.rotary.tokens < 1 << 20) {
+        const int full_bytes = full ? 16 : 8;
+        const auto fits = [&](const RotaryPlan& plan) {
+            return plan.heads_per_thread == heads_per_thread &&
+                   plan.vector * size_of(options.rotary.dtype) == full_bytes;
+        };
+        while (!fits(plan_rotary_cache(args)) && args.rotary.tokens < 1 << 20) {
             args.rotary.tokens += args.rotary.tokens / 16 + 1;
         }
         return args.rotary.tokens;
@@ -112,7 +117,6 @@ TEST_F(RotaryCacheCuda, EveryCacheOfEveryDTypeAndPairing) {
             for (const Pairing pairing : both_pairings) {
                 o.rotary.pairing = pairing;
                 o.rotary.in_place = pairing == Pairing::halves;
-                ASSERT_GT(plan_rotary_cache(RotaryCacheCase(o).args()).vector, 1);
                 write_and_expect(o);
                 if (HasFailure()) return;
             }
@@ -120,15 +124,15 @@ TEST_F(RotaryCacheCuda, EveryCacheOfEveryDTypeAndPairing) {
     }
 }
 
-// With and without vectors, either number of heads a thread with a head left over, one table and a chosen one.
+// With full, short and no vectors, either number of heads a thread with a head left over, one table and a chosen one.
 TEST_F(RotaryCacheCuda, EveryKernel) {
     for (const DType dtype : all_dtypes) {
         for (const bool float8 : {false, true}) {
             if (float8 && dtype == DType::float64) continue;
             for (const Pairing pairing : both_pairings) {
                 for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
-                    for (const auto& [heads_per_thread, aligned] :
-                         {std::pair{1, false}, std::pair{1, true}, std::pair{2, true}}) {
+                    for (const auto& [heads_per_thread, aligned, full] :
+                         {std::tuple{1, false, false}, {1, true, false}, {1, true, true}, {2, true, true}}) {
                         CacheOptions o;
                         o.rotary.dtype = dtype;
                         o.rotary.pairing = pairing;
@@ -140,12 +144,12 @@ TEST_F(RotaryCacheCuda, EveryKernel) {
                         o.rotary.tables = {.table_for = table_for, .count = 4};
                         o.float8 = float8;
                         o.scale_for = float8 ? ScaleFor::each_head : ScaleFor::none;
-                        o.rotary.tokens = heads_per_thread == 1 ? 3 : fewest_tokens(o, heads_per_thread);
+                        o.rotary.tokens = full ? fewest_tokens(o, heads_per_thread, full) : 3;
                         o.block_size = 16;
                         o.blocks = o.rotary.tokens / 16 + 1;
                         const RotaryPlan plan = plan_rotary_cache(RotaryCacheCase(o).args());
                         ASSERT_EQ(plan.heads_per_thread, heads_per_thread);
-                        ASSERT_EQ(plan.vector > 1, aligned);
+                        ASSERT_EQ(plan.vector * size_of(dtype), full ? 16 : aligned ? 8 : size_of(dtype));
                         write_and_expect(o);
                         if (HasFailure()) return;
                     }

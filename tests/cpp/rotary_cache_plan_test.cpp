@@ -92,10 +92,11 @@ TEST(Plan, HoldsItsPromisesForEveryShape) {
                             const int full = 16 / size_of(dtype);
                             const bool fits = !misaligned && head_dim % full == 0 && rotary_dim / 2 % full == 0 &&
                                               (head_dim - rotary_dim) % full == 0;
-                            EXPECT_EQ(plan.vector, fits ? full : 1);
+                            const bool is_full = plan.vector == full;
+                            EXPECT_TRUE(fits ? is_full || plan.vector == full / 2 : plan.vector == 1);
                             EXPECT_EQ(plan.lanes * plan.vector, rotary_dim / 2);
                             // What there are kernels for.
-                            EXPECT_TRUE(plan.heads_per_thread == 1 || (plan.heads_per_thread == 2 && plan.vector > 1));
+                            EXPECT_TRUE(plan.heads_per_thread == 1 || (plan.heads_per_thread == 2 && is_full && fits));
                             const HeadGroups groups = head_groups(args, plan.heads_per_thread);
                             EXPECT_EQ(groups.queries + 2 * groups.keys, plan.head_groups);
                             EXPECT_GE(groups.queries * plan.heads_per_thread, q_heads);
@@ -116,10 +117,15 @@ TEST(Plan, HoldsItsPromisesForEveryShape) {
     });
 }
 
-TEST(Plan, GivesEveryHeadAThreadWhereThereAreFew) {
+TEST(Plan, GivesThreadsLessToDoWhereThereAreFew) {
     for_each_kind([](DType dtype, bool float8) {
-        EXPECT_EQ(plan_rotary_cache(contiguous_args(dtype, float8, 1, 1, 32, 8, 128, 128)).heads_per_thread, 1);
-        EXPECT_EQ(plan_rotary_cache(contiguous_args(dtype, float8, 1, 8192, 32, 8, 128, 128)).heads_per_thread, 2);
+        const int full = 16 / size_of(dtype);
+        const RotaryPlan few = plan_rotary_cache(contiguous_args(dtype, float8, 1, 1, 32, 8, 128, 128));
+        EXPECT_EQ(few.heads_per_thread, 1);
+        EXPECT_EQ(few.vector, full / 2);
+        const RotaryPlan many = plan_rotary_cache(contiguous_args(dtype, float8, 1, 8192, 32, 8, 128, 128));
+        EXPECT_EQ(many.heads_per_thread, 2);
+        EXPECT_EQ(many.vector, full);
     });
 }
 
@@ -197,8 +203,12 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
                         contiguous_args(dtype, float8, 2, 2, q_heads, kv_heads, head_dim, rotary_dim);
                     RotaryPlan plan = plan_rotary_cache(args);
                     // Small shapes as the kernel takes them when they are large.
-                    for (const int heads_per_thread : {1, 2}) {
+                    for (const auto& [times, heads_per_thread] : {std::pair{1, 1}, {2, 1}, {1, 2}}) {
+                        if (times == 2 && (head_dim * size_of(dtype) % 32 != 0 || rotary_dim != head_dim)) continue;
                         const HeadGroups groups = head_groups(args, heads_per_thread);
+                        plan = plan_rotary_cache(args);
+                        plan.vector *= times;
+                        plan.lanes /= times;
                         plan.heads_per_thread = heads_per_thread;
                         plan.head_groups = groups.queries + 2 * groups.keys;
                         for (const Pairing pairing : both_pairings) {
@@ -268,7 +278,7 @@ TEST(Alignment, IsLostByOneElementOfAnyTensor) {
     for_each_kind([](DType dtype, bool float8) {
         const int element = size_of(dtype);
         const int cached = float8 ? 1 : element;
-        const RotaryCacheArgs aligned = contiguous_args(dtype, float8, 1, 4, 2, 2, 64, 64);
+        const RotaryCacheArgs aligned = contiguous_args(dtype, float8, 1, 1 << 16, 2, 2, 64, 64);
         ASSERT_EQ(vector_of(aligned), 16 / element);
         const auto moved = [](const void* pointer, int bytes) {
             return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(pointer) + bytes);
