@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from timing import Step, buffer_sets, median_seconds
 from tqdm import tqdm
 
 import mrrope
+from mrrope.benchmark.timing import Step, buffer_sets, median_seconds
 
 RESULTS = Path(__file__).parent / "results"
 # Rotated again and again in place, q must not grow.
