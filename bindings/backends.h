@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
+#include "mrrope/qk_norm.h"
 #include "mrrope/rescale.h"
 #include "mrrope/rotary.h"
 
@@ -18,6 +19,11 @@ namespace mrrope {
 struct Cpu {
     static void run(const RotaryArgs& args, const at::Tensor&) { rotary_cpu(args, parallel_for); }
     static void run(const RescaleArgs& args, const at::Tensor&) { rescale_cpu(args, parallel_for); }
+    static void run(const QkNormArgs& args, const at::Tensor&) { qk_norm_rotary_cpu(args, parallel_for); }
+    static void run(const QkNormGradientArgs& args, const at::Tensor&) {
+        qk_norm_rotary_gradient_cpu(args, parallel_for);
+    }
+    static WeightSumRows weight_sum_rows(const QkNormArgs& call) { return weight_sum_rows_cpu(call); }
 
 private:
     static void parallel_for(int64_t count, int64_t grain, const RangeBody& body) {
@@ -29,6 +35,11 @@ struct Cuda {
 #ifdef MRROPE_WITH_CUDA
     static void run(const RotaryArgs& args, const at::Tensor& heads) { on_stream(rotary_cuda, args, heads); }
     static void run(const RescaleArgs& args, const at::Tensor& heads) { on_stream(rescale_cuda, args, heads); }
+    static void run(const QkNormArgs& args, const at::Tensor& heads) { on_stream(qk_norm_rotary_cuda, args, heads); }
+    static void run(const QkNormGradientArgs& args, const at::Tensor& heads) {
+        on_stream(qk_norm_rotary_gradient_cuda, args, heads);
+    }
+    static WeightSumRows weight_sum_rows(const QkNormArgs& call) { return weight_sum_rows_cuda(call); }
 
 private:
     template <class Args>
@@ -43,6 +54,7 @@ private:
             false, "q is on ", heads.device(),
             ", but this build of mrrope has no CUDA kernels: rebuild it where nvcc and a CUDA build of torch are");
     }
+    static WeightSumRows weight_sum_rows(const QkNormArgs&) { return {}; }
 #endif
 };
 
