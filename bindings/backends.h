@@ -23,7 +23,7 @@ struct Cpu {
     static void run(const QkNormGradientArgs& args, const at::Tensor&) {
         qk_norm_rotary_gradient_cpu(args, parallel_for);
     }
-    static WeightSumRows weight_sum_rows(const QkNormArgs& call) { return weight_sum_rows_cpu(call); }
+    static WeightSumRows weight_sum_rows(const QkNormGradientArgs& args) { return weight_sum_rows_cpu(args); }
 
 private:
     static void parallel_for(int64_t count, int64_t grain, const RangeBody& body) {
@@ -39,7 +39,7 @@ struct Cuda {
     static void run(const QkNormGradientArgs& args, const at::Tensor& heads) {
         on_stream(qk_norm_rotary_gradient_cuda, args, heads);
     }
-    static WeightSumRows weight_sum_rows(const QkNormArgs& call) { return weight_sum_rows_cuda(call); }
+    static WeightSumRows weight_sum_rows(const QkNormGradientArgs& args) { return weight_sum_rows_cuda(args); }
 
 private:
     template <class Args>
@@ -54,7 +54,7 @@ private:
             false, "q is on ", heads.device(),
             ", but this build of mrrope has no CUDA kernels: rebuild it where nvcc and a CUDA build of torch are");
     }
-    static WeightSumRows weight_sum_rows(const QkNormArgs&) { return {}; }
+    static WeightSumRows weight_sum_rows(const QkNormGradientArgs&) { return {}; }
 #endif
 };
 

@@ -175,16 +175,18 @@ std::vector<Tensor> norm_backward_on(TensorList gradients, TensorList heads, Ten
         args.call.rotary.batch * args.call.rotary.tokens * (args.call.rotary.q.heads + args.call.rotary.k.heads);
     TORCH_CHECK_VALUE(all_heads < std::numeric_limits<int>::max(),
                       "q and k must have fewer than 2^31 heads in all tokens for their gradients, got ", all_heads);
-    const WeightSumRows rows = Backend::weight_sum_rows(args.call);
-    std::vector<Tensor> sums;
     for (size_t i = 0; i < heads.size(); ++i) {
         OutputGradient& gradient = i == 0 ? args.q : args.k;
         gradient.data = gradients[i].const_data_ptr();
         gradient.strides = strides_of(gradients[i], layout);
-        if (!wants_weights) continue;
+    }
+    const WeightSumRows rows = Backend::weight_sum_rows(args);
+    std::vector<Tensor> sums;
+    for (size_t i = 0; wants_weights && i < heads.size(); ++i) {
         const auto precision = heads[i].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-        sums.push_back(at::empty({i == 0 ? rows.q : rows.k, weights[i].size(0)}, heads[i].options().dtype(precision)));
-        gradient.weight_sums = sums[i].data_ptr();
+        const int64_t size = weights[i].size(0);
+        sums.push_back(at::empty({i == 0 ? rows.q : rows.k, size}, heads[i].options().dtype(precision)));
+        (i == 0 ? args.q : args.k).weight_sums = sums[i].data_ptr();
     }
     Backend::run(args, heads[0]);
     for (size_t i = 0; i < sums.size(); ++i) result.push_back(sums[i].sum(0).to(weights[i].scalar_type()));

@@ -39,6 +39,34 @@ struct LaneLayout {
     }
 };
 
+// The same part in the precision of the computation.
+template <class Real, int Vector>
+struct WideFragment {
+    cutlass::Array<Real, Vector> first;
+    cutlass::Array<Real, Vector> second;
+
+    template <bool crosses_vectors>
+    __device__ void rotate(const CosSin<Real> (&by)[Vector]) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Vector; ++j) {
+            if constexpr (crosses_vectors) {
+                rotate_pair(first[j], second[j], by[j]);
+            } else {
+                auto& vector = j < Vector / 2 ? first : second;
+                const int at = 2 * (j % (Vector / 2));
+                rotate_pair(vector[at], vector[at + 1], by[j]);
+            }
+        }
+    }
+
+private:
+    __device__ static void rotate_pair(Real& a, Real& b, CosSin<Real> by) {
+        const Pair<Real> turned = mrrope::rotate<Real>({a, b}, by);
+        a = turned.first;
+        b = turned.second;
+    }
+};
+
 template <class Element, int Vector>
 struct HeadFragment {
     using Stored = cutlass::AlignedArray<Element, Vector>;
@@ -59,31 +87,22 @@ struct HeadFragment {
         *reinterpret_cast<Stored*>(head + layout.second()) = second;
     }
 
-    template <bool crosses_vectors>
-    __device__ void rotate(const CosSin<Real> (&by)[Vector]) {
+    __device__ WideFragment<Real, Vector> widened() const {
         cutlass::NumericArrayConverter<Real, Element, Vector> widen;
-        cutlass::NumericArrayConverter<Element, Real, Vector> narrow;
-        cutlass::Array<Real, Vector> a = widen(first);
-        cutlass::Array<Real, Vector> b = widen(second);
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) {
-            if constexpr (crosses_vectors) {
-                rotate_pair(a[j], b[j], by[j]);
-            } else {
-                auto& vector = j < Vector / 2 ? a : b;
-                const int at = 2 * (j % (Vector / 2));
-                rotate_pair(vector[at], vector[at + 1], by[j]);
-            }
-        }
-        static_cast<cutlass::Array<Element, Vector>&>(first) = narrow(a);
-        static_cast<cutlass::Array<Element, Vector>&>(second) = narrow(b);
+        return {widen(first), widen(second)};
     }
 
-private:
-    __device__ static void rotate_pair(Real& a, Real& b, CosSin<Real> by) {
-        const Pair<Real> turned = mrrope::rotate<Real>({a, b}, by);
-        a = turned.first;
-        b = turned.second;
+    __device__ void narrow(const WideFragment<Real, Vector>& wide) {
+        cutlass::NumericArrayConverter<Element, Real, Vector> narrow;
+        static_cast<cutlass::Array<Element, Vector>&>(first) = narrow(wide.first);
+        static_cast<cutlass::Array<Element, Vector>&>(second) = narrow(wide.second);
+    }
+
+    template <bool crosses_vectors>
+    __device__ void rotate(const CosSin<Real> (&by)[Vector]) {
+        WideFragment<Real, Vector> wide = widened();
+        wide.template rotate<crosses_vectors>(by);
+        narrow(wide);
     }
 };
 

@@ -42,15 +42,15 @@ void qk_norm_rotary_cpu(const QkNormArgs& args, const ParallelFor& parallel_for)
     });
 }
 
-WeightSumRows weight_sum_rows_cpu(const QkNormArgs& call) {
-    const int64_t rows = std::min(tokens_of(call), most_sum_rows);
+WeightSumRows weight_sum_rows_cpu(const QkNormGradientArgs& args) {
+    const int64_t rows = std::min(tokens_of(args.call), most_sum_rows);
     return {rows, rows};
 }
 
 void qk_norm_rotary_gradient_cpu(const QkNormGradientArgs& args, const ParallelFor& parallel_for) {
     static const NormGradientTokens norm_gradient_tokens = MRROPE_BEST(norm_gradient_tokens);
     const int64_t tokens = tokens_of(args.call);
-    const int64_t rows = weight_sum_rows_cpu(args.call).q;
+    const int64_t rows = weight_sum_rows_cpu(args).q;
     clear(args.q.weight_sums, rows, args.call, args.call.rotary.q.heads);
     clear(args.k.weight_sums, rows, args.call, args.call.rotary.k.heads);
     const int64_t per_row = components_per_token(args.call) * (rows == 0 ? 0 : tokens / rows);

@@ -48,10 +48,11 @@ struct WeightSumRows {
     int64_t k = 0;
 };
 
-WeightSumRows weight_sum_rows_cpu(const QkNormArgs& call);
+// Of these arguments, whose weight_sums need not be there yet.
+WeightSumRows weight_sum_rows_cpu(const QkNormGradientArgs& args);
 void qk_norm_rotary_gradient_cpu(const QkNormGradientArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
-WeightSumRows weight_sum_rows_cuda(const QkNormArgs& call);
+WeightSumRows weight_sum_rows_cuda(const QkNormGradientArgs& args);
 void qk_norm_rotary_gradient_cuda(const QkNormGradientArgs& args, CUstream_st* stream);
 
 }  // namespace mrrope
