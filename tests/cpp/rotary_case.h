@@ -162,6 +162,17 @@ public:
         return 0;
     }
 
+    std::vector<ReferenceTurn> reference_turns(int64_t batch, int64_t token) const {
+        std::vector<ReferenceTurn> turns(options_.rotary_dim / 2);
+        const int64_t table = table_of(batch, token);
+        for (int pair = 0; pair < options_.rotary_dim / 2; ++pair) {
+            const int64_t row = options_.position_rows == 0 ? 0 : tables_.row(table, pair);
+            const long double angle = reference_angle(positions_.at(row, batch, token), tables_.turns(table, pair));
+            turns[pair] = reference_turn(options_.conjugate ? -angle : angle, tables_.attention_factor(table));
+        }
+        return turns;
+    }
+
     // Every component within one rounding of the long double reference, every other byte as it was.
     void expect_rotated() const {
         SCOPED_TRACE(describe(options_));
@@ -199,17 +210,6 @@ private:
                 .heads = heads.count(),
                 .in_strides = heads.in.strides,
                 .out_strides = out.strides};
-    }
-
-    std::vector<ReferenceTurn> reference_turns(int64_t batch, int64_t token) const {
-        std::vector<ReferenceTurn> turns(options_.rotary_dim / 2);
-        const int64_t table = table_of(batch, token);
-        for (int pair = 0; pair < options_.rotary_dim / 2; ++pair) {
-            const int64_t row = options_.position_rows == 0 ? 0 : tables_.row(table, pair);
-            const long double angle = reference_angle(positions_.at(row, batch, token), tables_.turns(table, pair));
-            turns[pair] = reference_turn(options_.conjugate ? -angle : angle, tables_.attention_factor(table));
-        }
-        return turns;
     }
 
     void expect_rotated(const Heads& heads, const char* name) const {
