@@ -58,7 +58,6 @@ class Convention:
             turned = [torch.cat([x[..., :-rotary_dim], y], dim=-1) if x.shape != y.shape else y for x, y in pairs]
         return list(turned)
 
-
     def norm_and_rotate(
         self,
         heads: list[torch.Tensor],

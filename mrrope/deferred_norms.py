@@ -28,6 +28,8 @@ FORMS = "_mrrope_norms"
 """Where an attention module keeps how its norms norm, by their names."""
 EPS_NAMES = ("variance_epsilon", "eps", "norm_eps", "epsilon")
 TRIED_TOKENS = 4
+KEPT_FOR_OTHER_LAYERS = "shared_kv_states"
+"""A dictionary that attention modules of some models are called with, to leave their keys in."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,8 @@ def class_that_defers(original: type[nn.Module]) -> type[nn.Module]:
 
     def reduced(self: nn.Module, protocol: Any) -> Any:
         # Pickle finds classes by their names, and this one has its original's.
-        _, _, *rest = original.__reduce_ex__(self, protocol)
-        return (_new_that_defers, (original,), *rest)
+        parts: Any = original.__reduce_ex__(self, protocol)
+        return (_new_that_defers, (original,), *parts[2:])
 
     members = {
         "forward": with_deferred_norms,
@@ -143,7 +145,7 @@ def class_that_defers(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _new_that_defers(original: type[nn.Module]) -> nn.Module:
-    new: type[nn.Module] = class_that_defers(original)
+    new: type[nn.Module] = class_that_defers(original)  # type: ignore[arg-type]
     return new.__new__(new)
 
 
@@ -155,7 +157,7 @@ def defer_norms(model: nn.Module, rotary: nn.Module) -> None:
     for attention in model.modules():
         if not norms_wait_in(attention) and (forms := _forms_in(attention)) and _is_the_same(attention, forms, rotary):
             setattr(attention, FORMS, forms)
-            attention.__class__ = class_that_defers(type(attention))
+            attention.__class__ = class_that_defers(type(attention))  # type: ignore[arg-type]
 
 
 def norms_wait_in(module: nn.Module) -> bool:
@@ -177,7 +179,7 @@ def _forms_in(attention: nn.Module) -> dict[str, NormForm]:
     needed -= {name for name, parameter in parameters.items() if parameter.kind in optional_kinds}
     if not {"hidden_states", "position_embeddings"} <= parameters.keys() or "forward" in vars(attention):
         return {}
-    if not needed <= {"self", "hidden_states", "position_embeddings", "attention_mask"}:
+    if not needed <= {"self", "hidden_states", "position_embeddings", "attention_mask", KEPT_FOR_OTHER_LAYERS}:
         return {}
     # Sharded, a part of a model cannot be tried without the others.
     if any(type(parameter) is not nn.Parameter or parameter.is_meta for parameter in attention.parameters()):
@@ -238,15 +240,18 @@ def _agree_on(
     attention: nn.Module, forms: dict[str, NormForm], hidden_states: torch.Tensor, packed: tuple[torch.Tensor, ...]
 ) -> bool:
     forward: Callable[..., Any] = type(attention).forward
+    keeps = KEPT_FOR_OTHER_LAYERS in inspect.signature(forward).parameters
     tables, outputs = [], []
     for waits in (False, True):
         table = TriedTable(packed[1])
+        extra: dict[str, Any] = {KEPT_FOR_OTHER_LAYERS: {}} if keeps else {}
         try:
             output = forward(
                 WithoutNorms(attention, forms, table) if waits else attention,
                 hidden_states=hidden_states,
                 position_embeddings=(packed[0], table),
                 attention_mask=None,
+                **extra,
             )
         except Exception:  # its own code may raise anything where it is not called as it expects
             return False

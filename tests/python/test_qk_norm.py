@@ -148,13 +148,13 @@ def test_gradients_against_float64(device, over, dtype, rotary_dim):
     case = Case(dtype=dtype, tokens=70, heads=(4, 2), head_dim=64, rotary_dim=rotary_dim, reach=2**17)
     heads, weights = case.heads_on(device), weights_of(case, over, device)
     positions, table = case.positions(device), case.table()
-    given = case.with_changes(seed=5).heads_on(device)
+    gradients = case.with_changes(seed=5).heads_on(device)
     leaves = [x.detach().requires_grad_() for x in (*heads, *weights)]
     found = mrrope.qk_norm_rotary(*leaves, positions, table, eps=EPS, over=over)
-    actual = torch.autograd.grad(found, leaves, given)
+    actual = torch.autograd.grad(found, leaves, gradients)
     exact = [x.detach().cpu().double().requires_grad_() for x in (*heads, *weights)]
     # The gradient of a rotation is the rotation back.
-    turned_back = [rotated(x, positions, table, conjugate=True) for x in given]
+    turned_back = [rotated(x, positions, table, conjugate=True) for x in gradients]
     plain = [normed(x, weight, over, "bhsd", 0.0) for x, weight in zip(exact[:2], exact[2:], strict=True)]
     expected = torch.autograd.grad(plain, exact, turned_back)
     limit = max(1.05 * TOLERANCES[dtype].frobenius, 1e-14)
@@ -193,9 +193,9 @@ def test_a_gradient_of_any_strides(device):
     leaves = [x.requires_grad_() for x in (*case.heads_on(device), *weights_of(case, "head", device))]
     found = mrrope.qk_norm_rotary(*leaves, case.positions(device), case.table(), eps=EPS)[0]
     strided = torch.randn(*found.shape[:-1], 2 * found.shape[-1], dtype=torch.float64).to(device)[..., ::2]
-    for given in (strided, torch.ones((), dtype=torch.float64, device=device).expand_as(found)):
-        actual = torch.autograd.grad(found, leaves[::2], given, retain_graph=True)
-        expected = torch.autograd.grad(found, leaves[::2], given.contiguous(), retain_graph=True)
+    for gradient in (strided, torch.ones((), dtype=torch.float64, device=device).expand_as(found)):
+        actual = torch.autograd.grad(found, leaves[::2], gradient, retain_graph=True)
+        expected = torch.autograd.grad(found, leaves[::2], gradient.contiguous(), retain_graph=True)
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
