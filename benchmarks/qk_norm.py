@@ -3,8 +3,8 @@
     python benchmarks/qk_norm.py [--device cuda|cpu] [--no-compile] [--output benchmarks/results/NAME]
 
 Prints one table and writes NAME.json. Times are medians; on a GPU by CUDA-graph replay, over buffers that do not fit
-the cache. Rows "with backward" run the op and its gradient, for q, k and the weights; their copy moves as many bytes: five
-times q and k, where the op alone moves two.
+the cache. Rows "with backward" run the op and its gradient, for q, k and the weights; their copy moves as many bytes:
+five times q and k, where the op alone moves two.
 """
 
 from __future__ import annotations

@@ -127,6 +127,19 @@ __device__ WideFragment<Real, Vector> with_offset(const HeadFragment<Element, Ve
     return wide;
 }
 
+// Two sums, so that a thread need not wait for each product before the next.
+template <class Real, int Vector>
+__device__ Real sum_of_products(const WideFragment<Real, Vector>& a, const WideFragment<Real, Vector>& b) {
+    Real first = 0;
+    Real second = 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Vector; ++i) {
+        first += a.first[i] * b.first[i];
+        second += a.second[i] * b.second[i];
+    }
+    return first + second;
+}
+
 // The same in all threads of every team of `team` neighbours, a power of two. All threads of the warp must call it.
 template <int Count, class Real>
 __device__ void sum_over_team(Real (&sums)[Count], int team) {

@@ -133,13 +133,14 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
             turned[j].template rotate<Layout::crosses_vectors>(by);
             const Wide wide = x[j].widened();
             const Wide weight = with_offset(weights[over_head ? 0 : j], launch.numbers.weight_offset);
-            sums[2 * j] = sums[2 * j + 1] = 0;
+            Wide weighted;
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < Vector; ++i) {
-                sums[2 * j] += wide.first[i] * wide.first[i] + wide.second[i] * wide.second[i];
-                sums[2 * j + 1] += turned[j].first[i] * weight.first[i] * wide.first[i] +
-                                   turned[j].second[i] * weight.second[i] * wide.second[i];
+                weighted.first[i] = turned[j].first[i] * weight.first[i];
+                weighted.second[i] = turned[j].second[i] * weight.second[i];
             }
+            sums[2 * j] = sum_of_products(wide, wide);
+            sums[2 * j + 1] = sum_of_products(weighted, wide);
         }
         if constexpr (over_head) {
             sum_over_team(sums, launch.plan.team);

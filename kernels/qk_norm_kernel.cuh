@@ -86,15 +86,9 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         fragments[j] = Fragment{};
         if (holds(j)) fragments[j].load(in + j * in_step, lane);
     }
-    // Over all heads every head has weights of its own.
-    constexpr int weight_sets = over_head ? 1 : HeadsPerThread;
-    Fragment weights[weight_sets];
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < weight_sets; ++j) {
-        const int64_t head = over_head ? 0 : place.group + j * place.groups;
-        weights[j] = Fragment{};
-        if (holds(j)) weights[j].load(view.weight + head * args.head_dim, lane);
-    }
+    // Over all heads every head has weights of its own: they would take too many registers while the sum is waited for.
+    Fragment weights{};
+    if (over_head && place.works) weights.load(view.weight, lane);
     let_next_kernel_start();
 
     CosSin<Real> by[Vector];
@@ -102,10 +96,8 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     Real sums[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
-        sums[j] = 0;
         const WideFragment<Real, Vector> wide = fragments[j].widened();
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Vector; ++i) sums[j] += wide.first[i] * wide.first[i] + wide.second[i] * wide.second[i];
+        sums[j] = sum_of_products(wide, wide);
     }
     if constexpr (over_head) {
         sum_over_team(sums, launch.plan.team);
@@ -124,7 +116,11 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     for (int j = 0; j < HeadsPerThread; ++j) {
         if (!holds(j)) break;
         const Real scale = launch.numbers.inverse_rms(sums[j], place.is_q);
-        const auto weight = with_offset(weights[over_head ? 0 : j], launch.numbers.weight_offset);
+        if constexpr (!over_head) {
+            const int64_t head = place.group + j * place.groups;
+            weights.load(view.weight + head * args.head_dim, lane);
+        }
+        const auto weight = with_offset(weights, launch.numbers.weight_offset);
         WideFragment<Real, Vector> wide = fragments[j].widened();
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < Vector; ++i) {

@@ -34,7 +34,7 @@ inline constexpr int norm_row_resident_blocks = 4;
 // What registers must leave room for.
 constexpr int norm_resident_blocks(NormOver over, int heads_per_thread, bool looks_up) {
     const bool roomy = heads_per_thread == 4 || looks_up;
-    if (over == NormOver::all_heads) return roomy ? 1 : 2;
+    if (over == NormOver::all_heads) return 2;
     return roomy ? 8 : heads_per_thread == 2 ? 10 : 14;
 }
 
