@@ -33,9 +33,9 @@ inline constexpr int norm_row_block_threads = 128;
 inline constexpr int norm_row_resident_blocks = 4;
 // What registers must leave room for.
 constexpr int norm_resident_blocks(NormOver over, int heads_per_thread, bool looks_up) {
-    const bool roomy = heads_per_thread == 4 || looks_up;
     if (over == NormOver::all_heads) return 2;
-    return roomy ? 8 : heads_per_thread == 2 ? 10 : 14;
+    if (heads_per_thread == 4 || looks_up) return 8;
+    return heads_per_thread == 2 ? 10 : 14;
 }
 
 // The one number of heads a thread where something has to be looked up, and in the backward pass.

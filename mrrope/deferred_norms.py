@@ -182,7 +182,7 @@ def _forms_in(attention: nn.Module) -> dict[str, NormForm]:
     if not needed <= {"self", "hidden_states", "position_embeddings", "attention_mask", KEPT_FOR_OTHER_LAYERS}:
         return {}
     # Sharded, a part of a model cannot be tried without the others.
-    if any(type(parameter) is not nn.Parameter or parameter.is_meta for parameter in attention.parameters()):
+    if any(_is_sharded(parameter) or parameter.is_meta for parameter in attention.parameters()):
         return {}
     if any(module._forward_hooks or module._forward_pre_hooks for module in attention.modules()):
         return {}
@@ -190,6 +190,14 @@ def _forms_in(attention: nn.Module) -> dict[str, NormForm]:
     forms = {name: form for name, form in found.items() if form is not None}
     roles = [name[0] for name in forms]
     return forms if len(roles) == len(set(roles)) else {}
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(parameter, DTensor)
 
 
 class TriedTable(TableAfterNorms):
@@ -225,7 +233,9 @@ def _is_the_same(attention: nn.Module, forms: dict[str, NormForm], rotary: nn.Mo
     width = next((module.in_features for module in attention.modules() if hasattr(module, "in_features")), None)
     if not isinstance(width, int):
         return False
-    hidden_states = _random(1, TRIED_TOKENS, width).to(next(attention.parameters()))
+    # The norms' dtype is the one that is computed in; that of other weights may be one to keep them small.
+    weight: Any = getattr(attention, next(iter(forms))).weight
+    hidden_states = _random(1, TRIED_TOKENS, width).to(weight)
     was_training = [module for module in attention.modules() if module.training]
     for module in was_training:
         module.training = False

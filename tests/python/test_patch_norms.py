@@ -192,6 +192,31 @@ def test_weights_changed_later_are_used() -> None:
     assert_same(logits(model), logits(apart))
 
 
+class Quantized(nn.Linear):
+    """A projection that keeps its weights in eight bits."""
+
+    def __init__(self, original: nn.Linear) -> None:
+        super().__init__(original.in_features, original.out_features, bias=False)
+        self.scale = float(original.weight.abs().max()) / 127
+        self.weight = nn.Parameter((original.weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def test_quantized_projections() -> None:
+    models = [tiny_model("qwen3") for _ in range(2)]
+    for model in models:
+        for layer in model.model.layers:
+            layer.self_attn.q_proj = Quantized(layer.self_attn.q_proj)
+    model = mrrope.patch(models[0], "mrrope_pro", **PATCH)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("mrrope.patching.defer_norms", lambda *_: None)
+        apart = mrrope.patch(models[1], "mrrope_pro", **PATCH)
+    assert len(attentions(model)) == 2
+    assert_same(logits(model), logits(apart))
+
+
 @pytest.mark.parametrize("family", ["qwen3", "olmo2"])
 def test_autocast(family: str) -> None:
     """Weights in float32 make q and k float32 again in the model's own code: that is left to it."""
