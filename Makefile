@@ -35,7 +35,7 @@ lint: $(VENV)/.packages
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 bench: install
-	$(BIN)/python benchmarks/rotary.py
+	$(BIN)/mrrope bench
 
 # Needs a GPU. Small tests only: under the sanitizer every access is checked.
 sanitize: cpp-tests

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Step, buffer_sets, median_seconds
 from torch.nn.functional import rms_norm
 from tqdm import tqdm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -28,6 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import mrrope
 from mrrope import plain
+from mrrope.benchmark.timing import Step, buffer_sets, median_seconds
 
 RESULTS = Path(__file__).parent / "results"
 TABLE = mrrope.frequency_table("mrrope_pro", rotary_dim=128, base=5e5, original_max_position=8192, scale=16.0)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import median_seconds
 from tqdm import tqdm
 
 import mrrope
+from mrrope.benchmark.timing import median_seconds
 from mrrope.tables import packed_stack
 
 RESULTS = Path(__file__).parent / "results"

@@ -39,6 +39,27 @@ struct LaneLayout {
     }
 };
 
+// The turns of a lane's pairs: two at a time where the table starts at a multiple of 16 bytes.
+template <class Layout, int Vector>
+__device__ void load_turns(uint64_t (&turns)[Vector], const uint64_t* table, Layout layout) {
+    struct alignas(16) Two {
+        uint64_t first;
+        uint64_t second;
+    };
+    constexpr bool come_in_twos = Vector % (Layout::crosses_vectors ? 2 : 4) == 0;
+    if (come_in_twos && reinterpret_cast<uintptr_t>(table) % alignof(Two) == 0) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j + 1 < Vector; j += 2) {
+            const Two two = *reinterpret_cast<const Two*>(table + layout.pair(j));
+            turns[j] = two.first;
+            turns[j + 1] = two.second;
+        }
+    } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Vector; ++j) turns[j] = table[layout.pair(j)];
+    }
+}
+
 // The same part in the precision of the computation.
 template <class Real, int Vector>
 struct WideFragment {
@@ -107,10 +128,18 @@ struct HeadFragment {
 };
 
 template <class Index>
-__device__ int64_t position_at(const PositionsView& positions, int64_t row, Index batch, Index token) {
+__device__ const void* address_of_position(const PositionsView& positions, int64_t row, Index batch, Index token) {
     const int64_t index = row * positions.row_stride + batch * positions.batch_stride + token * positions.token_stride;
-    return positions.is_int64 ? static_cast<const int64_t*>(positions.data)[index]
-                              : static_cast<const int32_t*>(positions.data)[index];
+    return static_cast<const char*>(positions.data) + index * (positions.is_int64 ? 8 : 4);
+}
+
+__device__ inline int64_t position_at(const PositionsView& positions, const void* address) {
+    return positions.is_int64 ? *static_cast<const int64_t*>(address) : *static_cast<const int32_t*>(address);
+}
+
+template <class Index>
+__device__ int64_t position_at(const PositionsView& positions, int64_t row, Index batch, Index token) {
+    return position_at(positions, address_of_position(positions, row, batch, token));
 }
 
 // Calls f with a value of the element type that `dtype` names.

@@ -39,6 +39,8 @@ private:
 // nothing.
 template <Pairing pairing, int Vector>
 struct NormLane {
+    static constexpr bool crosses_vectors = LaneLayout<pairing, Vector>::crosses_vectors;
+
     LaneLayout<pairing, Vector> rotated;
     int rest;  // where those of the rest start; negative in the rotated part
 
@@ -63,10 +65,12 @@ struct LaneTurns {
     template <class Lane>
     __device__ void ask(const RotaryArgs& args, const Lane& lane, int batch, int token) {
         position = position_at(args.positions, 0, batch, token);
-        if constexpr (looks_up) table_start = chosen_table(args.choice, batch, token) * args.choice.stride;
+        if constexpr (looks_up) {
+            const int32_t* choice = address_of_choice(args.choice, batch, token);
+            table_start = chosen_table(args.choice, choice, batch) * args.choice.stride;
+        }
         const uint64_t* table = args.table + table_start;
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) turns[j] = table[lane.pair(j)];
+        load_turns(turns, table, lane);
         factor = table[args.rotary_dim / 2];
     }
 

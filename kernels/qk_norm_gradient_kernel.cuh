@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
     constexpr int HeadsPerThread = norm_heads_per_thread_with_lookup;
     constexpr bool over_head = over == NormOver::head;
     constexpr int weight_sets = over_head ? 1 : HeadsPerThread;
-    using Layout = LaneLayout<pairing, Vector>;
+    using Lane = NormLane<pairing, Vector>;
     using Fragment = HeadFragment<Element, Vector>;
     using Wide = WideFragment<Real, Vector>;
     const RotaryArgs& args = launch.args.call.rotary;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
     const NormView<Element>& view = mine.view;
     int slot, member;
     launch.lanes(slot, member, threadIdx.x);
-    const NormLane<pairing, Vector> lane(min(member, launch.plan.lanes - 1), args.rotary_dim / 2);
+    const Lane lane(min(member, launch.plan.lanes - 1), args.rotary_dim / 2);
     const int groups = view.is_q ? launch.plan.q_groups : launch.plan.k_groups;
     const bool has_lane = member < launch.plan.lanes && (over_head || slot < groups);
     const int slots = over_head ? norm_gradient_block_threads / launch.plan.team : 1;
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) {
             turned[j] = given[j].widened();
-            turned[j].template rotate<Layout::crosses_vectors>(by);
+            turned[j].template rotate<Lane::crosses_vectors>(by);
             const Wide wide = x[j].widened();
             const Wide weight = with_offset(weights[over_head ? 0 : j], launch.numbers.weight_offset);
             Wide weighted;

@@ -66,16 +66,24 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     qk_norm_kernel(const __grid_constant__ QkNormLaunch<RealOf<Element>> launch) {
     using Real = RealOf<Element>;
     constexpr int Vector = 16 / sizeof(Element);
-    using Layout = LaneLayout<pairing, Vector>;
+    using Lane = NormLane<pairing, Vector>;
     using Fragment = HeadFragment<Element, Vector>;
     constexpr bool over_head = over == NormOver::head;
     const RotaryArgs& args = launch.args.rotary;
     const auto place = NormPlace::find<over>(launch);
-    const NormLane<pairing, Vector> lane(place.lane, args.rotary_dim / 2);
+    const Lane lane(place.lane, args.rotary_dim / 2);
     const NormView<Element> view(launch.args, place.is_q);
     const Element* in = view.in + offset_of(view.in_strides, place.batch, place.token, place.group);
     const int64_t in_step = place.groups * view.in_strides.head;
     const auto holds = [&](int j) { return place.works && place.group + j * place.groups < view.heads; };
+    // As in rotary_kernel: a call of few threads lasts little longer than the way to memory and back.
+    if constexpr (HeadsPerThread == 1) {
+        const bool never = launch.threads < 0;
+        compute_before_wait(never, in + lane.first());
+        compute_before_wait(never, in + lane.second());
+        compute_before_wait(never, address_of_position(args.positions, 0, place.batch, place.token));
+        compute_before_wait(never, args.table + lane.pair(0));
+    }
     wait_for_previous_kernel();
 
     LaneTurns<Vector, looks_up> turns;
@@ -89,10 +97,10 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     // Over all heads every head has weights of its own: they would take too many registers while the sum is waited for.
     Fragment weights{};
     if (over_head && place.works) weights.load(view.weight, lane);
-    let_next_kernel_start();
 
     CosSin<Real> by[Vector];
     turns.compute(by, args, lane, place.batch, place.token, args.conjugate ? Real(-1) : Real(1));
+    let_next_kernel_start();
     Real sums[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
@@ -127,7 +135,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
             wide.first[i] *= scale * weight.first[i];
             wide.second[i] *= scale * weight.second[i];
         }
-        wide.template rotate<Layout::crosses_vectors>(by);
+        wide.template rotate<Lane::crosses_vectors>(by);
         fragments[j].narrow(wide);
         fragments[j].store(out + j * out_step, lane);
     }

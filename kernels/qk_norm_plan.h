@@ -24,8 +24,8 @@ struct QkNormShape {
 QkNormShape shape_of(const QkNormArgs& args);
 QkNormShape shape_of(const QkNormGradientArgs& args);
 
-// Small blocks where every head is a matter of its own.
-inline constexpr int norm_block_threads = 64;
+// Small blocks where every head is a matter of its own, as in rotary_plan.h.
+inline constexpr int norm_block_threads = 128;
 inline constexpr int norm_most_block_threads = 256;
 // The blocks that go through a row twice.
 inline constexpr int norm_row_block_threads = 128;
@@ -34,8 +34,8 @@ inline constexpr int norm_row_resident_blocks = 4;
 // What registers must leave room for.
 constexpr int norm_resident_blocks(NormOver over, int heads_per_thread, bool looks_up) {
     if (over == NormOver::all_heads) return 2;
-    if (heads_per_thread == 4 || looks_up) return 8;
-    return heads_per_thread == 2 ? 10 : 14;
+    if (heads_per_thread == 4 || looks_up) return 4;
+    return heads_per_thread == 2 ? 5 : 7;
 }
 
 // The one number of heads a thread where something has to be looked up, and in the backward pass.

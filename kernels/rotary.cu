@@ -5,7 +5,10 @@ namespace mrrope {
 void rotary_cuda(const RotaryArgs& args, CUstream_st* stream) {
     const RotaryShape shape = shape_of(args);
     if (shape.batch == 0 || shape.tokens == 0 || shape.heads == 0) return;
-    const RotaryPlan plan = plan_rotary(shape);
+    rotary_cuda(args, plan_rotary(shape), stream);
+}
+
+void rotary_cuda(const RotaryArgs& args, const RotaryPlan& plan, CUstream_st* stream) {
     with_element(args.dtype, [&](auto element) {
         for_each_launch(args, plan,
                         [&](const RotaryArgs& part) { launch_rotary<decltype(element)>(part, plan, stream); });

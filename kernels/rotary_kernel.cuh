@@ -6,6 +6,7 @@
 
 #include "dependent_launch.cuh"
 #include "head_fragment.cuh"
+#include "head_split.h"
 #include "rotary_plan.h"
 
 namespace mrrope {
@@ -18,6 +19,7 @@ struct RotaryLaunch {
     cutlass::FastDivmod tokens;
     int threads;
     bool copies_tail;
+    bool fills_the_chip;  // many times over
 };
 
 // One head of q or k, in and out, seen from one token.
@@ -46,17 +48,22 @@ enum class Lookup {
     position_rows,  // every pair has a position of its own; one table or a chosen one
 };
 
+// Where a token's index lies; null where its sequence decides.
+__device__ inline const int32_t* address_of_choice(const TableChoice& choice, int batch, int token) {
+    if (choice.index == nullptr) return nullptr;
+    return choice.index + batch * choice.batch_stride + token * choice.token_stride;
+}
+
 // Unsigned, so that no index, however wrong, leads out of the tables.
-__device__ inline int64_t chosen_table(const TableChoice& choice, int batch, int token) {
-    if (choice.index == nullptr) return choice.count == 1 ? 0 : batch;
-    const auto index = static_cast<uint32_t>(choice.index[batch * choice.batch_stride + token * choice.token_stride]);
-    return min(index, static_cast<uint32_t>(choice.count - 1));
+__device__ inline int64_t chosen_table(const TableChoice& choice, const int32_t* address, int batch) {
+    if (address == nullptr) return choice.count == 1 ? 0 : batch;
+    return min(static_cast<uint32_t>(*address), static_cast<uint32_t>(choice.count - 1));
 }
 
 // A thread takes one vector from either half of HeadsPerThread heads of one token: 16 bytes a load, all of them in
 // flight while it computes the Vector phases that those heads share. Neighbouring threads take neighbouring vectors,
-// then heads, then tokens. Memory is touched only when the kernel before has ended, and the next one may start as soon
-// as everything is on its way.
+// then heads, then tokens. Memory is touched only when the kernel before has ended. The next one may start when the
+// phases are known: earlier it gets in the way, later it comes late.
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(HeadsPerThread))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
@@ -73,18 +80,30 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     const int heads = args.q.heads + args.k.heads;
     const int half = args.rotary_dim / 2;
     const Layout layout{lane, half};
+    const PositionsView& positions = args.positions;
+    const void* position_address = address_of_position(positions, 0, batch, token);
+    const int32_t* choice_address = nullptr;
+    if constexpr (lookup != Lookup::one_table) choice_address = address_of_choice(args.choice, batch, token);
     const Element* in[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) in[j] = HeadPointers<Element>(args, batch, token, group + j * groups).in;
+    // A call of few threads lasts little longer than the way to memory and back.
+    if constexpr (HeadsPerThread == 1) {
+        const bool never = launch.threads < 0;
+        compute_before_wait(never, in[0] + layout.first());
+        compute_before_wait(never, in[0] + layout.second());
+        compute_before_wait(never, position_address);
+        compute_before_wait(never, lookup == Lookup::one_table ? args.table + layout.pair(0)
+                                                               : static_cast<const void*>(choice_address));
+    }
     wait_for_previous_kernel();
     if (thread >= launch.threads) return;
 
     // What leads to the angles is asked for first: it takes two steps where the table is a chosen one.
-    const PositionsView& positions = args.positions;
-    const int64_t only_position = position_at(positions, 0, batch, token);
+    const int64_t only_position = position_at(positions, position_address);
     int64_t table_start = 0;
     if constexpr (lookup != Lookup::one_table) {
-        table_start = chosen_table(args.choice, batch, token) * args.choice.stride;
+        table_start = chosen_table(args.choice, choice_address, batch) * args.choice.stride;
     }
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
@@ -94,10 +113,9 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
 
     const uint64_t* table = args.table + table_start;
     uint64_t turns[Vector];
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Vector; ++j) turns[j] = table[layout.pair(j)];
+    load_turns(turns, table, layout);
     const uint64_t factor = table[half];
-    let_next_kernel_start();
+    if (launch.fills_the_chip) let_next_kernel_start();
 
     const auto gain = static_cast<Real>(attention_factor_of(factor));
     const Real direction = args.conjugate ? Real(-1) : Real(1);
@@ -112,6 +130,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
         }
         by[j] = turn(phase_of(position, turns[j]), gain, direction);
     }
+    let_next_kernel_start();
 
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
@@ -141,6 +160,7 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
         .tokens = cutlass::FastDivmod(static_cast<int>(args.tokens)),
         .threads = threads,
         .copies_tail = args.rotary_dim < args.head_dim && (args.q.in != args.q.out || args.k.in != args.k.out),
+        .fills_the_chip = threads >= 1 << 22,
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
     launch_overlapping(rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup>, dim3(blocks),
@@ -149,10 +169,12 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
 
 template <class Element, int Vector, Pairing pairing, Lookup lookup>
 void launch_heads(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    switch (plan.heads_per_thread) {
-        case 1: return launch_planned<Element, Vector, 1, pairing, lookup>(args, plan, stream);
-        case 2: return launch_planned<Element, Vector, 2, pairing, lookup>(args, plan, stream);
-        case 4: return launch_planned<Element, Vector, 4, pairing, lookup>(args, plan, stream);
+    if (plan.heads_per_thread == 1) return launch_planned<Element, Vector, 1, pairing, lookup>(args, plan, stream);
+    if constexpr (Vector == 1 || Vector * sizeof(Element) == access_bytes) {
+        switch (plan.heads_per_thread) {
+            case 2: return launch_planned<Element, Vector, 2, pairing, lookup>(args, plan, stream);
+            case 4: return launch_planned<Element, Vector, 4, pairing, lookup>(args, plan, stream);
+        }
     }
     throw std::logic_error("mrrope: no rotary kernel takes that many heads a thread");
 }
@@ -160,8 +182,11 @@ void launch_heads(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t s
 template <class Element, int Vector, Pairing pairing>
 void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     if (args.positions.row_of_pair != nullptr) {
-        return launch_planned<Element, Vector, heads_per_thread_with_rows, pairing, Lookup::position_rows>(args, plan,
-                                                                                                           stream);
+        if constexpr (Vector == 1 || Vector * sizeof(Element) == access_bytes) {
+            return launch_planned<Element, Vector, heads_per_thread_with_rows, pairing, Lookup::position_rows>(
+                args, plan, stream);
+        }
+        throw std::logic_error("mrrope: no rotary kernel takes positions with rows by short vectors");
     }
     if (args.choice.count > 1) {
         return launch_heads<Element, Vector, pairing, Lookup::chosen_table>(args, plan, stream);
@@ -180,8 +205,9 @@ void launch_pairing(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
 // Instantiated in a file per element type, so that they compile side by side.
 template <class Element>
 void launch_rotary(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    constexpr int full_vector = 16 / sizeof(Element);
+    constexpr int full_vector = access_bytes / sizeof(Element);
     if (plan.vector == full_vector) return launch_pairing<Element, full_vector>(args, plan, stream);
+    if (plan.vector == full_vector / 2) return launch_pairing<Element, full_vector / 2>(args, plan, stream);
     return launch_pairing<Element, 1>(args, plan, stream);
 }
 

@@ -12,20 +12,30 @@ bool starts_aligned(const HeadsView& view, int element_size) {
                                starts_aligned(view.out, view.out_strides, element_size));
 }
 
-// Heads that share a thread share its phases, but wait for each other. Microseconds on an H200, bfloat16, head_dim 128,
-// in place, by heads a thread, in trials of one version of the kernel or another:
-//     tokens x heads      1      2      4
-//        64 x 40       2.17   2.18
-//       256 x 40       3.37   3.48
-//      8192 x 40       58.0   43.3   44.7
-//    131072 x  5       99.8   88.7   86.2
-int choose_heads_per_thread(const RotaryShape& shape, int lanes) {
-    constexpr int64_t few_threads = 1 << 17;
-    constexpr int64_t many_threads = 1 << 18;
-    const int64_t threads = shape.batch * shape.tokens * shape.heads * lanes;
+// What a thread takes, by how many threads there would be with one head and full vectors each. Few threads finish
+// sooner with less to do; many have the phases to share. Microseconds on an H200, bfloat16, head_dim 128, in place,
+// blocks of 128 threads, by bytes of a vector and heads of a thread; a copy of as many bytes beside them:
+//     tokens x heads    8, 1   16, 1   16, 2   16, 4     copy
+//         1 x 40       0.982   1.124                    0.882
+//        16 x 40       1.471   1.444                    1.464
+//        64 x 40       1.708   1.761                    1.679
+//       128 x 40       2.004   2.063                    2.035
+//       256 x 40       2.963   2.869   3.359            2.745
+//       512 x 40       5.005   4.675   4.657            4.074
+//      1024 x 40               7.764   7.215            6.673
+//      8192 x 40                       43.28   43.58    41.47
+//      8192 x  5               7.781   7.161   7.454    6.671
+//     32768 x  5                       23.05   23.34    21.88
+//    131072 x  5                       83.44   83.69    80.29
+// The last, by a chosen table: 87.5 with two heads a thread, 84.6 with four.
+constexpr int64_t threads_for_full_vectors = 1 << 16;
+constexpr int64_t threads_for_two_heads = 1 << 17;
+constexpr int64_t threads_for_four_heads = 1 << 21;
+
+int choose_heads_per_thread(const RotaryShape& shape, int64_t threads) {
     if (shape.with_rows) return heads_per_thread_with_rows;
-    if (shape.heads == 1 || threads < few_threads) return 1;
-    return shape.heads > 2 && shape.heads <= 8 && threads >= many_threads ? 4 : 2;
+    if (shape.heads == 1 || threads < threads_for_two_heads) return 1;
+    return shape.heads > 2 && shape.heads <= 8 && threads >= threads_for_four_heads ? 4 : 2;
 }
 
 }  // namespace
@@ -43,12 +53,18 @@ RotaryShape shape_of(const RotaryArgs& args) {
 }
 
 RotaryPlan plan_rotary(const RotaryShape& shape) {
-    RotaryPlan plan;
     const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
-    plan.vector = split.vector;
-    plan.lanes = split.lanes;
-    plan.heads_per_thread = choose_heads_per_thread(shape, plan.lanes);
-    plan.head_groups = static_cast<int>(ceil_div(shape.heads, plan.heads_per_thread));
+    const int64_t threads = shape.batch * shape.tokens * shape.heads * split.lanes;
+    const bool takes_less = split.vector > 1 && threads < threads_for_full_vectors && !shape.with_rows;
+    return plan_with(shape, takes_less ? split.vector / 2 : split.vector, choose_heads_per_thread(shape, threads));
+}
+
+RotaryPlan plan_with(const RotaryShape& shape, int vector, int heads_per_thread) {
+    RotaryPlan plan;
+    plan.vector = vector;
+    plan.lanes = shape.rotary_dim / 2 / vector;
+    plan.heads_per_thread = heads_per_thread;
+    plan.head_groups = static_cast<int>(ceil_div(shape.heads, heads_per_thread));
     // The last block of a launch may count past its last thread.
     const int64_t most_threads = std::numeric_limits<int32_t>::max() - rotary_block_threads;
     const int64_t most_tokens = std::max<int64_t>(1, most_threads / plan.threads_per_token());

@@ -22,24 +22,26 @@ struct RotaryShape {
 
 RotaryShape shape_of(const RotaryArgs& args);
 
-// Small blocks: threads share nothing, and a small grid spreads over more of the chip.
-inline constexpr int rotary_block_threads = 64;
+// Small blocks: threads share nothing, and a small grid spreads over more of the chip. Blocks of 64 are slower from 256
+// tokens on, blocks of 256 below 16.
+inline constexpr int rotary_block_threads = 128;
 // What registers must leave room for: enough threads to hide the phases behind memory. Left to itself, the compiler
 // spills a few registers to get below thresholds that do not matter. Before sm_90 the same code takes a few more.
 constexpr int rotary_resident_blocks(int heads_per_thread) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-    constexpr int of_four_heads = 10;
+    constexpr int of_four_heads = 5;
 #else
-    constexpr int of_four_heads = 12;
+    constexpr int of_four_heads = 6;
 #endif
-    return heads_per_thread == 4 ? of_four_heads : 16;
+    return heads_per_thread == 4 ? of_four_heads : 8;
 }
 
 // The one kernel there is for tokens with several positions.
 inline constexpr int heads_per_thread_with_rows = 2;
 
-// `lanes` threads rotate one head: each takes `vector` components from either half of the rotated part, for
-// `heads_per_thread` heads of one token, which share the cosines and sines that the thread computes once.
+// `lanes` threads rotate one head: each takes `vector` components (16 bytes of them, or 8, or one) from either half of
+// the rotated part, for `heads_per_thread` heads of one token, which share the cosines and sines that the thread
+// computes once.
 struct RotaryPlan {
     int vector = 1;
     int lanes = 1;
@@ -51,6 +53,13 @@ struct RotaryPlan {
 };
 
 RotaryPlan plan_rotary(const RotaryShape& shape);
+
+// The same with what a thread takes given: a vector that the shape allows (full, half or one component), and 1 head, or
+// with full vectors or none 2 or 4.
+RotaryPlan plan_with(const RotaryShape& shape, int vector, int heads_per_thread);
+
+// rotary_cuda by a given plan.
+void rotary_cuda(const RotaryArgs& args, const RotaryPlan& plan, CUstream_st* stream);
 
 // The part of `args` that holds these sequences and tokens.
 RotaryArgs slice(const RotaryArgs& args, int64_t first_batch, int64_t batch, int64_t first_token, int64_t tokens);

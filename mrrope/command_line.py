@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mrrope import demo
+from mrrope.benchmark import command as benchmark_command
+from mrrope.calibration import command as calibration_command
 from mrrope.evaluation import command as evaluation_command
 from mrrope.evaluation.results import EvaluationStoppedError
 from mrrope.export import ENGINES, export_config
@@ -47,6 +49,14 @@ def parser() -> argparse.ArgumentParser:
     evaluation = commands.add_parser("eval", help="compare methods on a model: perplexity by length, retrieval tasks")
     evaluation_command.add_options(evaluation)
     evaluation.set_defaults(run=evaluation_command.run)
+
+    benchmark = commands.add_parser("bench", help="time the rotation here, beside a copy, transformers and its peers")
+    benchmark_command.add_options(benchmark)
+    benchmark.set_defaults(run=benchmark_command.run)
+
+    calibration = commands.add_parser("calibrate", help="find the table that suits a model, on a text of yours")
+    calibration_command.add_options(calibration)
+    calibration.set_defaults(run=calibration_command.run)
 
     shown = commands.add_parser("demo", help="show the tables and the rotation at work")
     shown.set_defaults(run=lambda _: demo.run())

@@ -42,7 +42,8 @@ def patch(
     Args:
         model: any model of transformers with rotary position embeddings; patched already, it is patched anew.
         method: a method's name, for a table from the model's own base, rotary dimension and trained length; or a ready
-            :class:`FrequencyTable`, or the path of its JSON; with ``scale="auto"`` also a list of those, one a step.
+            :class:`FrequencyTable`, the path of its JSON, or the name of one that comes with the package; with
+            ``scale="auto"`` also a list of those, one a step.
         scale: by how much to extend the context, with a method's name; or ``"auto"``: every sequence is read with the
             smallest scale of a ladder that covers its length, 1 (the model as it is), 2, 4, and so on. A sequence that
             outgrows its scale has its cached keys turned to the next, and goes on.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 
-from mrrope import _core
+from mrrope import _core, shipped
 
 METHODS: tuple[str, ...] = tuple(_core.method_names())
 """The names that :func:`frequency_table` takes."""
@@ -217,9 +217,9 @@ class FrequencyTable:
 
     @staticmethod
     def load(path: str | Path) -> FrequencyTable:
-        """Reads what :meth:`save` wrote."""
+        """Reads what :meth:`save` wrote, or a table that comes with the package, by its name."""
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(shipped.file_of(path).read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(data, dict):
@@ -250,22 +250,32 @@ class FrequencyTable:
 
 
 def packed_stack(tables: Sequence[FrequencyTable], device: torch.device) -> torch.Tensor:
-    """Several tables of one rotary_dim as the ops take them, one int64 tensor on ``device``."""
+    """Several tables of one rotary_dim as the ops take them, one int64 tensor on ``device``; copied there once."""
     if not tables:
         raise ValueError("table must be a FrequencyTable or a sequence of at least one, got none")
     for i, table in enumerate(tables):
-        dim = _require_table(f"table[{i}]", table).rotary_dim
-        if dim != tables[0].rotary_dim:
-            raise ValueError(f"table[{i}] must have table[0]'s rotary_dim {tables[0].rotary_dim}, got {dim}")
+        _require_table(f"table[{i}]", table)
+    # A stack that is known was checked when it was made.
+    stack = None if torch.compiler.is_compiling() else _STACKS.get(tuple(tables))
+    if stack is not None:
+        return stack.on(device)
+    for i, table in enumerate(tables):
+        if table.rotary_dim != tables[0].rotary_dim:
+            raise ValueError(
+                f"table[{i}] must have table[0]'s rotary_dim {tables[0].rotary_dim}, got {table.rotary_dim}"
+            )
     if _is_tracing():
         return torch.stack([table.packed(device) for table in tables])
-    return _stack_of(tuple(tables)).on(device)
-
-
-@lru_cache(maxsize=256)
-def _stack_of(tables: tuple[FrequencyTable, ...]) -> DeviceCopies:
     with torch.inference_mode(False):
-        return DeviceCopies(torch.stack([table.packed(torch.device("cpu")) for table in tables]))
+        stack = DeviceCopies(torch.stack([table.packed(torch.device("cpu")) for table in tables]))
+    if len(_STACKS) >= MOST_STACKS:
+        _STACKS.clear()
+    _STACKS[tuple(tables)] = stack
+    return stack.on(device)
+
+
+MOST_STACKS = 256
+_STACKS: dict[tuple[FrequencyTable, ...], DeviceCopies] = {}
 
 
 def _require_table(argument: str, value: object) -> FrequencyTable:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mrrope import shipped
 from mrrope.tables import FrequencyTable, frequency_table
 
 
@@ -19,11 +20,17 @@ class Trained:
     """None where the model does not tell."""
 
 
+def is_table_name(name: str) -> bool:
+    """Whether this is the path of a table's JSON, or the name of a table that comes with the package."""
+    return name.endswith(".json") or name in shipped.names()
+
+
 def table_for(
     trained: Trained, method: str | FrequencyTable | Path, scale: float, options: dict[str, Any]
 ) -> FrequencyTable:
-    """The table of a method's name, a ready one, or the one in a JSON file; options replace what the model says."""
-    if isinstance(method, Path) or (isinstance(method, str) and method.endswith(".json")):
+    """The table of a method's name, a ready one, or the one in a JSON file or of a name that comes with the package;
+    options replace what the model says."""
+    if isinstance(method, Path) or (isinstance(method, str) and is_table_name(method)):
         method = FrequencyTable.load(method)
     if isinstance(method, FrequencyTable):
         if options or scale != 1.0:

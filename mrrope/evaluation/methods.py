@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from mrrope import shipped
 from mrrope.patching import patched
 from mrrope.tables import METHODS, FrequencyTable
+from mrrope.trained import is_table_name
 
 UNPATCHED = "unpatched"
 """The model as it comes, with its own table and its own code."""
@@ -35,14 +36,9 @@ class Method:
         if self.name == UNPATCHED:
             yield
             return
-        table = FrequencyTable.load(self.name) if is_table(self.name) else self.name
+        table = FrequencyTable.load(self.name) if is_table_name(self.name) else self.name
         with patched(model, table, **dict(self.options)):
             yield
-
-
-def is_table(name: str) -> bool:
-    """Whether this is the path of a table's JSON."""
-    return Path(name).suffix == ".json"
 
 
 def methods_named(names: Sequence[str], model: nn.Module, **options: Any) -> list[Method]:
@@ -53,9 +49,10 @@ def methods_named(names: Sequence[str], model: nn.Module, **options: Any) -> lis
     """
     methods = []
     for name in dict.fromkeys(names):
-        if name != UNPATCHED and name not in METHODS and not is_table(name):
-            raise ValueError(f"methods must be {UNPATCHED}, {', '.join(METHODS)} or tables' .json files, got {name!r}")
-        fixed = name == UNPATCHED or is_table(name)
+        if name != UNPATCHED and name not in METHODS and not is_table_name(name):
+            known = ", ".join([UNPATCHED, *METHODS, *shipped.names()])
+            raise ValueError(f"methods must be {known} or tables' .json files, got {name!r}")
+        fixed = name == UNPATCHED or is_table_name(name)
         method = Method(name, () if fixed else tuple(options.items()))
         try:
             with method.applied(model):

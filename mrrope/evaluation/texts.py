@@ -59,17 +59,20 @@ def long_documents(path: str | Path, tokenizer: Any, length: int, limit: int | N
         raise ValueError(f"documents must be a positive number, got {limit}")
     opening = opening_tokens(tokenizer)
     documents: list[Document] = []
-    longest, found = "", 0
+    longest = "", ""
     for name, text in read_texts(path):
-        tokens = opening + encode(tokenizer, text)
-        if len(tokens) >= length:
-            documents.append(Document(name, tokens[:length]))
-            if len(documents) == limit:
-                break
-        elif len(tokens) > found:
-            longest, found = name, len(tokens)
+        # A byte is one token at most, but for rare characters; so what is far too short need not be encoded.
+        if 2 * len(text.encode()) >= length:
+            tokens = opening + encode(tokenizer, text)
+            if len(tokens) >= length:
+                documents.append(Document(name, tokens[:length]))
+                if len(documents) == limit:
+                    break
+        longest = max(longest, (name, text), key=lambda one: len(one[1]))
     if not documents:
+        name, text = longest
+        found = len(opening) + len(encode(tokenizer, text))
         raise ValueError(
-            f"text must hold a document of at least {length} tokens, and the longest of {path} is {longest!r}: {found}"
+            f"text must hold a document of at least {length} tokens, and the longest of {path} is {name!r}: {found}"
         )
     return documents

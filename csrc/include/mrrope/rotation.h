@@ -1,6 +1,7 @@
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
 
 // The arithmetic of one rotation, written once for host and device, so that testing it on a CPU tests the GPU's
@@ -101,9 +102,21 @@ MRROPE_HOST_DEVICE CosSin<double> turn(uint64_t phase, double gain, double direc
     return {gain * unit.cos, gain * direction * unit.sin};
 }
 
+// a * b + c, rounded once wherever that is one instruction.
+template <class Real>
+MRROPE_HOST_DEVICE Real multiply_add(Real a, Real b, Real c) {
+#if defined(__CUDA_ARCH__) || defined(__FP_FAST_FMA)
+    return std::fma(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+// Of two products the compiler may round either, and would choose differently from kernel to kernel. Said outright, so
+// that a token is rotated to the same bits in whatever batch, layout and call it comes.
 template <class Real>
 MRROPE_HOST_DEVICE Pair<Real> rotate(Pair<Real> x, CosSin<Real> by) {
-    return {x.first * by.cos - x.second * by.sin, x.second * by.cos + x.first * by.sin};
+    return {multiply_add(x.first, by.cos, -(x.second * by.sin)), multiply_add(x.second, by.cos, x.first * by.sin)};
 }
 
 }  // namespace mrrope

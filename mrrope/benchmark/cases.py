@@ -1,0 +1,163 @@
+"""What is rotated in a benchmark."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from mrrope import plain
+from mrrope.tables import FrequencyTable, frequency_table
+
+LAYOUTS = ("projected", "bhsd", "bshd", "thd")
+"""``projected`` is bhsd by shape and bshd in memory: what a model's projections give."""
+SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row."""
+
+    tokens: int
+    q_heads: int = 32
+    k_heads: int = 8
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    rotary_dim: int = 128
+    layout: str = "projected"
+    pairing: str = "halves"
+    backward: bool = False
+
+    @property
+    def element_type(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """Read and written once each."""
+        return 2 * self.tokens * (self.q_heads + self.k_heads) * self.head_dim * self.element_type.itemsize
+
+    @property
+    def name(self) -> str:
+        usual = Case(self.tokens)
+        parts = [f"{self.tokens} x {self.q_heads}/{self.k_heads}"]
+        parts += [f"{self.head_dim} wide"] if self.head_dim != usual.head_dim else []
+        parts += [f"{self.rotary_dim} rotated"] if self.rotary_dim != self.head_dim else []
+        parts += [str(value) for value in (self.dtype, self.layout, self.pairing) if value not in vars(usual).values()]
+        return ", ".join(parts + ["backward"] * self.backward)
+
+    @property
+    def tables(self) -> tuple[FrequencyTable, ...]:
+        """A ladder of scales; a row that needs one table takes the last."""
+        return tuple(
+            frequency_table("mrrope_pro", rotary_dim=self.rotary_dim, base=5e5, original_max_position=8192, scale=scale)
+            for scale in SCALES
+        )
+
+
+def _wide(head_dim: int, **options: int | str) -> Case:
+    return Case(8192, head_dim=head_dim, rotary_dim=head_dim, **options)  # type: ignore[arg-type]
+
+
+CASES = {
+    "cuda": [
+        *(Case(tokens) for tokens in (1, 16, 64, 256, 1024, 8192, 131072)),
+        Case(131072, 4, 1),
+        Case(8192, 64, 8),
+        *(Case(8192, layout=layout) for layout in LAYOUTS[1:]),
+        *(_wide(head_dim) for head_dim in (64, 80, 96, 256)),
+        Case(8192, rotary_dim=64),
+        Case(8192, pairing="interleaved"),
+        Case(8192, dtype="float16"),
+        Case(8192, dtype="float32"),
+        Case(8192, backward=True),
+        Case(64, layout="thd"),
+        Case(64, 4, 1),
+    ],
+    "cpu": [
+        *(Case(tokens, dtype=dtype) for tokens in (1, 256, 4096) for dtype in ("float32", "bfloat16", "float16")),
+        Case(4096, dtype="float32", layout="bhsd"),
+        Case(4096, dtype="float32", rotary_dim=64),
+        Case(4096, dtype="float32", pairing="interleaved"),
+        Case(4096, dtype="float32", backward=True),
+    ],
+}
+
+
+class Positions:
+    """What the layers of a model share: positions, tables, and what others make of them. Hot in the cache, as there."""
+
+    def __init__(self, case: Case, device: str, first: int = 0) -> None:
+        self.case = case
+        self.device = device
+        self.first = first
+        self.table = case.tables[-1].to(device)
+        self.tables = case.tables
+        self.positions = torch.arange(first, first + case.tokens, device=device)
+        self.index = torch.full((case.tokens,), len(SCALES) - 1, device=device, dtype=torch.int32)
+
+    @cached_property
+    def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """transformers': both halves, in the dtype of the heads, [1, tokens, rotary_dim]."""
+        cos, sin = plain.cos_sin(self.positions, self.table, self.case.element_type)
+        return cos[None], sin[None]
+
+    @cached_property
+    def cache(self) -> torch.Tensor:
+        """vLLM's and FlashInfer's: a row for every position up to the last, cosines and then sines, float32."""
+        cos, sin = plain.cos_sin(
+            torch.arange(self.first + self.case.tokens, device=self.device), self.table, torch.float32
+        )
+        half = self.case.rotary_dim // 2
+        return torch.cat([cos[:, :half], sin[:, :half]], dim=-1)
+
+    @cached_property
+    def rounded_cache(self) -> torch.Tensor:
+        """The same in the dtype of the heads."""
+        return self.cache.to(self.case.element_type)
+
+    @cached_property
+    def angles(self) -> torch.Tensor:
+        """TransformerEngine's: [tokens, 1, 1, rotary_dim], float32."""
+        angles = self.positions[:, None].double() * self.table.inv_freq.to(self.device)
+        return torch.cat([angles, angles], dim=-1).float()[:, None, None]
+
+
+class Heads:
+    """q and k in a layout, and as much memory again to copy."""
+
+    def __init__(self, case: Case, shared: Positions) -> None:
+        self.case = case
+        self.shared = shared
+
+        def heads(count: int) -> torch.Tensor:
+            by_token = case.layout != "bhsd"
+            shape = (1, case.tokens, count) if by_token else (1, count, case.tokens)
+            x = torch.randn((*shape, case.head_dim), device=shared.device, dtype=case.element_type)
+            if case.layout == "thd":
+                return x[0]
+            return x.transpose(1, 2) if case.layout == "projected" else x
+
+        self.q, self.k = heads(case.q_heads), heads(case.k_heads)
+        self.copies = tuple(torch.ones(case.bytes // 2, device=shared.device, dtype=torch.uint8) for _ in range(2))
+
+    @property
+    def layout(self) -> str:
+        """As the op names it."""
+        return "bhsd" if self.case.layout == "projected" else self.case.layout
+
+    def by_head(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, heads, tokens, head_dim], whatever the layout."""
+        if self.layout == "thd":
+            return x.transpose(0, 1)[None]
+        return x.transpose(1, 2) if self.layout == "bshd" else x
+
+    def by_token(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, tokens, heads, head_dim], whatever the layout."""
+        return self.by_head(x).transpose(1, 2)
+
+    def turned(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k by head, after they were rotated in place."""
+        return self.by_head(self.q), self.by_head(self.k)

@@ -1,0 +1,79 @@
+"""Times and errors, case by case."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from mrrope.benchmark.cases import Case, Heads, Positions
+from mrrope.benchmark.contenders import COPY, Contender, copy_by_kernel
+from mrrope.benchmark.timing import Step, buffer_sets, median_seconds
+
+TOKENS_COMPARED = 256
+
+
+def steps_of(contender: Contender, sets: list[Heads]) -> list[Step]:
+    return [lambda heads=heads: contender.rotate(heads) for heads in sets]  # type: ignore[misc]
+
+
+def relative_error(case: Case, contender: Contender, device: str) -> float:
+    """Of q, against float64 with exact phases, over the last tokens of the case."""
+    tokens = min(case.tokens, TOKENS_COMPARED)
+    shared = Positions(replace(case, tokens=tokens), device, first=case.tokens - tokens)
+    heads = Heads(shared.case, shared)
+    phases = (shared.positions[:, None] * shared.table.turns.to(device)).double() * (math.tau / 2**64)
+    direction = -1.0 if case.backward else 1.0
+    gain = shared.table.attention_factor if contender.has_gain else 1.0
+    want = exact(heads.by_head(heads.q).double(), phases.cos(), direction * phases.sin(), case) * gain
+    if case.rotary_dim < case.head_dim:
+        want[..., case.rotary_dim :] /= gain
+    got = contender.rotate(heads)[0].double()
+    return float((got - want).norm() / want.norm())
+
+
+def exact(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, case: Case) -> torch.Tensor:
+    """The rotation written out; x is [1, heads, tokens, head_dim], cos and sin [tokens, rotary_dim / 2]."""
+    turning, rest = x[..., : case.rotary_dim], x[..., case.rotary_dim :]
+    if case.pairing == "halves":
+        first, second = turning.chunk(2, dim=-1)
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    else:
+        first, second = turning[..., ::2], turning[..., 1::2]
+        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+    return torch.cat([turned, rest], dim=-1)
+
+
+def measure(cases: Sequence[Case], contenders: Sequence[Contender], device: str) -> list[dict[str, Any]]:
+    """A row for every case: seconds and errors by contender."""
+    rows = []
+    work = [(case, [one for one in contenders if one.takes(case)]) for case in cases]
+    with tqdm(total=sum(len(taking) for _, taking in work), desc="rotary", unit="timing") as progress:
+        for case, taking in work:
+            shared = Positions(case, device)
+            sets = [Heads(case, shared) for _ in range(buffer_sets(case.bytes, device))]
+            torch.compiler.reset()  # every case is compiled for its own shape
+            seconds, errors, failures = {"copy": seconds_of_a_copy(sets, device)}, {}, {}
+            for contender in taking:
+                progress.set_postfix_str(f"{case.name}, {contender.name}")
+                try:
+                    errors[contender.name] = relative_error(case, contender, device)
+                    seconds[contender.name] = median_seconds(steps_of(contender, sets), device)
+                except Exception as error:  # somebody else's op, perhaps for another version of torch
+                    if contender.name.startswith("mrrope"):
+                        raise
+                    failures[contender.name] = f"{type(error).__name__}: {error}"
+                progress.update()
+            row = {**asdict(case), "name": case.name, "bytes": case.bytes, "seconds": seconds, "errors": errors}
+            rows.append(row | ({"failures": failures} if failures else {}))
+    return rows
+
+
+def seconds_of_a_copy(sets: list[Heads], device: str) -> float:
+    """The driver's copy is slow for more than a gigabyte: the faster of two counts."""
+    by_kernel = Contender("copy by a kernel", copy_by_kernel)
+    return min(median_seconds(steps_of(copy, sets), device) for copy in (COPY, by_kernel))

@@ -1,0 +1,82 @@
+"""The tables and the plot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mrrope.benchmark.cases import Case
+
+
+def names_in(rows: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row["seconds"]))
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """Microseconds with their ratio to a copy, then errors."""
+    names = names_in(rows)
+
+    def time(row: dict[str, Any], name: str) -> str:
+        seconds = row["seconds"].get(name)
+        if seconds is None:
+            return "failed" if name in row.get("failures", {}) else ""
+        return f"{seconds * 1e6:.2f} ({seconds / row['seconds']['copy']:.2f})"
+
+    print("\nMicroseconds (and how many copies of the same bytes that is)")
+    _print_table(rows, names, time)
+    print("\nRelative error of q against float64")
+    _print_table(rows, [name for name in names if name != "copy"], lambda row, name: _error(row, name))
+
+
+def _error(row: dict[str, Any], name: str) -> str:
+    return f"{row['errors'][name]:.1e}" if name in row["errors"] else ""
+
+
+def _print_table(rows: list[dict[str, Any]], names: list[str], cell: Callable[[dict[str, Any], str], str]) -> None:
+    first = max(len("tokens x q/k heads"), *(len(row["name"]) for row in rows))
+    width = max(18, *(len(name) + 2 for name in names))
+    print(f"{'tokens x q/k heads':{first}}" + "".join(f"{name:>{width}}" for name in names))
+    for row in rows:
+        print(f"{row['name']:{first}}" + "".join(f"{cell(row, name):>{width}}" for name in names))
+
+
+def print_host(seconds: dict[str, float]) -> None:
+    print("\nMicroseconds of the host, from the call in Python to the launch, one token")
+    for name, value in seconds.items():
+        print(f"{name:24}{value * 1e6:10.2f}")
+
+
+def plot(rows: list[dict[str, Any]], machine: str, path: Path) -> None:
+    """Bandwidth over size, for the rows that differ in tokens alone; and every other row beside a copy."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    sizes = [row for row in rows if row["name"] == Case(row["tokens"], dtype=rows[0]["dtype"]).name]
+    others = [row for row in rows if row not in sizes]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
+    for name in names_in(sizes):
+        shown = [row for row in sizes if name in row["seconds"]]
+        bandwidth = [row["bytes"] / row["seconds"][name] / 1e9 for row in shown]
+        style = {"color": "black", "linewidth": 3, "alpha": 0.4} if name == "copy" else {"marker": "o"}
+        left.plot([row["tokens"] for row in shown], bandwidth, label=name, **style)
+    left.set(xscale="log", xlabel=f"tokens (32 query and 8 key heads of 128, {rows[0]['dtype']})", ylim=(0, None))
+    left.set(ylabel="GB/s read and written")
+    left.grid(alpha=0.3)
+    left.legend()
+    names = [name for name in names_in(others) if name not in ("copy", "transformers eager")]
+    for i, name in enumerate(names):
+        places = [j for j, row in enumerate(others) if name in row["seconds"]]
+        ratios = [others[j]["seconds"][name] / others[j]["seconds"]["copy"] for j in places]
+        offset = (i - len(names) / 2) * 0.8 / len(names)
+        right.scatter(ratios, [j + offset for j in places], s=18, label=name)
+    right.set_yticks(range(len(others)), [row["name"] for row in others])
+    right.axvline(1.0, color="black", linewidth=3, alpha=0.4)
+    right.invert_yaxis()
+    right.set(xlabel="time / time of a copy of the same bytes", xlim=(0.8, None))
+    right.grid(alpha=0.3)
+    figure.suptitle(f"Rotary embedding on {machine}")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,267 @@
+"""The command ``mrrope calibrate``."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import math
+import sys
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrrope import model_rope
+from mrrope.calibration import report
+from mrrope.calibration.calibrate import Calibration, CalibrationStoppedError
+from mrrope.calibration.documents import DocumentSets, document_sets, lengths_up_to
+from mrrope.calibration.journal import Journal
+from mrrope.calibration.readings import Readings, fingerprint
+from mrrope.calibration.search import BudgetSpentError
+from mrrope.evaluation import models
+from mrrope.evaluation import report as evaluation_report
+from mrrope.evaluation.command import checked_lengths, checked_positive, machine
+from mrrope.evaluation.extra import needs
+from mrrope.evaluation.reading import DEFAULT_CHUNK
+from mrrope.evaluation.results import Results
+from mrrope.evaluation.run import is_out_of_memory
+from mrrope.tables import FrequencyTable
+from mrrope.trained import Trained
+
+DEFAULT_BUDGET = 10.0
+DEFAULT_RETRIEVAL = 0.1
+BUDGET_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} s{postfix}"
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Everything that can be chosen."""
+
+    def add(option: str, **how: Any) -> None:
+        command.add_argument(option, **how)
+
+    add("model", metavar="MODEL", help="a model's folder, its name on the hub, or a .gguf file")
+    add("--text", required=True, metavar="FILE", help="a text (.xz too; NUL between documents), or a folder of them")
+    add("--held-out", metavar="FILE", help="another text, to report on (default: a third of the documents)")
+    add("--scale", type=float, required=True, metavar="S", help="by how much to extend the context")
+    add("--lengths", metavar="N,N,...", help="in tokens (default: the native length, doubled up to the scale)")
+    add("--original-max-position", type=float, metavar="N", help="the trained length (default: the model's)")
+    add("--budget", type=float, default=DEFAULT_BUDGET, metavar="MINUTES", help="for the search (default: %(default)s)")
+    add(
+        "--documents",
+        type=int,
+        default=6,
+        metavar="N",
+        help="to search and decide with, at most (default: %(default)s)",
+    )
+    add("--held-out-documents", type=int, default=3, metavar="N", help="to report on, at most (default: %(default)s)")
+    add("--join", action="store_true", help="put documents that are too short together")
+    add(
+        "--retrieval",
+        type=float,
+        default=DEFAULT_RETRIEVAL,
+        metavar="W",
+        help="what forgetting all keys hidden in the text adds to the loss, in nats (default: %(default)s)",
+    )
+    add("--sweep", type=int, metavar="N", help="also read N x N pairs of bounds (d_l, d_h), and draw them")
+    add("--chunk", type=int, default=DEFAULT_CHUNK, metavar="N", help="tokens read at a time (default: %(default)s)")
+    add("--dtype", help=f"one of {', '.join(models.DTYPES)} (default: bfloat16 on GPUs, else float32)")
+    add("--device", help="as torch names it (default: a GPU where there is one)")
+    add(
+        "--output",
+        default="mrrope-calibrate",
+        metavar="NAME",
+        help="for NAME.table.json, NAME.json, NAME.*.png and NAME.journal, from which a killed run goes on "
+        "(default: %(default)s)",
+    )
+    add("--json", action="store_true", help="print the report as JSON")
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where everything goes."""
+
+    stem: Path
+
+    def named(self, ending: str) -> Path:
+        """One of the files."""
+        return self.stem.with_name(f"{self.stem.name}.{ending}")
+
+    @property
+    def table(self) -> Path:
+        return self.named("table.json")
+
+    def written(self) -> list[Path]:
+        """All that there are."""
+        return sorted(self.stem.parent.glob(f"{glob.escape(self.stem.name)}.*"))
+
+    def save_table(self, table: FrequencyTable) -> None:
+        """Writes the table in one step, so that a kill leaves the old one or the new one."""
+        new = self.named("table.json.new")
+        table.save(new)
+        new.replace(self.table)
+
+
+def trained_with(model: Any, original_max_position: float | None) -> Trained:
+    """What the layers that see the whole text were trained with."""
+    found = {
+        (own.rotary_dim, own.base, original_max_position or own.original_max_position)
+        for rotary in model_rope.rotary_embeddings(model)
+        for own in (
+            model_rope.settings(rotary, layer_type)
+            for layer_type in model_rope.layer_types(rotary)
+            if not model_rope.is_local(layer_type)
+        )
+    }
+    if len(found) != 1:
+        raise ValueError(
+            f"model must have one kind of rotary position embedding to calibrate, and {type(model).__name__} has "
+            f"{len(found)}"
+        )
+    trained = Trained(*found.pop())
+    if trained.original_max_position is None:
+        raise ValueError("--original-max-position must be given: the model's configuration does not say it")
+    return trained
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuses what can be seen to be wrong before anything is loaded."""
+    with needs("matplotlib"):
+        import matplotlib  # noqa: F401  # before minutes of reading, not after
+    if not 1.0 < options.scale < math.inf:
+        raise ValueError(f"--scale must be a number above 1, got {options.scale:g}")
+    if not 0.0 < options.budget < math.inf:
+        raise ValueError(f"--budget must be a positive number of minutes, got {options.budget:g}")
+    if not 0.0 <= options.retrieval < math.inf:
+        raise ValueError(f"--retrieval must be a number, 0 or more, got {options.retrieval:g}")
+    if options.original_max_position is not None and not 1.0 <= options.original_max_position < math.inf:
+        raise ValueError(f"--original-max-position must be 1 or more, got {options.original_max_position:g}")
+    if options.documents < 2:
+        raise ValueError(
+            f"--documents must be at least 2, one to search and one to decide with, got {options.documents}"
+        )
+    for option in ("held_out_documents", "chunk", "sweep"):
+        checked_positive(f"--{option.replace('_', '-')}", getattr(options, option))
+    stem = Path(options.output)
+    if not stem.parent.is_dir():
+        raise ValueError(f"--output must be in a folder that exists, and there is no {stem.parent}")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Searches, decides, reports and prints."""
+    check(options)
+    model, tokenizer = models.load(options.model, dtype=options.dtype, device=options.device)
+    results = calibrate(options, model, tokenizer)
+    if options.json:
+        print(json.dumps(results.data))
+    else:
+        print(evaluation_report.table(results.data), report.summary(results.data), sep="\n\n")
+        print("\nwritten:", *map(str, Files(Path(options.output)).written()))
+
+
+def calibrate(options: argparse.Namespace, model: Any, tokenizer: Any) -> Results:
+    """The report on the table that was found; the best so far is on disk at any time."""
+    files = Files(Path(options.output))
+    trained = trained_with(model, options.original_max_position)
+    lengths = chosen_lengths(options, trained)
+    documents = chosen_documents(options, tokenizer, lengths)
+    about = {
+        "model": str(options.model),
+        "scale": options.scale,
+        "original_max_position": trained.original_max_position,
+        "lengths": lengths,
+        "chunk": options.chunk,
+        "retrieval": options.retrieval,
+        "documents": {
+            name: [[document.name, fingerprint(document.tokens)] for document in getattr(documents, name)]
+            for name in ("search", "decide", "held_out")
+        },
+        **machine(model),
+    }
+    with closing(Journal(files.named("journal"), about)) as journal:
+        results = Results(files.named("json"), about)
+        readings = Readings(model, lengths, journal, chunk=options.chunk, retrieval=options.retrieval)
+        calibration = Calibration(readings, trained, options.scale, documents, 60 * options.budget)
+        try:
+            search(calibration, files, results)
+            read_reports(calibration, files, results, options.sweep)
+        except BudgetSpentError:
+            reason = f"--budget must be above {options.budget:g} minutes, which did not do for comparing fixed methods"
+            raise stopped(reason, files, results) from None
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = f"out of memory; a smaller --chunk than {options.chunk} or shorter --lengths need less"
+            raise stopped(reason, files, results) from error
+    results.finish()
+    return results
+
+
+def chosen_documents(options: argparse.Namespace, tokenizer: Any, lengths: list[int]) -> DocumentSets:
+    """Three sets of documents as long as the longest length."""
+    documents = document_sets(
+        options.text,
+        tokenizer,
+        lengths[-1],
+        count=options.documents,
+        held_out_count=options.held_out_documents,
+        held_out=options.held_out,
+        join=options.join,
+    )
+    return documents.with_keys(tokenizer, lengths) if options.retrieval else documents
+
+
+def chosen_lengths(options: argparse.Namespace, trained: Trained) -> list[int]:
+    """Those asked for, or the native length doubled up to the scale."""
+    if options.lengths:
+        return checked_lengths(options.lengths)
+    assert trained.original_max_position is not None
+    return lengths_up_to(trained.original_max_position, options.scale)
+
+
+def search(calibration: Calibration, files: Files, results: Results) -> None:
+    """Finds the table and writes it, under a bar that shows the budget."""
+    with needs("tqdm"):
+        from tqdm import tqdm
+    before = len(calibration.readings.journal)
+    with tqdm(desc="calibrate", total=round(calibration.seconds), bar_format=BUDGET_BAR) as bar:
+        if before:
+            bar.write(f"going on with {before} readings from {calibration.readings.journal.path}", file=sys.stderr)
+
+        def progress(seconds: float) -> None:
+            bar.update(min(round(seconds), bar.total) - bar.n)
+
+        def improved(part: str, table: FrequencyTable, loss: float) -> None:
+            files.save_table(table)
+            bar.set_postfix_str(f"loss {loss:.4f} by {part}")
+
+        calibration.readings.progress = progress
+        calibration.improved = improved
+        chosen = calibration.run()
+        calibration.readings.progress = lambda _: None
+    files.save_table(calibration.finalists[chosen].table)
+    results.data["calibration"] = {
+        "chosen": chosen,
+        "seconds": calibration.readings.spent,
+        "readings": calibration.readings.count,
+        "finalists": {part: {**vars(one), "table": one.table.to_dict()} for part, one in calibration.finalists.items()},
+    }
+    results.save()
+
+
+def read_reports(calibration: Calibration, files: Files, results: Results, sweep: int | None) -> None:
+    """Reads the documents that had no part in the search, and draws."""
+    table = FrequencyTable.load(files.table)
+    report.read_held_out(calibration, table, results)
+    evaluation_report.draw(results.data, files.stem)
+    results.data["calibration"]["held_out_geometric_means"] = report.geometric_means(results)
+    if sweep:
+        results.data["sweep"] = report.read_sweep(calibration, sweep)
+        report.draw_sweep(results.data["sweep"], files.named("sweep.png"))
+
+
+def stopped(reason: str, files: Files, results: Results) -> CalibrationStoppedError:
+    """The error to raise, once it is noted in the results."""
+    results.finish(reason)
+    table = f", the best table so far in {files.table}" if files.table.exists() else ""
+    return CalibrationStoppedError(f"{reason}. What was read is in {files.named('journal')}{table}")

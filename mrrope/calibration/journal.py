@@ -1,0 +1,73 @@
+"""Every reading of a run, on disk as soon as it is done: a run that was killed goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+FORMAT = "mrrope.calibration-journal/1"
+BEGINNING = json.dumps({"format": FORMAT})[:-1].encode()
+
+
+class Journal:
+    """A file with a line for what the run is about, and one for each reading."""
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        """Opens the journal of a run, or begins it.
+
+        Raises:
+            ValueError: where the file is that of another run, or none of these.
+            OSError: where it cannot be written.
+        """
+        self.path = path
+        self._readings: dict[str, dict[str, Any]] = {}
+        header = json.loads(json.dumps({"format": FORMAT, **about}))
+        whole = self._whole_lines()
+        if whole:
+            try:
+                found, *readings = map(json.loads, whole)
+            except ValueError as error:
+                raise ValueError(f"--output must be a new one: the journal {path} is damaged: {error}") from None
+            self._check(found, header)
+            self._readings = {reading["key"]: reading for reading in readings}
+        self._file = path.open("ab")
+        # What a kill cut off in the middle of a line is lost, and only that.
+        self._file.truncate(sum(map(len, whole)))
+        if not whole:
+            self._append(header)
+
+    def __len__(self) -> int:
+        return len(self._readings)
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """A reading that was done, in this run or before the kill."""
+        return self._readings.get(key)
+
+    def put(self, key: str, reading: dict[str, Any]) -> None:
+        """Keeps a reading; once this returns, a kill or a power cut does not lose it."""
+        self._readings[key] = {"key": key, **reading}
+        self._append(self._readings[key])
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        self._file.close()
+
+    def _whole_lines(self) -> list[bytes]:
+        content = self.path.read_bytes() if self.path.exists() else b""
+        if not content.startswith(BEGINNING[: len(content)]):
+            raise ValueError(f"--output must be a new one: {self.path} is there already, and is no journal")
+        return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        self._file.write(json.dumps(entry).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _check(self, found: dict[str, Any], expected: dict[str, Any]) -> None:
+        if differing := sorted(key for key in {*found, *expected} if found.get(key) != expected.get(key)):
+            raise ValueError(
+                f"--output must be that of the same run or a new one, and {self.path} is of a run with another "
+                f"{', '.join(differing)}"
+            )

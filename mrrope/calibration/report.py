@@ -1,0 +1,110 @@
+"""What came out: held-out text under every fixed method and the found table, and the sweep over the bounds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from mrrope.calibration.calibrate import Calibration
+from mrrope.calibration.readings import Rung
+from mrrope.calibration.spaces import PowerSpace, clamp
+from mrrope.evaluation.extra import needs
+from mrrope.evaluation.perplexity import perplexity
+from mrrope.evaluation.results import Results
+from mrrope.evaluation.run import PERPLEXITY, perplexity_figures
+from mrrope.tables import FrequencyTable
+
+CALIBRATED = "calibrated"
+
+
+def read_held_out(calibration: Calibration, table: FrequencyTable, results: Results) -> None:
+    """Perplexities of the documents that had no part in the search, in the form of ``mrrope eval``."""
+    with needs("tqdm"):
+        from tqdm import tqdm
+    readings, documents = calibration.readings, calibration.documents.held_out
+    tables = {**calibration.fixed, CALIBRATED: table}
+    for method, one in tqdm(tables.items(), desc="held-out documents", unit="table"):
+        found = [readings.read(one, document, readings.lengths[-1]) for document in documents]
+        for losses in zip(*found, strict=True):
+            named = [(document.name, loss) for document, loss in zip(documents, losses, strict=True)]
+            results.put(PERPLEXITY, method, losses[0].length, perplexity_figures(named))
+
+
+def geometric_means(results: Results) -> dict[str, float]:
+    """Over all lengths, of each method's second-half perplexity."""
+    by_method = results.data["results"][PERPLEXITY]
+    return {
+        method: math.exp(
+            sum(math.log(figures["second_half_perplexity"]) for figures in by_length.values()) / len(by_length)
+        )
+        for method, by_length in by_method.items()
+    }
+
+
+def summary(data: dict[str, Any]) -> str:
+    """Which table was chosen, and how far it is below the best fixed method on held-out text."""
+    means = data["calibration"]["held_out_geometric_means"]
+    best = min((method for method in means if method != CALIBRATED), key=means.__getitem__)
+    change = means[CALIBRATED] / means[best] - 1
+    lines = [
+        "geometric mean over all lengths, second half, held-out documents",
+        *(f"{method:<12}{mean:>10.3f}" for method, mean in means.items()),
+        "",
+        f"chosen: {data['calibration']['chosen']}, {change:+.1%} against {best}",
+    ]
+    return "\n".join(lines)
+
+
+def swept_bounds(space: PowerSpace, side: int) -> tuple[list[int], list[int]]:
+    """Bounds around those of a table: as many values of d_l and of d_h, two pairs apart."""
+    assert space.origin.bounds is not None
+    last = space.origin.rotary_dim // 2 - 1
+    lows, highs = (
+        sorted({int(clamp(bound + 2 * (i - side // 2), 0, last)) for i in range(side)}) for bound in space.origin.bounds
+    )
+    return lows, highs
+
+
+def read_sweep(calibration: Calibration, side: int) -> dict[str, Any]:
+    """The paper's sweep over d_l and d_h, with the power and temperature found, on one held-out document."""
+    with needs("tqdm"):
+        from tqdm import tqdm
+    space = calibration.power_space
+    power, _, _, temperature = space.start
+    lows, highs = swept_bounds(space, side)
+    rung = Rung(calibration.documents.held_out[:1], calibration.readings.lengths[-1])
+    perplexities: dict[tuple[int, int], float] = {}
+    for low, high in tqdm([(low, high) for low in lows for high in highs if low < high], desc="bounds", unit="table"):
+        table = space.table((power, low, high, temperature))
+        perplexities[low, high] = perplexity([calibration.readings.loss(table, rung)])
+    return {
+        "power": power,
+        "temperature": temperature,
+        "d_l": lows,
+        "d_h": highs,
+        "perplexity": [[perplexities.get((low, high)) for high in highs] for low in lows],
+    }
+
+
+def draw_sweep(sweep: dict[str, Any], path: Path) -> None:
+    """Perplexity by d_l and d_h as a picture."""
+    with needs("matplotlib"):
+        from matplotlib.figure import Figure
+    rows = [[math.nan if cell is None else cell for cell in row] for row in sweep["perplexity"]]
+    figure = Figure(layout="constrained", figsize=(2.5 + 0.75 * len(sweep["d_h"]), 1.5 + 0.5 * len(sweep["d_l"])))
+    axes = figure.subplots()
+    shown = [cell for row in rows for cell in row if not math.isnan(cell)]
+    # Bounds that fail altogether leave the others to be told apart.
+    lowest, highest = min(shown), min(max(shown), 1.5 * min(shown))
+    image = axes.imshow(rows, aspect="auto", cmap="viridis_r", origin="lower", vmin=lowest, vmax=highest)
+    axes.set_xticks(range(len(sweep["d_h"])), sweep["d_h"])
+    axes.set_yticks(range(len(sweep["d_l"])), sweep["d_l"])
+    middle = (lowest + highest) / 2
+    for i, row in enumerate(rows):
+        for j, cell in enumerate(row):
+            if not math.isnan(cell):
+                axes.text(j, i, f"{cell:.2f}", ha="center", va="center", color="black" if cell < middle else "white")
+    axes.set(xlabel="d_h", ylabel="d_l", title=f"power {sweep['power']:g}, temperature {sweep['temperature']:g}")
+    figure.colorbar(image, label="perplexity (geo. mean over lengths)")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,109 @@
+"""mrrope bench: what it measures is what it says, and others' failures are theirs."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from mrrope.benchmark import cases, contenders, measure
+from mrrope.benchmark.cases import CASES, LAYOUTS, Case, Heads, Positions
+from mrrope.benchmark.contenders import OURS, TRANSFORMERS, Contender
+from mrrope.command_line import main
+
+SMALL = [
+    *(Case(5, 3, 2, layout=layout, head_dim=16, rotary_dim=16, dtype="float32") for layout in LAYOUTS),
+    Case(5, 3, 2, head_dim=16, rotary_dim=8, dtype="float32"),
+    Case(5, 3, 2, head_dim=16, rotary_dim=16, dtype="float32", pairing="interleaved"),
+    Case(5, 3, 2, head_dim=16, rotary_dim=16, dtype="float32", backward=True),
+    Case(5, 3, 2, head_dim=16, rotary_dim=16, dtype="bfloat16"),
+]
+
+
+@pytest.mark.parametrize("device", sorted(CASES))
+def test_rows_have_names_of_their_own(device):
+    names = [case.name for case in CASES[device]]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_everybody_rotates_the_same(case):
+    """The reference of the benchmark is written out in it; ours and transformers' agree with it, so all three do."""
+    for contender in (*OURS, *TRANSFORMERS):
+        if contender.takes(case):
+            error = measure.relative_error(case, contender, "cpu")
+            assert error < (5e-7 if case.dtype == "float32" else 5e-3), contender.name
+
+
+def test_a_wrong_rotation_is_an_error_of_its_size():
+    def unturned(heads: Heads):
+        return heads.turned()
+
+    assert measure.relative_error(SMALL[0], Contender("wrong", unturned), "cpu") > 0.1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_are_what_they_are_called(layout):
+    case = Case(5, 3, 2, layout=layout, head_dim=16, rotary_dim=16)
+    heads = Heads(case, Positions(case, "cpu"))
+    assert heads.by_head(heads.q).shape == (1, 3, 5, 16)
+    assert heads.by_token(heads.k).shape == (1, 5, 2, 16)
+    assert heads.by_token(heads.q).is_contiguous() == (layout != "bhsd")
+    assert heads.by_head(heads.q).data_ptr() == heads.q.data_ptr()
+    assert sum(copy.numel() for copy in heads.copies) == case.bytes == 2 * 5 * (3 + 2) * 16 * 2
+
+
+def test_others_tables_are_made_of_ours():
+    case = Case(7, head_dim=16, rotary_dim=16, dtype="float32")
+    shared = Positions(case, "cpu", first=3)
+    exact = torch.arange(3, 10).double()[:, None] * shared.table.inv_freq
+    gain = shared.table.attention_factor
+    cos, sin = shared.cos_sin
+    torch.testing.assert_close(cos[0].double(), torch.cat([exact, exact], -1).cos() * gain, rtol=0, atol=1e-5)
+    torch.testing.assert_close(sin[0, :, :8].double(), exact.sin() * gain, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        shared.cache[3:].double(), torch.cat([exact.cos(), exact.sin()], -1) * gain, rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(shared.angles[:, 0, 0, :8].double(), exact, rtol=1e-6, atol=0)
+
+
+def test_a_peer_that_fails_is_named_and_the_rest_goes_on():
+    def broken(heads):
+        raise RuntimeError("made for another torch")
+
+    rows = measure.measure(SMALL[:1], (*OURS[:1], Contender("peer", broken)), "cpu")
+    assert rows[0]["failures"] == {"peer": "RuntimeError: made for another torch"}
+    assert set(rows[0]["seconds"]) == {"copy", OURS[0].name}
+    with pytest.raises(RuntimeError, match="made for another torch"):
+        measure.measure(SMALL[:1], (Contender("mrrope", broken),), "cpu")
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(cases.CASES, "cpu", SMALL[:2])
+    monkeypatch.setattr(contenders, "MOST_DECODED", 1)
+    assert main(["bench", "--device", "cpu", "--output", str(tmp_path / "speed")]) == 0
+    record = json.loads((tmp_path / "speed.json").read_text())
+    assert [row["name"] for row in record["rows"]] == [case.name for case in SMALL[:2]]
+    for row in record["rows"]:
+        assert row["seconds"].keys() == {"copy", *row["errors"]}
+        assert all(0 < value < math.inf for value in row["seconds"].values())
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "transformers eager" in printed
+    assert "torch, mul_" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "0"], "--tokens must leave a row"),
+        pytest.param(
+            ["--device", "cuda"],
+            "--device must be cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_bad_options(arguments, message, capsys):
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
