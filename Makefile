@@ -39,8 +39,7 @@ bench: install
 
 # Needs a GPU. Small tests only: under the sanitizer every access is checked.
 sanitize: cpp-tests
-	benchmarks/sanitize $(BUILD)/tests/cpp/rotary_cuda_test $(BUILD)/tests/cpp/rescale_cuda_test \
-		$(BUILD)/tests/cpp/rotary_cache_cuda_test
+	benchmarks/sanitize $(foreach kernel,rotary rescale rotary_cache qk_norm,$(BUILD)/tests/cpp/$(kernel)_cuda_test)
 
 install: $(VENV)/.mrrope
 

@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
+#include "mrrope/qk_norm.h"
 #include "mrrope/rescale.h"
 #include "mrrope/rotary.h"
 #include "mrrope/rotary_cache.h"
@@ -20,6 +21,11 @@ struct Cpu {
     static void run(const RotaryArgs& args, const at::Tensor&) { rotary_cpu(args, parallel_for); }
     static void run(const RescaleArgs& args, const at::Tensor&) { rescale_cpu(args, parallel_for); }
     static void run(const RotaryCacheArgs& args, const at::Tensor&) { rotary_and_cache_cpu(args, parallel_for); }
+    static void run(const QkNormArgs& args, const at::Tensor&) { qk_norm_rotary_cpu(args, parallel_for); }
+    static void run(const QkNormGradientArgs& args, const at::Tensor&) {
+        qk_norm_rotary_gradient_cpu(args, parallel_for);
+    }
+    static WeightSumRows weight_sum_rows(const QkNormGradientArgs& args) { return weight_sum_rows_cpu(args); }
 
 private:
     static void parallel_for(int64_t count, int64_t grain, const RangeBody& body) {
@@ -34,6 +40,11 @@ struct Cuda {
     static void run(const RotaryCacheArgs& args, const at::Tensor& heads) {
         on_stream(rotary_and_cache_cuda, args, heads);
     }
+    static void run(const QkNormArgs& args, const at::Tensor& heads) { on_stream(qk_norm_rotary_cuda, args, heads); }
+    static void run(const QkNormGradientArgs& args, const at::Tensor& heads) {
+        on_stream(qk_norm_rotary_gradient_cuda, args, heads);
+    }
+    static WeightSumRows weight_sum_rows(const QkNormGradientArgs& args) { return weight_sum_rows_cuda(args); }
 
 private:
     template <class Args>
@@ -48,6 +59,7 @@ private:
             false, "q is on ", heads.device(),
             ", but this build of mrrope has no CUDA kernels: rebuild it where nvcc and a CUDA build of torch are");
     }
+    static WeightSumRows weight_sum_rows(const QkNormGradientArgs&) { return {}; }
 #endif
 };
 

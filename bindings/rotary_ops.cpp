@@ -8,6 +8,7 @@
 #include "backends.h"
 #include "mrrope/torch_ops.h"
 #include "rotary_args.h"
+#include "tensor_views.h"
 
 namespace mrrope {
 namespace {
@@ -32,16 +33,6 @@ const auto& rotary_in_place_op() {
     static const auto op =
         c10::Dispatcher::singleton().findSchemaOrThrow("mrrope::rotary_", "").typed<RotaryInPlaceSignature>();
     return op;
-}
-
-std::vector<Tensor> like(TensorList heads) {
-    std::vector<Tensor> out;
-    for (const Tensor& x : heads) {
-        out.push_back(at::empty_like(x));
-        // It keeps the order of the strides, which need not end with the last dimension where x overlaps itself.
-        if (out.back().sym_stride(-1) != 1) out.back() = at::empty_like(x, at::MemoryFormat::Contiguous);
-    }
-    return out;
 }
 
 // --- backends
@@ -104,8 +95,7 @@ struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
         for (size_t i = 0; i < gradients.size(); ++i) {
             if (!gradients[i].defined() || !context->needs_input_grad(i)) continue;
             wanted.push_back(i);
-            // Gradients come with any strides, those of a sum even with none.
-            heads.push_back(gradients[i].sym_stride(-1) == 1 ? gradients[i] : gradients[i].contiguous());
+            heads.push_back(with_contiguous_last_dimension(gradients[i]));
         }
         if (heads.empty()) return result;
         const auto saved = context->get_saved_variables();

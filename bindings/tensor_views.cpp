@@ -1,5 +1,6 @@
 #include "tensor_views.h"
 
+#include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -109,6 +110,20 @@ void check_range(const char* name, const at::Tensor& index, int64_t count) {
 
 int64_t step(const at::Tensor& tensor, int dim) {
     return dim < 0 || tensor.size(dim) <= 1 ? 0 : tensor.stride(dim);
+}
+
+std::vector<at::Tensor> like(at::TensorList heads) {
+    std::vector<at::Tensor> out;
+    for (const at::Tensor& x : heads) {
+        out.push_back(at::empty_like(x));
+        // It keeps the order of the strides, which need not end with the last dimension where x overlaps itself.
+        if (out.back().sym_stride(-1) != 1) out.back() = at::empty_like(x, at::MemoryFormat::Contiguous);
+    }
+    return out;
+}
+
+at::Tensor with_contiguous_last_dimension(const at::Tensor& gradient) {
+    return gradient.sym_stride(-1) == 1 ? gradient : gradient.contiguous();
 }
 
 HeadStrides strides_of(const at::Tensor& heads, const Layout& layout) {

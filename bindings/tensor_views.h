@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <string_view>
+#include <vector>
 
 #include "mrrope/rotary.h"
 
@@ -51,6 +52,12 @@ void check_range(const char* name, const at::Tensor& index, int64_t count);
 
 // The stride of a dimension, 0 where it is never stepped along: of one element, torch leaves anything at all.
 int64_t step(const at::Tensor& tensor, int dim);
+
+// New tensors for the results, with the strides of the heads where those are dense, and a contiguous last dimension.
+std::vector<at::Tensor> like(at::TensorList heads);
+
+// Gradients come with any strides, those of a sum even with none.
+at::Tensor with_contiguous_last_dimension(const at::Tensor& gradient);
 
 HeadStrides strides_of(const at::Tensor& heads, const Layout& layout);
 

@@ -114,7 +114,7 @@ struct HeadFragment {
         return {widen(first), widen(second)};
     }
 
-    __device__ void round(const Wide& wide) {
+    __device__ void narrow(const Wide& wide) {
         cutlass::NumericArrayConverter<Element, Real, Vector> narrow;
         static_cast<cutlass::Array<Element, Vector>&>(first) = narrow(wide.first);
         static_cast<cutlass::Array<Element, Vector>&>(second) = narrow(wide.second);
@@ -124,7 +124,7 @@ struct HeadFragment {
     __device__ void rotate(const CosSin<Real> (&by)[Vector]) {
         Wide wide = widened();
         wide.template rotate<crosses_vectors>(by);
-        round(wide);
+        narrow(wide);
     }
 };
 

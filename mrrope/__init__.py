@@ -7,6 +7,7 @@ from mrrope.cached_keys import rescale_cache_
 from mrrope.export import export_config
 from mrrope.following import expecting
 from mrrope.gguf_export import export_gguf
+from mrrope.normed_rotation import qk_norm_rotary, qk_norm_rotary_
 from mrrope.patching import patch, patched, unpatch
 from mrrope.rope_types import register_on_import, register_rope_types
 from mrrope.rotation import rotary, rotary_
@@ -26,6 +27,8 @@ __all__ = [
     "frequency_table",
     "patch",
     "patched",
+    "qk_norm_rotary",
+    "qk_norm_rotary_",
     "register_rope_types",
     "rescale_cache_",
     "rotary",

@@ -58,6 +58,83 @@ class Convention:
             turned = [torch.cat([x[..., :-rotary_dim], y], dim=-1) if x.shape != y.shape else y for x, y in pairs]
         return list(turned)
 
+    def norm_and_rotate(
+        self,
+        heads: list[torch.Tensor],
+        norms: list[DeferredNorm],
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        layout: str,
+    ) -> list[torch.Tensor]:
+        """The same for heads that are still to be normed, all of them alike."""
+        if self.turns_last or self.gathers_halves:
+            raise ValueError("norms must not be deferred where the rotation takes heads apart")
+        (over,) = {norm.over(x, layout) for norm, x in zip(norms, heads, strict=True)}
+        turned: list[torch.Tensor] = torch.ops.mrrope.qk_norm_rotary.default(
+            [x if x.stride(-1) == 1 else x.contiguous() for x in heads],
+            [norm.weight for norm in norms],
+            positions,
+            table,
+            norms[0].eps,
+            norms[0].weight_offset,
+            over,
+            layout,
+            self.pairing,
+            self.backwards,
+        )
+        return list(turned)
+
+
+@dataclass(frozen=True)
+class DeferredNorm:
+    """An RMSNorm that was left to the rotation: x / rms(x) * (weight + weight_offset)."""
+
+    weight: torch.Tensor
+    eps: float
+    weight_offset: float
+
+    def over(self, heads: torch.Tensor, layout: str) -> str:
+        """What one mean is taken of, as the op calls it."""
+        head_dim = heads.shape[-1]
+        if self.weight.shape[0] == head_dim:
+            return "head"
+        if self.weight.shape[0] == head_dim * heads.shape[1 if layout == "bhsd" else 2]:
+            return "all_heads"
+        raise ValueError(f"norms must be deferred to whole heads, got {tuple(heads.shape)} for {self.weight.shape[0]}")
+
+    def is_like(self, other: DeferredNorm) -> bool:
+        """Whether one call of the op can do both."""
+        return (self.eps, self.weight_offset) == (other.eps, other.weight_offset)
+
+
+class TableAfterNorms:
+    """A packed table on its way through one call of an attention module, and the norms to be done where it is used."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+        self.waiting: dict[str, DeferredNorm] = {}
+
+    def wait(self, role: str, norm: DeferredNorm, x: torch.Tensor) -> None:
+        """Takes note that ``x``, which is q or k by its role, is still to be normed."""
+        self.waiting[role] = norm
+
+    def take(self, role: str | None, heads: torch.Tensor) -> DeferredNorm | None:
+        """What is still to be done to ``heads``; without a role, the first that waits."""
+        if role is None:
+            role = next(iter(self.waiting), "")
+        return self.waiting.pop(role, None)
+
+    def give(self, turned: list[torch.Tensor]) -> None:
+        """Told what came out of the rotation."""
+
+    def expect_nothing_waiting(self) -> None:
+        """Raises where a norm was left to a rotation that did not happen."""
+        if self.waiting:
+            raise RuntimeError(
+                f"the norm of {' and '.join(self.waiting)} was left to a rotation that this call did not come to: "
+                "mrrope.unpatch the model, and report this"
+            )
+
 
 @dataclass(frozen=True)
 class CallForm:
@@ -118,11 +195,38 @@ def fused(original: Apply, form: CallForm, convention: Convention) -> Apply:
             positions, table = embedding
         else:
             positions, table = embedding[0][:, :tokens], embedding[0][:, tokens:].contiguous()
-        turned = convention.rotate(heads, positions, table, layout)
+        if isinstance(table, TableAfterNorms):
+            turned = _rotate_after_norms(convention, form, heads, positions, table, layout)
+        else:
+            turned = convention.rotate(heads, positions, table, layout)
         return turned[0] if len(form.heads) == 1 else tuple(turned)
 
     apply_rotary.__wrapped__ = original  # type: ignore[attr-defined]
     return apply_rotary
+
+
+def _rotate_after_norms(
+    convention: Convention,
+    form: CallForm,
+    heads: list[torch.Tensor],
+    positions: torch.Tensor,
+    table: TableAfterNorms,
+    layout: str,
+) -> list[torch.Tensor]:
+    roles = [None] if len(form.heads) == 1 else ["q", "k"][: len(heads)]
+    norms = [table.take(role, x) for role, x in zip(roles, heads, strict=True)]
+    waiting = [norm for norm in norms if norm is not None]
+    if len(waiting) == len(heads) and all(norm.is_like(waiting[0]) for norm in waiting):
+        turned = convention.norm_and_rotate(heads, waiting, positions, table.table, layout)
+    else:
+        turned = []
+        for x, norm in zip(heads, norms, strict=True):
+            if norm is None:
+                turned += convention.rotate([x], positions, table.table, layout)
+            else:
+                turned += convention.norm_and_rotate([x], [norm], positions, table.table, layout)
+    table.give(turned)
+    return turned
 
 
 def apply_functions(module: ModuleType) -> dict[str, Apply]:

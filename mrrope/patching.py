@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from mrrope import model_rope
+from mrrope.deferred_norms import defer_norms, norms_wait_in, restore_norms
 from mrrope.embeddings import (
     Ladders,
     SwappedTable,
@@ -116,6 +117,8 @@ def unpatch(model: Model) -> Model:
             installed_functions.release(module)
         elif hasattr(module, SwappedTable.ATTRIBUTE):
             getattr(module, SwappedTable.ATTRIBUTE).undo(module)
+        elif norms_wait_in(module):
+            restore_norms(module)
     return model
 
 
@@ -198,6 +201,7 @@ def _fuse(model: nn.Module, rotary: nn.Module, ladders: Ladders) -> None:
         replacement.follower = _follow(model, native, ladders)
         installed_functions.release(native)
     _replace(model, native or rotary, replacement)
+    defer_norms(model, replacement)
 
 
 def _follow(model: nn.Module, native: TableRotaryEmbedding, ladders: Ladders) -> Follower:

@@ -4,25 +4,10 @@
 #include <thread>
 #include <vector>
 
+#include "instruction_sets.h"
 #include "rotate_tokens.h"
 
 namespace mrrope {
-namespace {
-
-RotateTokens best_for_this_processor() {
-#if defined(MRROPE_X86_64_LEVELS)
-    __builtin_cpu_init();
-    const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-    const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (v4) return x86_64_v4::rotate_tokens;
-    if (v3) return x86_64_v3::rotate_tokens;
-#endif
-    return baseline::rotate_tokens;
-}
-
-}  // namespace
-
 int size_of(DType dtype) {
     switch (dtype) {
         case DType::float64: return 8;
@@ -45,7 +30,7 @@ void on_all_cores(int64_t count, int64_t grain, const RangeBody& body) {
 }
 
 void rotary_cpu(const RotaryArgs& args, const ParallelFor& parallel_for) {
-    static const RotateTokens rotate_tokens = best_for_this_processor();
+    static const RotateTokens rotate_tokens = MRROPE_BEST(rotate_tokens);
     const int64_t per_token = static_cast<int64_t>(args.q.heads + args.k.heads) * args.head_dim;
     const int64_t tokens = args.batch * args.tokens;
     if (per_token == 0 || tokens == 0) return;

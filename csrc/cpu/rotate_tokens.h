@@ -2,8 +2,7 @@
 
 #include "mrrope/rotary.h"
 
-// rotate_tokens.cpp is compiled once for every instruction set listed in CMakeLists.txt, each time into a namespace of
-// its own; rotary.cpp picks the best that the processor has.
+// rotate_tokens.cpp is compiled once for every instruction set; see instruction_sets.h.
 
 namespace mrrope {
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import mrrope
 from mrrope.patching import is_patched
 
 pytest.importorskip("transformers")
@@ -45,7 +46,10 @@ def taken_for_granted(tmp_path: Path) -> dict[str, Any]:
         "document": tokens(1, 2048)[0].tolist(),
         "q": torch.randn(2, 4, 12, 128),
         "k": torch.randn(2, 2, 12, 128),
+        "q_weight": torch.randn(128),
+        "k_weight": torch.randn(128),
         "positions": 8192 + torch.arange(12),
+        "table": mrrope.frequency_table("rope", rotary_dim=128, base=1e4, original_max_position=2048),
     }
 
 

@@ -30,6 +30,20 @@ void rotary_(at::TensorList heads, const at::Tensor& positions, const at::Tensor
              std::string_view layout = "bhsd", std::string_view pairing = "halves", bool conjugate = false,
              const std::optional<at::Tensor>& table_index = std::nullopt);
 
+// RMSNorm of q, or of q and k, by a tensor of weights for each, then their rotation, rounded once; differentiable.
+// over: head, or all_heads; weight_offset: what is added to every weight.
+std::vector<at::Tensor> qk_norm_rotary(at::TensorList heads, at::TensorList weights, const at::Tensor& positions,
+                                       const at::Tensor& table, double eps, double weight_offset = 0.0,
+                                       std::string_view over = "head", std::string_view layout = "bhsd",
+                                       std::string_view pairing = "halves",
+                                       const std::optional<at::Tensor>& table_index = std::nullopt);
+
+// The same, in place, without gradients.
+void qk_norm_rotary_(at::TensorList heads, at::TensorList weights, const at::Tensor& positions, const at::Tensor& table,
+                     double eps, double weight_offset = 0.0, std::string_view over = "head",
+                     std::string_view layout = "bhsd", std::string_view pairing = "halves",
+                     const std::optional<at::Tensor>& table_index = std::nullopt);
+
 // Turns cached keys, a tensor of every layer, from one table of a stack to another, in place: those of sequence i from
 // tables[from[i]] to tables[to[i]].
 void rescale_cache_(at::TensorList keys, const at::Tensor& positions, const at::Tensor& tables, const at::Tensor& from,

@@ -1,0 +1,163 @@
+#include "qk_norm_plan.h"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+
+#include "head_split.h"
+#include "rotary_plan.h"
+
+namespace mrrope {
+namespace {
+
+constexpr int64_t processors = 132;  // of an H200
+constexpr int warp = 32;
+
+bool starts_aligned(const void* weights) {
+    return reinterpret_cast<int64_t>(weights) % access_bytes == 0;
+}
+
+// Lanes a head where it is made of whole vectors, two of them a lane, and a warp can hold it; else 0.
+int lanes_that_hold(const QkNormShape& shape) {
+    if (shape.element_size > 4) return 0;  // float64 is for checking gradients
+    const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
+    if (split.vector == 1 || shape.head_dim % (2 * split.vector) != 0) return 0;
+    const int lanes = shape.head_dim / (2 * split.vector);
+    return lanes <= warp ? lanes : 0;
+}
+
+int groups_of(int heads, int heads_per_thread) {
+    return static_cast<int>(ceil_div(heads, heads_per_thread));
+}
+
+int64_t threads_for_all_heads(const QkNormShape& shape, int lanes, int heads_per_thread) {
+    const int64_t groups = groups_of(std::max(shape.q_heads, shape.k_heads), heads_per_thread);
+    return ceil_div(lanes * groups, warp) * warp;
+}
+
+// Heads that share a thread share its phases, but wait for each other.
+int choose_heads_per_thread(const QkNormShape& shape, int lanes) {
+    constexpr int64_t few_threads = 1 << 17;
+    constexpr int64_t many_threads = 1 << 20;
+    if (shape.looks_up) return norm_heads_per_thread_with_lookup;
+    const int64_t threads = shape.batch * shape.tokens * (shape.q_heads + shape.k_heads) * lanes;
+    const int most_heads = std::max(shape.q_heads, shape.k_heads);
+    int heads_per_thread = most_heads == 1 || threads < few_threads    ? 1
+                           : most_heads > 2 && threads >= many_threads ? 4
+                                                                       : 2;
+    if (shape.over == NormOver::all_heads) {
+        while (heads_per_thread < 4 &&
+               threads_for_all_heads(shape, lanes, heads_per_thread) > norm_most_block_threads) {
+            heads_per_thread *= 2;
+        }
+    }
+    return heads_per_thread;
+}
+
+int rows_of(const QkNormShape& shape, int heads) {
+    return shape.over == NormOver::head ? heads : heads > 0 ? 1 : 0;
+}
+
+int64_t threads_per_token(const QkNormPlan& plan, NormOver over) {
+    if (plan.holds && over == NormOver::head) return static_cast<int64_t>(plan.team) * plan.groups();
+    return blocks_of(plan, over, 1) * plan.block_threads;
+}
+
+}  // namespace
+
+QkNormShape shape_of(const QkNormArgs& args) {
+    const RotaryArgs& rotary = args.rotary;
+    const RotaryShape shape = shape_of(rotary);
+    return {.batch = shape.batch,
+            .tokens = shape.tokens,
+            .q_heads = rotary.q.heads,
+            .k_heads = rotary.k.heads,
+            .head_dim = shape.head_dim,
+            .rotary_dim = shape.rotary_dim,
+            .element_size = shape.element_size,
+            .over = args.over,
+            .aligned = shape.aligned && starts_aligned(args.q_weight) && starts_aligned(args.k_weight),
+            .looks_up = shape.with_rows || rotary.choice.count > 1};
+}
+
+QkNormShape shape_of(const QkNormGradientArgs& args) {
+    QkNormShape shape = shape_of(args.call);
+    const auto aligned = [&](const HeadsView& view, const OutputGradient& gradient) {
+        return view.heads == 0 || starts_aligned(gradient.data, gradient.strides, shape.element_size);
+    };
+    shape.aligned = shape.aligned && aligned(args.call.rotary.q, args.q) && aligned(args.call.rotary.k, args.k);
+    return shape;
+}
+
+int64_t blocks_of(const QkNormPlan& plan, NormOver over, int64_t tokens) {
+    if (!plan.holds) return tokens * plan.groups();
+    if (over == NormOver::all_heads) return tokens * ((plan.q_groups > 0) + (plan.k_groups > 0));
+    return ceil_div(tokens * plan.team * plan.groups(), plan.block_threads);
+}
+
+QkNormPlan plan_qk_norm(const QkNormShape& shape) {
+    QkNormPlan plan;
+    const int lanes = lanes_that_hold(shape);
+    const int heads_per_thread = lanes == 0 ? 1 : choose_heads_per_thread(shape, lanes);
+    const bool fits = shape.over == NormOver::head ||
+                      threads_for_all_heads(shape, lanes, heads_per_thread) <= norm_most_block_threads;
+    if (lanes > 0 && fits) {
+        plan.holds = true;
+        plan.lanes = lanes;
+        plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
+        plan.heads_per_thread = heads_per_thread;
+        plan.q_groups = groups_of(shape.q_heads, heads_per_thread);
+        plan.k_groups = groups_of(shape.k_heads, heads_per_thread);
+        plan.block_threads = shape.over == NormOver::head
+                                 ? norm_block_threads
+                                 : static_cast<int>(threads_for_all_heads(shape, lanes, heads_per_thread));
+    } else {
+        plan.q_groups = rows_of(shape, shape.q_heads);
+        plan.k_groups = rows_of(shape, shape.k_heads);
+    }
+    // The last block of a launch may count past its last thread.
+    const int64_t most_threads = std::numeric_limits<int32_t>::max() - plan.block_threads;
+    const int64_t per_token = std::max<int64_t>(1, threads_per_token(plan, shape.over));
+    const int64_t most_tokens = std::max<int64_t>(1, most_threads / per_token);
+    const int64_t all_tokens = shape.batch * shape.tokens;
+    plan.tokens_per_launch = all_tokens <= most_tokens ? all_tokens : std::min(most_tokens, shape.tokens);
+    return plan;
+}
+
+QkNormGradientPlan plan_qk_norm_gradient(const QkNormShape& shape) {
+    QkNormGradientPlan plan;
+    constexpr int heads_per_thread = norm_heads_per_thread_with_lookup;
+    const int lanes = lanes_that_hold(shape);
+    const bool fits = shape.over == NormOver::head ||
+                      threads_for_all_heads(shape, lanes, heads_per_thread) <= norm_gradient_most_block_threads;
+    int64_t rows_per_block = 1;
+    if (lanes > 0 && fits) {
+        plan.holds = true;
+        plan.lanes = lanes;
+        plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
+        plan.q_groups = groups_of(shape.q_heads, heads_per_thread);
+        plan.k_groups = groups_of(shape.k_heads, heads_per_thread);
+        if (shape.over == NormOver::head) {
+            plan.block_threads = norm_gradient_block_threads;
+            rows_per_block = plan.block_threads / plan.team;
+        } else {
+            plan.block_threads = static_cast<int>(threads_for_all_heads(shape, lanes, heads_per_thread));
+        }
+    } else {
+        plan.q_groups = rows_of(shape, shape.q_heads);
+        plan.k_groups = rows_of(shape, shape.k_heads);
+    }
+    const int64_t most_blocks = processors * (norm_gradient_resident_threads(shape.over) / plan.block_threads);
+    const int64_t heads = shape.q_heads + shape.k_heads;
+    const auto blocks = [&](int view_heads, int groups) {
+        if (view_heads == 0) return 0;
+        const int64_t rows = shape.batch * shape.tokens * (shape.over == NormOver::head ? groups : 1);
+        const int64_t share = std::max<int64_t>(1, most_blocks * view_heads / heads);
+        return static_cast<int>(std::min(share, ceil_div(rows, rows_per_block)));
+    };
+    plan.q_blocks = blocks(shape.q_heads, plan.q_groups);
+    plan.k_blocks = blocks(shape.k_heads, plan.k_groups);
+    return plan;
+}
+
+}  // namespace mrrope

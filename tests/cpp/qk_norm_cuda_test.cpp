@@ -1,0 +1,269 @@
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "device_case.h"
+#include "device_memory.h"
+#include "mrrope/qk_norm.h"
+#include "qk_norm_case.h"
+#include "qk_norm_plan.h"
+
+// Small on purpose: compute-sanitizer runs these too.
+
+namespace mrrope {
+namespace {
+
+using namespace mrrope::testing;
+
+// A case with its buffers, noise around the heads and all, copied to the device and back.
+class NormOnDevice {
+public:
+    explicit NormOnDevice(NormCase& norm)
+        : norm_(norm),
+          rotary_(norm.rotary()),
+          q_weights_(norm.weights(true).bytes),
+          k_weights_(norm.weights(false).bytes),
+          q_gradient_(norm.gradient(true).bytes),
+          k_gradient_(norm.gradient(false).bytes) {}
+
+    QkNormArgs args() {
+        QkNormArgs args = norm_.args();
+        args.rotary = rotary_.args();
+        args.q_weight = q_weights_.data() + norm_.weights(true).first_byte;
+        if (args.k_weight != nullptr) args.k_weight = k_weights_.data() + norm_.weights(false).first_byte;
+        return args;
+    }
+
+    QkNormGradientArgs gradient_args() {
+        QkNormGradientArgs args = norm_.gradient_args();
+        args.call = this->args();
+        args.q.data = q_gradient_.data() + norm_.gradient(true).first_byte;
+        if (args.k.data != nullptr) args.k.data = k_gradient_.data() + norm_.gradient(false).first_byte;
+        return args;
+    }
+
+    void norm() {
+        qk_norm_rotary_cuda(args(), nullptr);
+        rotary_.fetch();
+    }
+
+    WeightSumRows differentiate() {
+        QkNormGradientArgs args = gradient_args();
+        const WeightSumRows rows = weight_sum_rows_cuda(args);
+        norm_.make_room(rows);
+        const DeviceMemory q_sums(norm_.weight_sums(true));
+        const DeviceMemory k_sums(norm_.weight_sums(false));
+        if (norm_.options().wants_weight_gradients) {
+            args.q.weight_sums = q_sums.data();
+            args.k.weight_sums = k_sums.data();
+        }
+        qk_norm_rotary_gradient_cuda(args, nullptr);
+        rotary_.fetch();
+        q_sums.download(norm_.weight_sums(true));
+        k_sums.download(norm_.weight_sums(false));
+        return rows;
+    }
+
+    DeviceCase& rotary() { return rotary_; }
+
+private:
+    NormCase& norm_;
+    DeviceCase rotary_;
+    DeviceMemory q_weights_, k_weights_, q_gradient_, k_gradient_;
+};
+
+class QkNormCuda : public OnGpu {
+protected:
+    static void norm_and_expect(const NormCaseOptions& options) {
+        NormCase norm(options);
+        NormOnDevice(norm).norm();
+        norm.expect_normed();
+    }
+
+    static void differentiate_and_expect(NormCaseOptions options) {
+        options.rotary.in_place = false;
+        NormCase norm(options);
+        const WeightSumRows rows = NormOnDevice(norm).differentiate();
+        norm.expect_gradients(rows);
+    }
+};
+
+// --- against the reference, which the CPU's code is tested against too
+// --------------------------------------------------
+
+TEST_F(QkNormCuda, RandomCases) {
+    for (uint64_t seed = 1; seed <= 250 && !HasFailure(); ++seed) norm_and_expect(random_norm_options(seed));
+}
+
+TEST_F(QkNormCuda, GradientsOfRandomCases) {
+    for (uint64_t seed = 1; seed <= 200 && !HasFailure(); ++seed) differentiate_and_expect(random_norm_options(seed));
+}
+
+TEST_F(QkNormCuda, EveryKind) {
+    for_each_kind_of_norm([](NormCaseOptions o) {
+        norm_and_expect(o);
+        o.rotary.in_place = true;
+        norm_and_expect(o);
+        differentiate_and_expect(o);
+    });
+}
+
+TEST_F(QkNormCuda, SmallHeadsAreLiftedAsFarAsEpsLets) {
+    NormCaseOptions o;
+    for (const double eps : {0.0, 100.0}) {
+        o.eps = eps;
+        norm_and_expect(o);
+        differentiate_and_expect(o);
+    }
+}
+
+// --- against the CPU, where a reference in long double would take too long
+// ----------------------------------------------
+
+// Both are within one rounding of the same reference.
+void expect_as_on_cpu(NormCase& on_gpu) {
+    const NormCaseOptions& options = on_gpu.options();
+    SCOPED_TRACE(describe(options));
+    NormCase on_cpu(options);
+    qk_norm_rotary_cpu(on_cpu.args());
+    const DType dtype = options.rotary.dtype;
+    const auto error = static_cast<double>(norm_error(dtype));
+    // A component is at most as large as its head, which is as long as the largest weights make it.
+    const double largest = 5.0 * std::sqrt(options.rotary.head_dim * std::max(1, options.rotary.q_heads));
+    for (const bool is_q : {true, false}) {
+        RotaryCase& gpu = on_gpu.rotary();
+        RotaryCase& cpu = on_cpu.rotary();
+        const HeadBuffer& got = gpu.output(is_q ? gpu.q() : gpu.k());
+        const HeadBuffer& want = cpu.output(is_q ? cpu.q() : cpu.k());
+        got.for_each_head([&](int64_t batch, int64_t token, int head) {
+            for (int at = 0; at < options.rotary.head_dim; ++at) {
+                const auto value = [&](const HeadBuffer& heads) {
+                    return element_at(dtype, heads.head(batch, token, head) + int64_t{at} * size_of(dtype));
+                };
+                const double slack = std::ldexp(std::abs(value(want)), 1 - format_of(dtype).significant_bits);
+                ASSERT_NEAR(value(got), value(want), slack + 2 * largest * error)
+                    << batch << " " << token << " " << head << " " << at;
+            }
+        });
+        got.expect_untouched_outside_heads();
+    }
+}
+
+// Every number of heads a thread, with heads left over, one table and a chosen one.
+TEST_F(QkNormCuda, EveryHoldingKernel) {
+    for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
+        for (const Pairing pairing : both_pairings) {
+            for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
+                for (const auto& [heads_per_thread, tables] : {std::pair{1, 1}, {2, 1}, {4, 1}, {2, 3}}) {
+                    NormCaseOptions o;
+                    o.over = over;
+                    o.rotary.dtype = dtype;
+                    o.rotary.pairing = pairing;
+                    o.rotary.q_heads = 5;
+                    o.rotary.k_heads = 3;
+                    o.rotary.head_dim = o.rotary.rotary_dim = 64;
+                    o.rotary.in_place = true;
+                    if (tables > 1) o.rotary.tables = {.table_for = TableFor::each_index, .count = tables};
+                    QkNormShape shape = shape_of(NormCase(o).args());
+                    while (plan_qk_norm(shape).heads_per_thread != heads_per_thread && shape.tokens < 1 << 20) {
+                        shape.tokens += shape.tokens / 16 + 1;
+                    }
+                    o.rotary.tokens = shape.tokens;
+                    NormCase norm(o);
+                    const QkNormPlan plan = plan_qk_norm(shape_of(norm.args()));
+                    ASSERT_TRUE(plan.holds);
+                    ASSERT_EQ(plan.heads_per_thread, heads_per_thread);
+                    NormOnDevice(norm).norm();
+                    expect_as_on_cpu(norm);
+                    if (HasFailure()) return;
+                }
+            }
+        }
+    }
+}
+
+// Blocks that take several rows each.
+TEST_F(QkNormCuda, GradientsOfManyTokens) {
+    for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
+        for (const int64_t misalignment : {0, 1}) {
+            NormCaseOptions o;
+            o.over = over;
+            o.rotary.dtype = DType::bfloat16;
+            o.rotary.tokens = 1500;
+            o.rotary.q_heads = 3;
+            o.rotary.k_heads = 1;
+            o.rotary.head_dim = o.rotary.rotary_dim = 16;
+            o.rotary.in.misalignment = misalignment;
+            NormCase norm(o);
+            const QkNormGradientPlan plan = plan_qk_norm_gradient(shape_of(norm.gradient_args()));
+            ASSERT_EQ(plan.holds, misalignment == 0);
+            const int64_t rows_per_block = plan.holds && over == NormOver::head ? plan.block_threads / plan.team : 1;
+            ASSERT_GT(o.rotary.tokens * (over == NormOver::head ? plan.q_groups : 1), plan.q_blocks * rows_per_block)
+                << "blocks must have more than one row each";
+            differentiate_and_expect(o);
+        }
+    }
+}
+
+// --- streams and launches
+// ----------------------------------------------------------------------------------------------
+
+TEST_F(QkNormCuda, OneLaunchThatAGraphCanReplay) {
+    const Stream stream;
+    for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
+        NormCaseOptions o;
+        o.over = over;
+        o.rotary.head_dim = 96;
+        o.rotary.rotary_dim = 64;
+        NormCase norm(o);
+        NormOnDevice device(norm);
+        const Recording recording(stream, [&](cudaStream_t on) { qk_norm_rotary_cuda(device.args(), on); });
+        EXPECT_EQ(recording.launches(), 1u);
+        recording.play(stream);
+        device.rotary().fetch();
+        norm.expect_normed();
+    }
+}
+
+TEST_F(QkNormCuda, WeightGradientsComeOutTheSameEveryTime) {
+    for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
+        NormCaseOptions o;
+        o.over = over;
+        o.rotary.dtype = DType::bfloat16;
+        o.rotary.tokens = 300;
+        o.rotary.head_dim = o.rotary.rotary_dim = 64;
+        std::vector<double> first;
+        for (int i = 0; i < 5; ++i) {
+            NormCase norm(o);
+            NormOnDevice(norm).differentiate();
+            if (i == 0) first = norm.weight_sums(true);
+            EXPECT_EQ(norm.weight_sums(true), first);
+        }
+    }
+}
+
+TEST_F(QkNormCuda, EmptyTensorsLaunchNothing) {
+    const Stream stream;
+    for (const auto& [batch, tokens, heads] : {std::tuple{0, 5, 2}, {2, 0, 2}, {2, 5, 0}}) {
+        QkNormGradientArgs args;
+        args.call.rotary.batch = batch;
+        args.call.rotary.tokens = tokens;
+        args.call.rotary.q.heads = heads;
+        args.call.rotary.head_dim = args.call.rotary.rotary_dim = 64;
+        const Recording recording(stream, [&](cudaStream_t on) {
+            qk_norm_rotary_cuda(args.call, on);
+            qk_norm_rotary_gradient_cuda(args, on);
+        });
+        EXPECT_EQ(recording.launches(), 0u) << batch << " " << tokens << " " << heads;
+    }
+}
+
+}  // namespace
+}  // namespace mrrope
