@@ -19,7 +19,6 @@ struct RotaryLaunch {
     cutlass::FastDivmod tokens;
     int threads;
     bool copies_tail;
-    bool fills_the_chip;  // many times over
 };
 
 // One head of q or k, in and out, seen from one token.
@@ -115,7 +114,6 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     uint64_t turns[Vector];
     load_turns(turns, table, layout);
     const uint64_t factor = table[half];
-    if (launch.fills_the_chip) let_next_kernel_start();
 
     const auto gain = static_cast<Real>(attention_factor_of(factor));
     const Real direction = args.conjugate ? Real(-1) : Real(1);
@@ -160,7 +158,6 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
         .tokens = cutlass::FastDivmod(static_cast<int>(args.tokens)),
         .threads = threads,
         .copies_tail = args.rotary_dim < args.head_dim && (args.q.in != args.q.out || args.k.in != args.k.out),
-        .fills_the_chip = threads >= 1 << 22,
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
     launch_overlapping(rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup>, dim3(blocks),

@@ -8,6 +8,9 @@ from typing import Any
 
 from mrrope.benchmark.cases import Case
 
+MOST_SHOWN = 2.0
+"""Copies, in the plot."""
+
 
 def names_in(rows: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row["seconds"]))
@@ -71,11 +74,12 @@ def plot(rows: list[dict[str, Any]], machine: str, path: Path) -> None:
         places = [j for j, row in enumerate(others) if name in row["seconds"]]
         ratios = [others[j]["seconds"][name] / others[j]["seconds"]["copy"] for j in places]
         offset = (i - len(names) / 2) * 0.8 / len(names)
-        right.scatter(ratios, [j + offset for j in places], s=18, label=name)
+        # What is slower still stands at the edge.
+        right.scatter([min(ratio, MOST_SHOWN) for ratio in ratios], [j + offset for j in places], s=18)
     right.set_yticks(range(len(others)), [row["name"] for row in others])
     right.axvline(1.0, color="black", linewidth=3, alpha=0.4)
     right.invert_yaxis()
-    right.set(xlabel="time / time of a copy of the same bytes", xlim=(0.8, None))
+    right.set(xlabel="time / time of a copy of the same bytes", xlim=(0.5, MOST_SHOWN + 0.05))
     right.grid(alpha=0.3)
     figure.suptitle(f"Rotary embedding on {machine}")
     figure.savefig(path, dpi=130)

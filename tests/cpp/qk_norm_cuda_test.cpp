@@ -196,10 +196,10 @@ TEST_F(QkNormCuda, GradientsOfManyTokens) {
             NormCaseOptions o;
             o.over = over;
             o.rotary.dtype = DType::bfloat16;
-            o.rotary.tokens = 1500;
+            o.rotary.tokens = 3300;
             o.rotary.q_heads = 3;
             o.rotary.k_heads = 1;
-            o.rotary.head_dim = o.rotary.rotary_dim = 16;
+            o.rotary.head_dim = o.rotary.rotary_dim = 256;
             o.rotary.in.misalignment = misalignment;
             NormCase norm(o);
             const QkNormGradientPlan plan = plan_qk_norm_gradient(shape_of(norm.gradient_args()));
