@@ -1,6 +1,8 @@
 """The Python in README.md and docs/ runs as it stands there, and README's equivalent is one."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +85,11 @@ def test_the_guide_to_caches_does_what_it_says() -> None:
         results.append([names[name] for name in ("qkv", "key_cache", "value_cache")])
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
     assert all(x.abs().sum() > 0 for x in results[0])
+
+
+def test_tables_are_those_of_the_results():
+    """Mend with: python benchmarks/tables.py"""
+    check = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "tables.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert check.returncode == 0, check.stdout + check.stderr
