@@ -10,8 +10,6 @@ over buffers that do not fit the cache.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 import mrrope
+from mrrope.benchmark import record
 from mrrope.benchmark.timing import Step, buffer_sets, median_seconds
 
 RESULTS = Path(__file__).parent / "results"
@@ -221,17 +220,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where to write, without ending")
     options = parser.parse_args()
     output = options.output or RESULTS / f"cache_{options.device}"
-    if options.device == "cuda":
-        machine = torch.cuda.get_device_name()
-    else:
-        machine = f"{platform.machine()}, {torch.get_num_threads()} threads"
-
     rows = measure(options.device)
     print_rows(rows)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    record = {"machine": machine, "torch": torch.__version__, "mrrope": mrrope.__version__, "rows": rows}
-    output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\n{machine}; written to {output}.json")
+    written = record.write(output.with_suffix(".json"), options.device, rows)
+    print(f"\n{written['machine']}; written to {output}.json")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import mrrope
+from mrrope.benchmark import record
 
 Step = Callable[[], Any]
 Forward = Callable[..., Any]
@@ -194,9 +194,7 @@ def main() -> None:
     print_rows(rows)
     errors = logits_errors(options.layers)
     print(f"\nlogits off those of float32: stock {errors['stock']:.2e}, patched {errors['patched']:.2e}")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    record = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__, "errors": errors, "rows": rows}
-    options.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    record.write(options.output.with_suffix(".json"), "cuda", rows, errors=errors)
     plot(rows, options.output.with_suffix(".png"))
 
 

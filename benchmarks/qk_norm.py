@@ -10,9 +10,7 @@ five times q and k, where the op alone moves two.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import mrrope
 from mrrope import plain
+from mrrope.benchmark import record
 from mrrope.benchmark.timing import Step, buffer_sets, median_seconds
 
 RESULTS = Path(__file__).parent / "results"
@@ -246,18 +245,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where to write, without ending")
     options = parser.parse_args()
     output = options.output or RESULTS / f"qk_norm_{options.device}"
-    if options.device == "cuda":
-        machine = torch.cuda.get_device_name()
-    else:
-        machine = f"{platform.machine()}, {torch.get_num_threads()} threads"
     names = [name for name in CONTENDERS if not (options.no_compile and "compiled" in name)]
 
     rows = measure(options.device, names)
     print_rows(rows, names)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    record = {"machine": machine, "torch": torch.__version__, "mrrope": mrrope.__version__, "rows": rows}
-    output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\n{machine}; written to {output}.json")
+    written = record.write(output.with_suffix(".json"), options.device, rows)
+    print(f"\n{written['machine']}; written to {output}.json")
 
 
 if __name__ == "__main__":

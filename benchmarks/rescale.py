@@ -9,7 +9,6 @@ table and writes NAME.json.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 import mrrope
+from mrrope.benchmark import record
 from mrrope.benchmark.timing import median_seconds
 from mrrope.tables import packed_stack
 
@@ -78,9 +78,7 @@ def main() -> None:
             f"{row['tokens']:8}{copy * 1e6:12.1f}{turn * 1e6:12.1f}{turn / copy:8.3f}{nothing * 1e6:12.2f}"
             f"{row['error']:10.1e}"
         )
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    record = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
-    options.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    record.write(options.output.with_suffix(".json"), "cuda", rows)
 
 
 if __name__ == "__main__":

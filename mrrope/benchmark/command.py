@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from pathlib import Path
 
 import torch
 
-import mrrope
-from mrrope.benchmark import peers, report
+from mrrope.benchmark import peers, record, report
 from mrrope.benchmark.cases import CASES
 from mrrope.benchmark.contenders import OURS, TRANSFORMERS
 from mrrope.benchmark.host import host_seconds
@@ -38,26 +36,15 @@ def run(options: argparse.Namespace) -> None:
     if not cases:
         raise ValueError(f"--tokens must leave a row, and the smallest has {min(c.tokens for c in CASES[device])}")
     others = peers.installed(device)
-    machine = (
-        torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads"
-    )
     host = host_seconds(others, device)
     rows = measure(cases, (*OURS, *others, *TRANSFORMERS), device)
-    record = {
-        "machine": machine,
-        "torch": torch.__version__,
-        "mrrope": mrrope.__version__,
-        "host_seconds": host,
-        "rows": rows,
-    }
     output = Path(options.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
     json_file, picture = (output.with_name(output.name + ending) for ending in (".json", ".png"))
-    json_file.write_text(json.dumps(record, indent=1) + "\n")
-    report.plot(rows, machine, picture)
+    written = record.write(json_file, device, rows, host_seconds=host)
+    report.plot(rows, written["machine"], picture)
     if options.json:
-        print(json.dumps(record))
+        print(json.dumps(written))
         return
     report.print_rows(rows)
     report.print_host(host)
-    print(f"\n{machine}; written to {json_file} and {picture}")
+    print(f"\n{written['machine']}; written to {json_file} and {picture}")

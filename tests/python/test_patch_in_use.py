@@ -7,10 +7,7 @@ thing on this machine, the reference fails first, and the test is skipped with i
 import contextlib
 import copy
 import importlib.util
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from test_patch import CONVENTIONS, LENGTH, assert_same, logits, packed_tables, 
 from test_tiny_models import KNOWN, decoded
 from tiny_models import causal_lm_families, inputs, tiny_model, tokens
 from transformers import PreTrainedModel
+from two_processes import results_of
 
 NEW = {"max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0}
 SLIDING_WINDOW = 8
@@ -414,23 +412,7 @@ def distributed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
     """What the parts of the script above give in two processes on the CPU; fails where a part did not finish."""
     folder = tmp_path_factory.mktemp("distributed")
     tiny_model("llama").save_pretrained(folder / "model")
-    script = folder / "script.py"
-    script.write_text(DISTRIBUTED)
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, folder],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-
-    def result(part: str) -> dict[str, Any]:
-        if not (folder / part).exists():
-            pytest.fail(run.stderr[-6000:])
-        return torch.load(folder / part)
-
-    return result
+    return results_of(DISTRIBUTED, folder)
 
 
 def test_tensor_parallel(distributed: Callable[[str], dict[str, Any]]) -> None:

@@ -4,7 +4,6 @@ The reference is the same model, patched, with its norms left to its own code.
 """
 
 import copy
-import os
 import pickle
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from test_patch import IN_A_FRESH_PROCESS, Snapshot, assert_same, logits, relati
 from test_patch_in_use import assert_same_gradients, generated, gradients
 from tiny_models import tiny_model, tokens
 from transformers import PreTrainedModel
+from two_processes import results_of
 
 FAMILIES = {
     "qwen3": "per head",
@@ -435,23 +435,7 @@ def distributed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
     folder = tmp_path_factory.mktemp("distributed")
     for family in ("qwen3", "olmo2"):
         tiny_model(family).save_pretrained(folder / family)
-    script = folder / "script.py"
-    script.write_text(DISTRIBUTED)
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, folder],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-
-    def result(part: str) -> dict[str, Any]:
-        if not (folder / part).exists():
-            pytest.fail(run.stderr[-6000:])
-        return torch.load(folder / part)
-
-    return result
+    return results_of(DISTRIBUTED, folder)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "olmo2"])

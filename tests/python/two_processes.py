@@ -1,0 +1,33 @@
+"""A script run by two processes that talk to each other, on the CPU."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+def results_of(script: str, folder: Path) -> Callable[[str], dict[str, Any]]:
+    """Runs a script, which is given a folder to leave its results in; they are read by name."""
+    file = folder / "script.py"
+    file.write_text(script)
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", file, folder],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+    def result(part: str) -> dict[str, Any]:
+        if not (folder / part).exists():
+            pytest.fail(run.stderr[-6000:])
+        found: dict[str, Any] = torch.load(folder / part)
+        return found
+
+    return result
