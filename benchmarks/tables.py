@@ -56,8 +56,9 @@ def rotary() -> list[str]:
     """The rows that people ask for first."""
     others = {"Liger": "liger_kernel", "FlashInfer": "flashinfer", "transformers, compiled": "transformers compiled"}
     others["transformers"] = "transformers eager"
-    wanted = ("1 x 32/8", "64 x 32/8", "256 x 32/8", "1024 x 32/8", "8192 x 32/8", "131072 x 32/8", "131072 x 4/1")
-    rows = [row for row in rows_of("rotary_cuda.json") if row["name"] in (*wanted, "8192 x 32/8, float32")]
+    wanted = [f"{tokens} x 32/8" for tokens in (1, 64, 256, 1024, 8192, 131072)]
+    measured = {row["name"]: row for row in rows_of("rotary_cuda.json")}
+    rows = [measured[name] for name in (*wanted, "131072 x 4/1", "8192 x 32/8, float32")]
     return table(
         ["tokens x q/k heads", "copy of the bytes", "**mrrope**", *others],
         [
@@ -132,7 +133,8 @@ def rescale() -> list[str]:
     return table(
         ["cached tokens", "copy of its keys", "turning them", "asking, with nothing to turn"],
         [
-            [str(row["tokens"]), *(f"{microseconds(seconds)} us" for seconds in row["seconds"].values())]
+            [str(row["tokens"])]
+            + [f"{microseconds(row['seconds'][what])} us" for what in ("copy", "turn", "nothing to turn")]
             for row in rows_of("rescale_cuda.json")
         ],
     )
@@ -149,7 +151,10 @@ def filled(text: str) -> str:
     def write(match: re.Match[str]) -> str:
         return "\n".join([match[1], "", *TABLES[match[2]](), "", match[3]])
 
-    return re.sub(r"(<!-- table (\w+) -->)\n.*?(<!-- end -->)", write, text, flags=re.DOTALL)
+    text, written = re.subn(r"(<!-- table (\w+) -->)\n.*?(<!-- end -->)", write, text, flags=re.DOTALL)
+    if not written or not text.count("<!-- table ") == text.count("<!-- end -->") == written:
+        raise ValueError("every page must have tables, and every table its end")
+    return text
 
 
 def main() -> int:

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "backends.h"
+#include "gradients.h"
 #include "mrrope/torch_ops.h"
 #include "rotary_args.h"
 #include "tensor_views.h"
@@ -137,24 +138,34 @@ void norm_in_place_on(TensorList heads, TensorList weights, const Tensor& positi
                       double weight_offset, c10::string_view over, c10::string_view layout, c10::string_view pairing,
                       bool conjugate, const Index& table_index) {
     const std::vector<Tensor> dense = contiguous(weights);
-    Backend::run(norm_args(heads, heads, dense, {positions, table, layout, pairing, conjugate, table_index},
-                           {eps, weight_offset, over}),
-                 heads[0]);
+    const QkNormArgs args = norm_args(heads, heads, dense, {positions, table, layout, pairing, conjugate, table_index},
+                                      {eps, weight_offset, over});
+    for (size_t i = 0; i < heads.size(); ++i) {
+        for (size_t j = 0; j < dense.size(); ++j) check_apart({head_name(i), heads[i]}, {weight_name(j), dense[j]});
+    }
+    Backend::run(args, heads[0]);
 }
 
-void check_gradients(TensorList gradients, TensorList heads) {
+void check_gradient_kinds(TensorList gradients, TensorList heads) {
     TORCH_CHECK_VALUE(gradients.size() == heads.size(), "gradients must be one for each of the ", heads.size(),
                       " tensors of heads, got ", gradients.size());
     for (size_t i = 0; i < heads.size(); ++i) {
-        TORCH_CHECK_VALUE(
-            gradients[i].sizes() == heads[i].sizes() && (gradients[i].numel() == 0 || gradients[i].stride(-1) == 1),
-            "gradients[", i, "] must be ", heads[i].sizes(), " with a contiguous last dimension, got ",
-            gradients[i].sizes(), " with strides ", gradients[i].strides());
+        TORCH_CHECK_VALUE(gradients[i].dim() == heads[i].dim(), "gradients[", i, "] must have the heads' ",
+                          heads[i].dim(), " dimensions, got ", gradients[i].dim());
         TORCH_CHECK_TYPE(gradients[i].scalar_type() == heads[i].scalar_type(), "gradients[", i,
                          "] must have the dtype of the heads, ", heads[i].scalar_type(), ", got ",
                          gradients[i].scalar_type());
         TORCH_CHECK(gradients[i].device() == heads[i].device(), "gradients[", i, "] must be on the heads' device ",
                     heads[i].device(), ", got ", gradients[i].device());
+    }
+}
+
+void check_gradient_sizes(TensorList gradients, TensorList heads) {
+    for (size_t i = 0; i < heads.size(); ++i) {
+        TORCH_CHECK_VALUE(
+            gradients[i].sizes() == heads[i].sizes() && (gradients[i].numel() == 0 || gradients[i].stride(-1) == 1),
+            "gradients[", i, "] must be ", heads[i].sizes(), " with a contiguous last dimension, got ",
+            gradients[i].sizes(), " with strides ", gradients[i].strides());
     }
 }
 
@@ -165,7 +176,8 @@ std::vector<Tensor> norm_backward_on(TensorList gradients, TensorList heads, Ten
                                      bool conjugate, const Index& table_index, bool wants_weights) {
     const RotaryOptions rotary{positions, table, layout_name, pairing, conjugate, table_index};
     check_norm_kinds(heads, weights, rotary, {eps, weight_offset, over});
-    check_gradients(gradients, heads);
+    check_gradient_kinds(gradients, heads);
+    check_gradient_sizes(gradients, heads);
     const Layout layout = layout_named(layout_name);
     std::vector<Tensor> result = like(heads);
     const std::vector<Tensor> dense = contiguous(weights);
@@ -208,12 +220,13 @@ void norm_in_place_meta(TensorList heads, TensorList weights, const Tensor& posi
                      {eps, weight_offset, over});
 }
 
-std::vector<Tensor> norm_backward_meta(TensorList, TensorList heads, TensorList weights, const Tensor& positions,
-                                       const Tensor& table, double eps, double weight_offset, c10::string_view over,
-                                       c10::string_view layout, c10::string_view pairing, bool conjugate,
-                                       const Index& table_index, bool wants_weights) {
+std::vector<Tensor> norm_backward_meta(TensorList gradients, TensorList heads, TensorList weights,
+                                       const Tensor& positions, const Tensor& table, double eps, double weight_offset,
+                                       c10::string_view over, c10::string_view layout, c10::string_view pairing,
+                                       bool conjugate, const Index& table_index, bool wants_weights) {
     check_norm_kinds(heads, weights, {positions, table, layout, pairing, conjugate, table_index},
                      {eps, weight_offset, over});
+    check_gradient_kinds(gradients, heads);
     std::vector<Tensor> result = like(heads);
     for (const Tensor& weight : weights) {
         if (wants_weights) result.push_back(at::empty_symint(weight.sym_sizes(), weight.options()));
@@ -284,15 +297,6 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
         return result;
     }
 };
-
-bool needs_gradient(TensorList tensors) {
-    for (const Tensor& x : tensors) {
-        if (at::GradMode::is_enabled() && x.requires_grad()) return true;
-        // Forward-mode derivatives are not there yet: NormFunction refuses them instead of dropping them.
-        if (x._fw_grad(/*level=*/0).defined()) return true;
-    }
-    return false;
-}
 
 std::vector<Tensor> norm_autograd(TensorList heads, TensorList weights, const Tensor& positions, const Tensor& table,
                                   double eps, double weight_offset, c10::string_view over, c10::string_view layout,

@@ -56,7 +56,7 @@ bool are_alike(const Tensor& a, const Tensor& b) {
 }
 
 // Layers that start where the one before ends are apart; others may share memory.
-void check_apart(TensorList keys) {
+void check_layers_apart(TensorList keys) {
     std::vector<size_t> order(keys.size());
     std::iota(order.begin(), order.end(), 0);
     const auto start = [&](size_t layer) { return static_cast<const char*>(keys[layer].const_data_ptr()); };
@@ -64,10 +64,8 @@ void check_apart(TensorList keys) {
     for (size_t i = 1; i < order.size(); ++i) {
         const size_t a = std::min(order[i - 1], order[i]);
         const size_t b = std::max(order[i - 1], order[i]);
-        const at::MemOverlapStatus status = at::get_overlap_status(keys[a], keys[b]);
-        TORCH_CHECK(status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial, layer_name(a),
-                    " and ", layer_name(b), " must not share memory to be turned in place, got overlapping tensors of ",
-                    keys[a].sizes(), " and ", keys[b].sizes());
+        const std::string names[] = {layer_name(a), layer_name(b)};
+        check_apart({names[0].c_str(), keys[a]}, {names[1].c_str(), keys[b]}, " to be turned in place");
     }
 }
 
@@ -95,7 +93,7 @@ void rescale_on(TensorList keys, const Tensor& positions, const Tensor& tables, 
                           keys[i].sizes());
         rotary_dim_of(tables, {name.c_str(), keys[i]});
     }
-    check_apart(keys);
+    check_layers_apart(keys);
     const PositionsView positions_view = positions_of(positions, first, layout);
     const Tensor from_each = from.contiguous();
     const Tensor to_each = to.contiguous();

@@ -100,11 +100,7 @@ void check_writable(at::TensorList heads, std::string_view layout) {
     check_heads(heads, layout_named(layout));
     for (size_t i = 0; i < heads.size(); ++i) check_own_memory(named(heads, i));
     if (heads.size() == 1) return;
-    const at::MemOverlapStatus status = at::get_overlap_status(heads[0], heads[1]);
-    TORCH_CHECK(status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial &&
-                    (heads[0].numel() == 0 || heads[0].const_data_ptr() != heads[1].const_data_ptr()),
-                "q and k must not share memory to be rotated in place, got overlapping tensors of ", heads[0].sizes(),
-                " and ", heads[1].sizes());
+    check_apart(named(heads, 0), named(heads, 1), " to be rotated in place");
 }
 
 const char* head_name(size_t index) {

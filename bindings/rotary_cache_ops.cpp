@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "backends.h"
+#include "gradients.h"
 #include "mrrope/torch_ops.h"
 #include "rotary_args.h"
 #include "tensor_views.h"
@@ -38,7 +39,7 @@ struct CacheCall {
 
     bool in_place() const { return q.is_same(q_out); }
     bool float8() const { return key_cache.scalar_type() == at::kFloat8_e4m3fn; }
-    const char* slots_name() const { return paged ? "slots" : "cache_positions"; }
+    const char* slots_name() const { return paged ? "slots" : "cache_positions, or else positions,"; }
     RotaryOptions rotary() const { return {positions, table, layout, pairing, false, table_index}; }
     std::array<NamedHeads, 3> heads() const { return {{{"q", q}, {"k", k}, {"v", v}}}; }
     std::array<NamedHeads, 3> written() const {
@@ -177,20 +178,14 @@ void check_caches(const CacheCall& call, const Layout& layout, const Layout& cac
 }
 
 // What is written is nothing else's, neither read nor written.
-void check_apart(const CacheCall& call) {
-    const auto check_pair = [](NamedHeads a, NamedHeads b) {
-        const at::MemOverlapStatus status = at::get_overlap_status(a.tensor, b.tensor);
-        TORCH_CHECK(status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial, a.name, " and ",
-                    b.name, " must not share memory, got overlapping tensors of ", a.tensor.sizes(), " and ",
-                    b.tensor.sizes());
-    };
+void check_all_apart(const CacheCall& call) {
     const auto written = call.written();
     for (size_t i = 0; i < written.size(); ++i) {
         for (const NamedHeads& read : call.heads()) {
             const bool is_q_in_place = call.in_place() && i == 0 && read.tensor.is_same(call.q);
-            if (!is_q_in_place) check_pair(read, written[i]);
+            if (!is_q_in_place) check_apart(read, written[i]);
         }
-        for (size_t j = i + 1; j < written.size(); ++j) check_pair(written[i], written[j]);
+        for (size_t j = i + 1; j < written.size(); ++j) check_apart(written[i], written[j]);
     }
 }
 
@@ -247,7 +242,7 @@ RotaryCacheArgs args_of(const CacheCall& call) {
     args.rotary = rotary_args(call.q, call.q_out, call.rotary());
     check_heads(call, layout);
     check_caches(call, layout, cache_layout);
-    check_apart(call);
+    check_all_apart(call);
     args.k = cached_heads({"k", call.k}, call.key_cache, "key_scale", call.key_scale, layout, cache_layout);
     args.v = cached_heads({"v", call.v}, call.value_cache, "value_scale", call.value_scale, layout, cache_layout);
     args.slots = slots_of(call, layout, cache_layout);
@@ -292,7 +287,7 @@ struct Kernels<Form, void(Args...)> {
         const CacheCall call = Form::call(args...);
         const auto check = [](const auto& all) {
             for (const NamedHeads& heads : all) {
-                TORCH_CHECK(!(at::GradMode::is_enabled() && heads.tensor.requires_grad()), heads.name,
+                TORCH_CHECK(!needs_gradient(heads.tensor), heads.name,
                             " requires grad, and caches are written without gradients: use torch.no_grad()");
             }
         };

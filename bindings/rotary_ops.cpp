@@ -6,6 +6,7 @@
 #include <string>
 
 #include "backends.h"
+#include "gradients.h"
 #include "mrrope/torch_ops.h"
 #include "rotary_args.h"
 #include "tensor_views.h"
@@ -107,15 +108,6 @@ struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
         return result;
     }
 };
-
-bool needs_gradient(TensorList heads) {
-    for (const Tensor& x : heads) {
-        if (at::GradMode::is_enabled() && x.requires_grad()) return true;
-        // Forward-mode derivatives are not there yet: RotaryFunction refuses them instead of dropping them.
-        if (x._fw_grad(/*level=*/0).defined()) return true;
-    }
-    return false;
-}
 
 std::vector<Tensor> rotary_autograd(TensorList heads, const Tensor& positions, const Tensor& table,
                                     c10::string_view layout, c10::string_view pairing, bool conjugate,

@@ -1,12 +1,14 @@
 #include "tensor_views.h"
 
 #include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>
 #include <limits>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 namespace mrrope {
@@ -31,6 +33,32 @@ bool has_own_memory(const at::Tensor& tensor) {
         reach += tensor.stride(dim) * (tensor.size(dim) - 1);
     }
     return true;
+}
+
+// The bytes from a tensor's first element on that are all its own, without a gap.
+std::pair<const char*, const char*> first_run(const at::Tensor& tensor) {
+    std::vector<std::pair<int64_t, int64_t>> steps;
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+        if (tensor.size(dim) > 1) steps.emplace_back(tensor.stride(dim), tensor.size(dim));
+    }
+    std::sort(steps.begin(), steps.end());
+    int64_t run = 1;
+    for (const auto& [stride, size] : steps) {
+        if (stride != run) break;
+        run *= size;
+    }
+    const char* start = static_cast<const char*>(tensor.const_data_ptr());
+    return {start, start + run * tensor.element_size()};
+}
+
+// Of views with gaps, such as q and k in one packed projection, torch does not tell; their first heads do.
+bool share_memory(const at::Tensor& a, const at::Tensor& b) {
+    if (a.numel() == 0 || b.numel() == 0) return false;
+    const at::MemOverlapStatus status = at::get_overlap_status(a, b);
+    if (status != at::MemOverlapStatus::TooHard) return status != at::MemOverlapStatus::No;
+    const auto [a_start, a_end] = first_run(a);
+    const auto [b_start, b_end] = first_run(b);
+    return a_start < b_end && b_start < a_end;
 }
 
 void check_device(const char* name, const at::Tensor& tensor, NamedHeads heads) {
@@ -96,6 +124,11 @@ void check_own_memory(NamedHeads heads) {
     TORCH_CHECK(has_own_memory(heads.tensor), heads.name,
                 " must not overlap itself in memory to be written, got strides ", heads.tensor.strides(), " for shape ",
                 heads.tensor.sizes(), " (an expanded tensor? clone it first)");
+}
+
+void check_apart(NamedHeads a, NamedHeads b, const char* why) {
+    TORCH_CHECK(!share_memory(a.tensor, b.tensor), a.name, " and ", b.name, " must not share memory", why,
+                ", got overlapping tensors of ", a.tensor.sizes(), " and ", b.tensor.sizes());
 }
 
 void check_range(const char* name, const at::Tensor& index, int64_t count) {

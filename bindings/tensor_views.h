@@ -46,6 +46,9 @@ void check_last_dimension(NamedHeads heads, const Layout& layout);
 // That every element has memory of its own, as writing in place needs.
 void check_own_memory(NamedHeads heads);
 
+// That two tensors, one of which is written, share no memory; as far as can be told at once. `why` ends the sentence.
+void check_apart(NamedHeads a, NamedHeads b, const char* why = "");
+
 // That an index, on the CPU, names only what is there. On a GPU that is not known before the kernel runs, which keeps
 // within the tables whatever it says.
 void check_range(const char* name, const at::Tensor& index, int64_t count);

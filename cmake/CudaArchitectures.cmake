@@ -19,3 +19,11 @@ if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
     set(CMAKE_CUDA_ARCHITECTURES 80-real 90a-real 90-virtual)
   endif()
 endif()
+
+# Whether drivers may be handed PTX from before sm_90: "80" stands for both kinds of code, "80-virtual" for PTX alone.
+set(MRROPE_OLD_PTX OFF)
+foreach(entry ${CMAKE_CUDA_ARCHITECTURES})
+  if(entry MATCHES "^([0-9]+)[af]?(-virtual)?$" AND CMAKE_MATCH_1 LESS 90)
+    set(MRROPE_OLD_PTX ON)
+  endif()
+endforeach()

@@ -35,12 +35,17 @@ __device__ inline void let_next_kernel_start() {
 
 inline void check_cuda(cudaError_t status) {
     if (status != cudaSuccess) {
+        cudaGetLastError();  // or the next one to ask would take it for an error of its own
         throw std::runtime_error(std::string("mrrope: a kernel could not be launched: ") + cudaGetErrorString(status));
     }
 }
 
-// Whether the current device can start a kernel early; asked of the driver once for each device.
+// Whether the current device can start a kernel early; asked of the driver once for each device. Code for an older one,
+// compiled by the driver for this, would be started early and not wait.
 inline bool device_overlaps_launches() {
+#ifdef MRROPE_OLD_PTX
+    return false;
+#endif
     enum : int { unknown, no, yes };
     static std::array<std::atomic<int>, 64> known{};
     int device = 0;

@@ -55,7 +55,8 @@ struct RowGradient {
 
     __device__ RowGradient(const NormNumbers<Real>& numbers, Real squares, Real products, bool is_q) {
         scale = numbers.inverse_rms(squares, is_q);
-        along_x = scale * scale * scale * products * (is_q ? numbers.q_inverse_size : numbers.k_inverse_size);
+        // In turns, so that no power of a very large or small row leaves float32.
+        along_x = scale * products * scale * (is_q ? numbers.q_inverse_size : numbers.k_inverse_size) * scale;
     }
 };
 

@@ -70,7 +70,7 @@ constexpr int norm_gradient_resident_threads(NormOver over) {
     return over == NormOver::head ? 384 : 256;
 }
 
-// The backward pass: as many blocks as the GPU holds at a time, each of q or of k, go through the tokens and keep sums
+// The backward pass: as many blocks as an H200 holds at a time, each of q or of k, go through the tokens and keep sums
 // for the gradient of the weights, a row of sums a block.
 struct QkNormGradientPlan {
     bool holds = false;

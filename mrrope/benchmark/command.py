@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from mrrope.evaluation.extra import needs
 def add_options(command: argparse.ArgumentParser) -> None:
     """Everything that can be chosen."""
     command.add_argument("--device", choices=sorted(CASES), help="where to measure (default: a GPU where there is one)")
-    command.add_argument("--output", default="mrrope-bench", metavar="NAME", help="for NAME.json and NAME.png")
+    command.add_argument(
+        "--output", default="mrrope-bench", metavar="NAME", help="for NAME.json and NAME.png (default: %(default)s)"
+    )
     command.add_argument("--tokens", type=int, metavar="N", help="leave out the rows with more tokens")
     command.add_argument("--json", action="store_true", help="print the results as JSON")
 
@@ -29,8 +32,9 @@ def run(options: argparse.Namespace) -> None:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device must be cpu where torch sees no GPU, got cuda")
-    with needs("transformers"):
-        import transformers  # noqa: F401
+    for package in ("transformers", "matplotlib", "tqdm"):
+        with needs(package):
+            importlib.import_module(package)
 
     cases = [case for case in CASES[device] if options.tokens is None or case.tokens <= options.tokens]
     if not cases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -75,15 +76,17 @@ def transformers_eager(heads: Heads) -> Turned:
     return q, k
 
 
-# Compiled for the shape of every case by itself.
-_compiled = torch.compile(lambda rotate, q, k, cos, sin: rotate(q, k, cos, sin), dynamic=False)
+@functools.cache
+def _compiled() -> Callable[..., Turned]:
+    """Compiled for the shape of every case by itself; torch's compiler takes seconds to import."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    compiled: Callable[..., Turned] = torch.compile(apply_rotary_pos_emb, dynamic=False)
+    return compiled
 
 
 def transformers_compiled(heads: Heads) -> Turned:
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    q, k = _compiled(apply_rotary_pos_emb, heads.by_head(heads.q), heads.by_head(heads.k), *heads.shared.cos_sin)
-    return q, k
+    return _compiled()(heads.by_head(heads.q), heads.by_head(heads.k), *heads.shared.cos_sin)
 
 
 def is_whole_and_halved(case: Case) -> bool:

@@ -35,9 +35,15 @@ def seconds_a_call(call: Callable[[], object], device: str) -> float:
 
 
 def host_seconds(peers: Sequence[Contender], device: str) -> dict[str, float]:
-    """By contender, rotating one token."""
+    """By contender, rotating one token. On a CPU, where nothing is launched, that is with the work itself."""
     case = Case(1)
     heads = Heads(case, Positions(case, device))
-    contenders = (Contender("torch, mul_", elementwise), *OURS[:2], *peers)
+    seconds = {}
     with torch.no_grad():
-        return {one.name: seconds_a_call(lambda one=one: one.rotate(heads), device) for one in contenders}  # type: ignore[misc]
+        for one in (Contender("torch, mul_", elementwise), *OURS[:2], *peers):
+            try:
+                seconds[one.name] = seconds_a_call(lambda one=one: one.rotate(heads), device)  # type: ignore[misc]
+            except Exception:
+                if one not in peers:
+                    raise
+    return seconds

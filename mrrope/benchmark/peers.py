@@ -6,6 +6,7 @@ Each is called the way its own documentation does, with tables made from ours, s
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 
 from mrrope.benchmark.cases import Case, Heads
@@ -99,4 +100,6 @@ def installed(device: str) -> list[Contender]:
             found.append(Contender(name, make(), takes, has_gain=name != "transformer_engine"))
         except ImportError:
             continue
+        except Exception as error:  # compiled for another torch, say
+            print(f"{name} is installed but cannot be imported, and is left out: {error}", file=sys.stderr)
     return found

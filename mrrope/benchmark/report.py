@@ -45,7 +45,7 @@ def _print_table(rows: list[dict[str, Any]], names: list[str], cell: Callable[[d
 
 
 def print_host(seconds: dict[str, float]) -> None:
-    print("\nMicroseconds of the host, from the call in Python to the launch, one token")
+    print("\nMicroseconds of the host for one token, from the call in Python to the launch")
     for name, value in seconds.items():
         print(f"{name:24}{value * 1e6:10.2f}")
 
@@ -60,27 +60,33 @@ def plot(rows: list[dict[str, Any]], machine: str, path: Path) -> None:
     sizes = [row for row in rows if row["name"] == Case(row["tokens"], dtype=rows[0]["dtype"]).name]
     others = [row for row in rows if row not in sizes]
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
+    colours = {name: f"C{i}" for i, name in enumerate(name for name in names_in(rows) if name != "copy")}
     for name in names_in(sizes):
         shown = [row for row in sizes if name in row["seconds"]]
         bandwidth = [row["bytes"] / row["seconds"][name] / 1e9 for row in shown]
-        style = {"color": "black", "linewidth": 3, "alpha": 0.4} if name == "copy" else {"marker": "o"}
-        left.plot([row["tokens"] for row in shown], bandwidth, label=name, **style)
+        style = {"color": "black", "linewidth": 3, "alpha": 0.4} if name == "copy" else {"color": colours[name]}
+        left.plot(
+            [row["tokens"] for row in shown], bandwidth, marker="" if name == "copy" else "o", label=name, **style
+        )
     left.set(xscale="log", xlabel=f"tokens (32 query and 8 key heads of 128, {rows[0]['dtype']})", ylim=(0, None))
     left.set(ylabel="GB/s read and written")
     left.grid(alpha=0.3)
-    left.legend()
     names = [name for name in names_in(others) if name not in ("copy", "transformers eager")]
     for i, name in enumerate(names):
         places = [j for j, row in enumerate(others) if name in row["seconds"]]
         ratios = [others[j]["seconds"][name] / others[j]["seconds"]["copy"] for j in places]
         offset = (i - len(names) / 2) * 0.8 / len(names)
         # What is slower still stands at the edge.
-        right.scatter([min(ratio, MOST_SHOWN) for ratio in ratios], [j + offset for j in places], s=18)
+        shown_at = [min(ratio, MOST_SHOWN) for ratio in ratios]
+        right.scatter(shown_at, [j + offset for j in places], s=18, color=colours[name])
     right.set_yticks(range(len(others)), [row["name"] for row in others])
     right.axvline(1.0, color="black", linewidth=3, alpha=0.4)
     right.invert_yaxis()
     right.set(xlabel="time / time of a copy of the same bytes", xlim=(0.5, MOST_SHOWN + 0.05))
     right.grid(alpha=0.3)
+    handles = [*left.lines, *(right.scatter([], [], color=colours[name], label=name) for name in names)]
+    named = {handle.get_label(): handle for handle in reversed(handles)}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=5)
     figure.suptitle(f"Rotary embedding on {machine}")
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -159,6 +159,8 @@ IN_PLACE = {
     "q is k": (sharing(lambda x: (x[:2], x[:2])), ["q and k must not share memory", "[2, 4, 3, 8]"]),
     "k is a part of q": (sharing(lambda x: (x[:2], x[:2, :2])), ["q and k must not share memory", "[2, 2, 3, 8]"]),
     "k overlaps q": (sharing(lambda x: (x[:2], x[1:])), ["q and k must not share memory"]),
+    "k overlaps q in a packed projection": (sharing(lambda x: (x[:2, :3], x[:2, 2:])),
+                                            ["q and k must not share memory", "[2, 3, 3, 8]", "[2, 2, 3, 8]"]),
 }  # fmt: skip
 
 

@@ -389,3 +389,20 @@ def test_bad_calls_are_refused(op, changes, error, texts):
     before = {name: x.clone() for name, x in arguments.items() if isinstance(x, torch.Tensor) and not x.is_meta}
     assert_refused(lambda: op(**arguments), error, *texts)
     assert all(torch.equal(arguments[name], x) for name, x in before.items())
+
+
+def test_weights_that_would_be_overwritten_are_refused():
+    q = torch.randn(1, 1, 1, 16)
+    with pytest.raises(RuntimeError, match="q and q_weight must not share memory"):
+        mrrope.qk_norm_rotary_(q, None, q.view(-1), None, torch.arange(1), table_of("yarn", 16), eps=EPS)
+
+
+def test_fake_gradients_are_checked_as_real_ones_are():
+    heads, weights = [torch.ones(1, 1, 2, 16, device="meta")], [torch.ones(16, device="meta")]
+    positions = torch.arange(2, device="meta")
+    table = torch.ones(9, dtype=torch.int64, device="meta")
+    rest = (heads, weights, positions, table, EPS, 0.0, "head", "bhsd", "halves", False, None, True)
+    with pytest.raises(ValueError, match="gradients must be one for each"):
+        torch.ops.mrrope.qk_norm_rotary_backward([], *rest)
+    with pytest.raises(TypeError, match=r"gradients\[0\] must have the dtype"):
+        torch.ops.mrrope.qk_norm_rotary_backward([heads[0].half()], *rest)

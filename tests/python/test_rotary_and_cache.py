@@ -582,6 +582,8 @@ def ones(*shape, **options) -> torch.Tensor:
 CACHE8 = {name: torch.zeros(3, 4, 1, 8, dtype=FLOAT8) for name in ("key_cache", "value_cache")}
 STATIC = {"slots": None, "key_cache": ones(2, 1, 6, 8), "value_cache": ones(2, 1, 6, 8)}
 SHARED = ones(3, 4, 1, 8)
+BOTH = torch.ones(3, 2, 4, 1, 8)
+PACKED = torch.ones(2, 5, 4, 8)
 WRONG = {
     # what they are
     "q is a list": ({"q": [1.0]}, TypeError, ["q must be a tensor", "got list"]),
@@ -613,7 +615,7 @@ WRONG = {
     "too few positions": ({"positions": torch.arange(3)}, ValueError, ["positions must be [4]", "got [3]"]),
     "rows of positions": ({"positions": torch.zeros(3, 2, 4).long()}, ValueError, ["positions must be", "3 dim"]),
     "too few cache_positions": ({**STATIC, "cache_positions": torch.arange(3)}, ValueError,
-                                ["cache_positions must be [4]", "got [3]"]),
+                                ["cache_positions, or else positions, must be [4]", "got [3]"]),
     "q_out of another shape": ({"q_out": ones(2, 3, 4, 9)}, ValueError, ["q_out must have q's shape", "[2, 3, 4, 9]"]),
     "key_scale of two": ({**CACHE8, "key_scale": ones(2)}, ValueError,
                          ["key_scale must have one element, or [1]", "got [2]"]),
@@ -629,6 +631,9 @@ WRONG = {
                   ["key_cache and value_cache must not share memory"]),
     "k in the cache": ({"k": SHARED.view(-1)[:64].view(2, 1, 4, 8), "key_cache": SHARED}, RuntimeError,
                        ["k and key_cache must not share memory"]),
+    "one half of a cache": ({"key_cache": BOTH[:, 0], "value_cache": BOTH[:, 0]}, RuntimeError,
+                            ["key_cache and value_cache must not share memory"]),
+    "v in a strided q": ({"q": PACKED[:, :3], "v": PACKED[:, 2:3]}, RuntimeError, ["v and q must not share memory"]),
     # dtypes
     "v of another dtype": ({"v": ones(2, 1, 4, 8).half()}, TypeError, ["v must have q's dtype Float", "got Half"]),
     "caches of another dtype": ({"key_cache": ones(3, 4, 1, 8).half()}, TypeError,
@@ -653,7 +658,7 @@ WRONG = {
     "a slot that is not there": ({"slots": torch.tensor([[0, 1, 2, 3], [4, 5, 12, 7]])}, IndexError,
                                  ["slots must be below 12", "negative", "got 12 for token 2 of sequence 1"]),
     "a position past the cache": ({**STATIC, "positions": torch.tensor([4, 5, 6, 7])}, IndexError,
-                                  ["cache_positions must be below 6, the slots of a sequence", "got 6 for token 2"]),
+                                  ["cache_positions, or else positions, must be below 6", "slots of a sequence", "got 6 for token 2"]),
     "unknown layout": ({"layout": "hsd"}, ValueError, ["layout must be one of bhsd, bshd, thd", "got 'hsd'"]),
     "unknown cache_layout": ({"cache_layout": "NHD"}, ValueError, ["cache_layout must be one of nhd, hnd", "'NHD'"]),
     "unknown pairing": ({"pairing": "pairs"}, ValueError, ["pairing must be one of halves, interleaved", "'pairs'"]),
@@ -689,3 +694,11 @@ def test_the_op_takes_stacks_of_tables(device):
     arguments[4] = packed_stack(tables, call.q.device)
     IN_PLACE(*arguments)
     assert all(same_bits(x, y) for x, y in zip(call.written(), expected.written(), strict=True))
+
+
+def test_forward_mode_derivatives_are_refused_not_dropped():
+    call = good_call()
+    with torch.autograd.forward_ad.dual_level():
+        q = torch.autograd.forward_ad.make_dual(call["q"], torch.ones_like(call["q"]))
+        with pytest.raises(RuntimeError, match="q requires grad, and caches are written without gradients"):
+            mrrope.rotary_and_cache_(**{**call, "q": q})
