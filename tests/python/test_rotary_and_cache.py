@@ -658,7 +658,7 @@ WRONG = {
     "a slot that is not there": ({"slots": torch.tensor([[0, 1, 2, 3], [4, 5, 12, 7]])}, IndexError,
                                  ["slots must be below 12", "negative", "got 12 for token 2 of sequence 1"]),
     "a position past the cache": ({**STATIC, "positions": torch.tensor([4, 5, 6, 7])}, IndexError,
-                                  ["cache_positions, or else positions, must be below 6", "slots of a sequence", "got 6 for token 2"]),
+                                  ["cache_positions, or else positions, must be below 6", "got 6 for token 2"]),
     "unknown layout": ({"layout": "hsd"}, ValueError, ["layout must be one of bhsd, bshd, thd", "got 'hsd'"]),
     "unknown cache_layout": ({"cache_layout": "NHD"}, ValueError, ["cache_layout must be one of nhd, hnd", "'NHD'"]),
     "unknown pairing": ({"pairing": "pairs"}, ValueError, ["pairing must be one of halves, interleaved", "'pairs'"]),
