@@ -155,6 +155,54 @@ def test_products_come_from_every_layer_and_head_of_a_model() -> None:
     assert not torch.equal(found, attention.pair_products(model, text, rotary_dim, samples=5, seed=1))
 
 
+@pytest.mark.parametrize("over", ["head", "all_heads"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_heads_that_the_op_norms_are_recorded_normed(over: str, layout: str) -> None:
+    """Turned by position 0, what comes out of the op is the normed heads and nothing else."""
+    torch.manual_seed(0)
+    table = mrrope.frequency_table("rope", rotary_dim=8, base=100.0, original_max_position=64)
+    q, k = (torch.randn(1, *((heads, 5) if layout == "bhsd" else (5, heads)), 12).double() for heads in (4, 2))
+    weights = [torch.rand(12 if over == "head" else 12 * heads).double() for heads in (4, 2)]
+    with attention.RecordedHeads(8) as recorded:
+        turned = mrrope.qk_norm_rotary(
+            q, k, *weights, torch.zeros(5, dtype=torch.int64), table, eps=0.1, weight_offset=1.0, over=over,
+            layout=layout,
+        )  # fmt: skip
+    [found] = recorded.calls
+    for heads, normed in zip(found, turned, strict=True):
+        by_head = normed[0] if layout == "bhsd" else normed[0].transpose(0, 1)
+        expected = torch.complex(by_head[..., :4], by_head[..., 4:8])
+        torch.testing.assert_close(heads, expected, rtol=0, atol=64 * FLOAT64)
+
+
+def test_a_model_with_norms_is_recorded_as_if_it_normed_by_itself() -> None:
+    """With a hook on each norm of its first layer, that layer norms by its own code and only rotates by the op."""
+    pytest.importorskip("transformers")
+    from tiny_models import tiny_model, tokens
+
+    model = tiny_model("qwen3", dtype=torch.float64)
+    heads, rotary_dim = model.config.num_attention_heads, model.config.head_dim
+    text = tokens(1, 40)[0].tolist()
+    found = attention.pair_products(model, text, rotary_dim, samples=5)
+    assert found.shape == (model.config.num_hidden_layers * heads * 5, rotary_dim // 2)
+    first = model.model.layers[0].self_attn
+    for norm in (first.q_norm, first.k_norm):
+        norm.register_forward_hook(lambda *_: None)
+    by_itself = attention.pair_products(model, text, rotary_dim, samples=5)
+    # Norms of transformers compute in float32, whatever the dtype.
+    tolerance = 64 * torch.finfo(torch.float32).eps * found.abs().max().item()
+    torch.testing.assert_close(by_itself, found, rtol=0, atol=tolerance)
+
+
+def test_a_model_that_rotates_q_and_k_one_by_one_is_refused() -> None:
+    pytest.importorskip("transformers")
+    from tiny_models import tiny_model, tokens
+
+    model = tiny_model("gemma3n_text")
+    with pytest.raises(ValueError, match=r"model must rotate q and k together for this, and Gemma3n"):
+        attention.pair_products(model, tokens(1, 40)[0].tolist(), model.config.head_dim)
+
+
 def test_a_bad_setting_is_named() -> None:
     with pytest.raises(ValueError, match=r"scale must be above 1.*got 1"):
         Setting(128, 10_000.0, 4096, 1.0)
