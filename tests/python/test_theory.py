@@ -238,6 +238,7 @@ def test_plot_writes_numbers_and_a_picture_for_each(tmp_path, capsys) -> None:
         (["attention"], "attention needs --model"),
         (["--scale", "1"], "scale must be above 1"),
         (["--rotary-dim", "7"], "rotary_dim"),
+        (["--original-max-position", "1"], "original_max_position must be long enough for a pair to turn once"),
         (["--output", "no/such/folder/t"], "--output must be in a folder that exists"),
     ],
 )
@@ -258,8 +259,9 @@ def test_wavering_is_averaged_past_the_native_length() -> None:
     assert wavering_past_native(found) == {"rope": 1.5}
 
 
-def test_a_models_attention_is_drawn(tmp_path, capsys) -> None:
-    pytest.importorskip("matplotlib")
+@pytest.fixture
+def tiny_folder(tmp_path):
+    """A model whose name has a dot in it, and its tokenizer."""
     from test_evaluation import VOCABULARY, byte_tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -273,14 +275,27 @@ def test_a_models_attention_is_drawn(tmp_path, capsys) -> None:
         num_key_value_heads=1,
         max_position_embeddings=512,
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny")
-    byte_tokenizer(begins_texts=True).save_pretrained(tmp_path / "tiny")
-    out = plotted(
-        capsys, "attention", "--model", str(tmp_path / "tiny"), "--scale", "4", "--output", str(tmp_path / "t")
-    )
+    folder = tmp_path / "tiny-2.5-3B"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer(begins_texts=True).save_pretrained(folder)
+    return folder
+
+
+def test_a_scale_that_no_distance_is_past_native_with_is_refused(tiny_folder, tmp_path, monkeypatch, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(attention, "pair_products", None)
+    given = ["--model", str(tiny_folder), "--scale", "1.01", "--output", str(tmp_path / "t")]
+    assert main(["plot", *given]) == 2
+    assert "scale must be larger, so that distances past the native length of 512 tokens" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [tiny_folder]
+
+
+def test_a_models_attention_is_drawn(tiny_folder, tmp_path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    out = plotted(capsys, "attention", "--model", str(tiny_folder), "--scale", "4", "--output", str(tmp_path / "t"))
     found = json.loads((tmp_path / "t.json").read_text())["attention"]
     setting = {"rotary_dim": 32, "base": 10_000.0, "original_max_position": 512, "scale": 4.0}
-    assert (found["model"], found["setting"], found["samples"]) == ("tiny", setting, 2 * 2 * 50)
+    assert (found["model"], found["setting"], found["samples"]) == ("tiny-2.5-3B", setting, 2 * 2 * 50)
     for curves_of in found["methods"].values():
         assert len(curves_of["mean"]) == len(curves_of["wavering"]) == len(found["distances"])
     # Next to each other, where no table has slowed anything that has turned, all agree.
