@@ -805,6 +805,18 @@ def test_patch_and_eval_take_the_name(shipped_table: mrrope.FrequencyTable, fold
     assert main(["eval", str(folder / "model"), *(part for option in options.items() for part in option)]) == 0
 
 
+def test_patch_names_methods_and_tables_where_a_name_is_neither(shipped_table, folder: Path, monkeypatch) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder / "model")
+    listed = (
+        rf"method must be one of {', '.join(mrrope.METHODS)}, .* comes with mrrope \(another, tiny-4x\), got 'tiny-8x'"
+    )
+    with pytest.raises(ValueError, match=listed):
+        mrrope.patch(model, "tiny-8x")
+    monkeypatch.setattr(shipped, "FOLDER", folder / "model" / "nothing")
+    with pytest.raises(ValueError, match=r"comes with mrrope \(there is none yet\), got 'tiny-8x'"):
+        mrrope.patch(model, ["tiny-8x"], scale="auto")
+
+
 def test_a_file_of_that_name_is_meant_where_there_is_one(shipped_table, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     other = mrrope.frequency_table("rope", rotary_dim=16, base=1e4, original_max_position=64)
