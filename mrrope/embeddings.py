@@ -7,8 +7,9 @@ the fused op instead. Nothing else is touched, and the originals are kept.
 
 from __future__ import annotations
 
-import sys
+import importlib
 import weakref
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +28,9 @@ Ladders = dict[str | None, Ladder]
 class TableRotaryEmbedding(nn.Module):
     """Stands where a model's rotary embedding stood, and gives positions and a table for cosines and sines."""
 
-    def __init__(self, original: nn.Module, ladders: Ladders, *, single: bool) -> None:
+    def __init__(self, original: nn.Module, ladders: Ladders, function_modules: list[str], *, single: bool) -> None:
         super().__init__()
+        self.function_modules = function_modules
         self.original = original
         self.ladders = ladders
         self.single = single
@@ -61,7 +63,7 @@ class TableRotaryEmbedding(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         # In another process the functions have to be put in place again.
-        for found in functions_for(self.original, self.original):
+        for found in functions_in(self.function_modules, self.original):
             installed_functions.install(*found, user=self)
 
 
@@ -108,6 +110,16 @@ class UnfusableError(Exception):
 
 def functions_for(model: nn.Module, rotary: nn.Module) -> list[tuple[ModuleType, str, CallForm, Convention]]:
     """Every function that applies what a rotary embedding gives, and how it does; raises :class:`UnfusableError`."""
+    classes = {type(module) for module in model.modules()}
+    # Rotary embeddings, of text and of vision, may compute as they like.
+    for module_class in classes - {type(module) for module in model.modules() if model_rope.layer_types(module)}:
+        if expression := conventions.takes_embedding_apart(module_class):  # type: ignore[arg-type]
+            raise UnfusableError(f"{module_class.__name__} computes with cosines and sines itself: {expression}")
+    return functions_in({module_class.__module__ for module_class in classes} | {type(rotary).__module__}, rotary)
+
+
+def functions_in(modules: Iterable[str], rotary: nn.Module) -> list[tuple[ModuleType, str, CallForm, Convention]]:
+    """The same, in modules of these names."""
     layer_type = model_rope.layer_types(rotary)[0]
     own = model_rope.settings(rotary, layer_type)
     device = next(rotary.buffers()).device
@@ -121,13 +133,7 @@ def functions_for(model: nn.Module, rotary: nn.Module) -> list[tuple[ModuleType,
         return tuple(part.cpu() for part in embedding) if isinstance(embedding, tuple) else embedding.cpu()
 
     found = []
-    classes = {type(module) for module in model.modules()}
-    # Rotary embeddings, of text and of vision, may compute as they like.
-    for module_class in classes - {type(module) for module in model.modules() if model_rope.layer_types(module)}:
-        if expression := conventions.takes_embedding_apart(module_class):  # type: ignore[arg-type]
-            raise UnfusableError(f"{module_class.__name__} computes with cosines and sines itself: {expression}")
-    modules = {module_class.__module__ for module_class in classes} | {type(rotary).__module__}
-    for module in (sys.modules[name] for name in sorted(modules)):
+    for module in map(importlib.import_module, sorted(modules)):
         for name, function in conventions.apply_functions(module).items():
             function = getattr(function, "__wrapped__", function)
             form = CallForm.of(function)

@@ -42,8 +42,8 @@ def patch(
     Args:
         model: any model of transformers with rotary position embeddings; patched already, it is patched anew.
         method: a method's name, for a table from the model's own base, rotary dimension and trained length; or a ready
-            :class:`FrequencyTable`, the path of its JSON, or the name of one that comes with the package; with
-            ``scale="auto"`` also a list of those, one a step.
+            :class:`FrequencyTable`, the path of its JSON, or the name of one that comes with the package (none does
+            yet); with ``scale="auto"`` also a list of those, one a step.
         scale: by how much to extend the context, with a method's name; or ``"auto"``: every sequence is read with the
             smallest scale of a ladder that covers its length, 1 (the model as it is), 2, 4, and so on. A sequence that
             outgrows its scale has its cached keys turned to the next, and goes on.
@@ -186,12 +186,13 @@ def _put_in(model: nn.Module, rotary: nn.Module, ladders: Ladders) -> str | None
 def _fuse(model: nn.Module, rotary: nn.Module, ladders: Ladders) -> None:
     functions = functions_for(model, rotary)
     single = any(len(form.embedding) == 1 for _, _, form, _ in functions)
-    replacement = TableRotaryEmbedding(rotary, ladders, single=single)
+    modules = sorted({module.__name__ for module, *_ in functions})
+    replacement = TableRotaryEmbedding(rotary, ladders, modules, single=single)
     native = None
     if not all(ladder.is_fixed for ladder in ladders.values()):
         own = {layer_type: model_rope.settings(rotary, layer_type).table for layer_type in ladders}
         by_own_tables = {layer_type: Ladder.of_one(table) for layer_type, table in own.items()}
-        native = TableRotaryEmbedding(rotary, by_own_tables, single=single)
+        native = TableRotaryEmbedding(rotary, by_own_tables, modules, single=single)
     for new in filter(None, (native, replacement)):
         new.train(rotary.training)
         for found in functions:

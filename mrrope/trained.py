@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mrrope import shipped
-from mrrope.tables import FrequencyTable, frequency_table
+from mrrope.tables import METHODS, FrequencyTable, frequency_table
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ def table_for(
             raise ValueError(f"method is a ready table, which leaves no room for {given}")
         table = method
     else:
+        if isinstance(method, str) and method not in METHODS:
+            raise ValueError(
+                f"method must be one of {', '.join(METHODS)}, the path of a table's .json, or the name of a table that "
+                f"comes with mrrope ({shipped.listed()}), got {method!r}"
+            )
         arguments = {name: getattr(trained, name) for name in ("rotary_dim", "base", "original_max_position")}
         arguments |= {"scale": scale, **options}
         if arguments["original_max_position"] is None:

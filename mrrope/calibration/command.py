@@ -17,7 +17,7 @@ from mrrope.calibration import report
 from mrrope.calibration.calibrate import Calibration, CalibrationStoppedError
 from mrrope.calibration.documents import DocumentSets, document_sets, lengths_up_to
 from mrrope.calibration.journal import Journal
-from mrrope.calibration.readings import Readings, fingerprint
+from mrrope.calibration.readings import Readings, fingerprint, weights_fingerprint
 from mrrope.calibration.search import BudgetSpentError
 from mrrope.evaluation import models
 from mrrope.evaluation import report as evaluation_report
@@ -167,6 +167,7 @@ def calibrate(options: argparse.Namespace, model: Any, tokenizer: Any) -> Result
     documents = chosen_documents(options, tokenizer, lengths)
     about = {
         "model": str(options.model),
+        "weights": weights_fingerprint(model),
         "scale": options.scale,
         "original_max_position": trained.original_max_position,
         "lengths": lengths,

@@ -18,21 +18,21 @@ class Journal:
         """Opens the journal of a run, or begins it.
 
         Raises:
-            ValueError: where the file is that of another run, or none of these.
+            ValueError: where the file is that of another run, is in use by one, or is none of these.
             OSError: where it cannot be written.
         """
         self.path = path
         self._readings: dict[str, dict[str, Any]] = {}
         header = json.loads(json.dumps({"format": FORMAT, **about}))
-        whole = self._whole_lines()
-        if whole:
-            try:
-                found, *readings = map(json.loads, whole)
-            except ValueError as error:
-                raise ValueError(f"--output must be a new one: the journal {path} is damaged: {error}") from None
-            self._check(found, header)
-            self._readings = {reading["key"]: reading for reading in readings}
         self._file = path.open("ab")
+        try:
+            self._lock()
+            whole = self._whole_lines()
+            if whole:
+                self._go_on(whole, header)
+        except BaseException:
+            self._file.close()
+            raise
         # What a kill cut off in the middle of a line is lost, and only that.
         self._file.truncate(sum(map(len, whole)))
         if not whole:
@@ -54,8 +54,29 @@ class Journal:
         """Lets go of the file."""
         self._file.close()
 
+    def _lock(self) -> None:
+        """Until the file is closed, so also after a kill."""
+        try:
+            import fcntl
+        except ImportError:  # not on Windows
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"--output must be another one: the journal {self.path} is in use by another run"
+            ) from None
+
+    def _go_on(self, whole: list[bytes], header: dict[str, Any]) -> None:
+        try:
+            found, *readings = map(json.loads, whole)
+        except ValueError as error:
+            raise ValueError(f"--output must be a new one: the journal {self.path} is damaged: {error}") from None
+        self._check(found, header)
+        self._readings = {reading["key"]: reading for reading in readings}
+
     def _whole_lines(self) -> list[bytes]:
-        content = self.path.read_bytes() if self.path.exists() else b""
+        content = self.path.read_bytes()
         if not content.startswith(BEGINNING[: len(content)]):
             raise ValueError(f"--output must be a new one: {self.path} is there already, and is no journal")
         return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]

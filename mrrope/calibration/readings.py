@@ -141,6 +141,16 @@ def what_counts(table: FrequencyTable) -> list[float]:
     return [round(number, 9) for number in (*table.inv_freq.log().tolist(), table.attention_factor)]
 
 
+def weights_fingerprint(model: nn.Module) -> str:
+    """From a few elements of every tensor: another model, or the same one trained on, has others."""
+    return fingerprint(
+        [
+            (name, tuple(weights.shape), weights.detach().reshape(-1)[:: weights.numel() // 8 or 1].tolist())
+            for name, weights in model.named_parameters()
+        ]
+    )
+
+
 def fingerprint(data: Any) -> str:
     """Short, and different for what is different."""
     return hashlib.sha256(repr(data).encode()).hexdigest()[:16]

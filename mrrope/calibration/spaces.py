@@ -82,8 +82,8 @@ class KnotSpace:
     them in proportion; and the temperature.
 
     The knots cover the pairs that the table slows by a part of the scale and some on either side. Pairs before them
-    stay as they are, the first as the model was trained; pairs after them move with the last knot, so that the end
-    need not be the scale itself. No radix factor gets below 1, and no pair is slowed by more than twice the scale.
+    stay as they are; pairs after them move with the last knot, so that the end need not be the scale itself. No radix
+    factor gets below 1, and no pair is slowed by more than twice the scale.
     """
 
     origin: FrequencyTable
@@ -126,11 +126,12 @@ class KnotSpace:
         moved = self.log_scales + self.weights @ torch.tensor(point[:-1], dtype=torch.float64)
         rising = moved.cummax(0).values.clamp(0, math.log(2 * self.origin.scale))
         return frequency_table(
-            "radix",
+            # Radix factors alone would have the first pair keep its speed, which PI slows.
+            "longrope",
             rotary_dim=self.origin.rotary_dim,
             base=self.origin.base,
             original_max_position=self.origin.original_max_position,
             scale=self.origin.scale,
-            factors=rising.diff().exp(),
+            factors=rising.exp(),
             attention_factor=attention_factor(point[-1], self.origin.scale),
         )

@@ -28,7 +28,8 @@ class Pace(NamedTuple):
     chunk: int
 
 
-# On two cores under five minutes. Of a chunk's own tokens, attention is computed to those ahead too, in vain.
+# The aim: under five minutes on two idle cores. Of a chunk's own tokens, attention is computed to those ahead too, in
+# vain.
 ON_CPU = Pace(10_752, 512)
 ON_GPU = Pace(131_072, 4096)
 
@@ -111,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
             with way:
                 readings[method] = read_on(reader, losses, tokens, course, tokenizer)
     about = {
-        "model": Path(source).stem,
+        "model": models.short_name(source),
         "text": "Python's documentation (pydoc_data.topics), then sources of its library",
         **machine(model),
         "seconds": round(time.perf_counter() - start, 1),

@@ -47,6 +47,11 @@ def short(tokens: int) -> str:
     return f"{tokens / 1024:.3g}K" if tokens >= 1024 else str(tokens)
 
 
+def first_line(text: str) -> str:
+    """Nothing where the text is empty."""
+    return next(iter(text.splitlines()), "")
+
+
 def table(data: dict[str, Any]) -> str:
     """One row a method: its perplexity by position, then what it answered."""
     readings: dict[str, Any] = data["readings"]
@@ -56,7 +61,7 @@ def table(data: dict[str, Any]) -> str:
     rows = [["", *spans, *asked]]
     for method, reading in readings.items():
         answers = [
-            "found" if answer["found"] else f"no:{answer['answer'].splitlines()[0][:24]}"
+            "found" if answer["found"] else f"no:{first_line(answer['answer'])[:24]}"
             for answer in reading["pass_key"].values()
         ]
         rows.append([method, *(f"{value:.2f}" for value in reading["perplexity"].values()), *answers])
@@ -83,7 +88,7 @@ def draw(data: dict[str, Any], path: Path) -> Path:
         points = [point for point in trailing(reading["curve"]) if point[0] >= native // 2]
         axes.plot(*zip(*points, strict=True), linewidth=1.8, **pictures.line(method))
     axes.axvline(native, color="gray", linewidth=1)
-    axes.annotate("trained so far", (native, 0.97), xycoords=("data", "axes fraction"), xytext=(-5, 0),
+    axes.annotate("trained length", (native, 0.97), xycoords=("data", "axes fraction"), xytext=(-5, 0),
                   textcoords="offset points", ha="right", va="top", color="dimgray")  # fmt: skip
     tokens = TRAILING * math.ceil(data["tokens"] / POINTS)
     axes.set(xlabel="position (tokens)", ylabel=f"perplexity of the last {tokens} tokens", yscale="log")

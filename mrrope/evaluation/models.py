@@ -33,6 +33,11 @@ def chosen_dtype(dtype: str | None, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
+def short_name(name: str | Path) -> str:
+    """Without the path, the owner on the hub and the ending of a file; a version with a dot in it is no ending."""
+    return Path(name).name.removesuffix(".gguf")
+
+
 def load(name: str | Path, *, dtype: str | None = None, device: str | None = None) -> tuple[Any, Any]:
     """A causal language model of transformers, ready to read, and its tokenizer.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import lzma
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,14 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def long_documents(path: str | Path, tokenizer: Any, length: int, limit: int | None = None) -> list[Document]:
-    """The first ``length`` tokens of every document that has as many; no more than ``limit`` documents.
+def long_documents(
+    path: str | Path,
+    tokenizer: Any,
+    length: int,
+    limit: int | None = None,
+    is_wanted: Callable[[Document], bool] = lambda _: True,
+) -> list[Document]:
+    """The first ``length`` tokens of every document that has as many and is wanted; no more than ``limit`` documents.
 
     Raises:
         ValueError: where none has; it names the longest.
@@ -64,8 +70,8 @@ def long_documents(path: str | Path, tokenizer: Any, length: int, limit: int | N
         # A byte is one token at most, but for rare characters; so what is far too short need not be encoded.
         if 2 * len(text.encode()) >= length:
             tokens = opening + encode(tokenizer, text)
-            if len(tokens) >= length:
-                documents.append(Document(name, tokens[:length]))
+            if len(tokens) >= length and is_wanted(document := Document(name, tokens[:length])):
+                documents.append(document)
                 if len(documents) == limit:
                     break
         longest = max(longest, (name, text), key=lambda one: len(one[1]))

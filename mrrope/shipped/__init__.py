@@ -12,6 +12,11 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
+def listed() -> str:
+    """The names, for errors."""
+    return ", ".join(names()) or "there is none yet"
+
+
 def file_of(table: str | Path) -> Path:
     """The file that a path, or the name of a table that comes with the package, stands for."""
     path = Path(table)
@@ -20,6 +25,6 @@ def file_of(table: str | Path) -> Path:
     if str(table) in names():
         return FOLDER / f"{table}.json"
     raise FileNotFoundError(
-        f"path must be that of a table's JSON, or the name of a table that comes with mrrope "
-        f"({', '.join(names()) or 'there is none'}), got {str(table)!r}"
+        f"path must be that of a table's JSON, or the name of a table that comes with mrrope ({listed()}), "
+        f"got {str(table)!r}"
     )

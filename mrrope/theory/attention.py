@@ -17,28 +17,47 @@ from mrrope.tables import FrequencyTable
 
 
 class RecordedHeads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the q and k of every call of the rotary op, as they are before it: ``[heads, tokens, pairs]``, complex."""
+    """Keeps what every call of a rotary op rotates, normed but not yet turned: ``[heads, tokens, pairs]``, complex."""
 
     def __init__(self, rotary_dim: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rotary_dim = rotary_dim
-        self.calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.calls: list[tuple[torch.Tensor, ...]] = []
+        """q and k of each call, or one of them where that comes alone."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op is torch.ops.mrrope.rotary.default:
+        norms = op is torch.ops.mrrope.qk_norm_rotary.default
+        if norms or op is torch.ops.mrrope.rotary.default:
             given: dict[str, Any] = {argument.name: argument.default_value for argument in op._schema.arguments}
             given |= dict(zip(given, args, strict=False)) | (kwargs or {})
-            q, k = (self._pairs(heads, given["layout"], given["pairing"]) for heads in given["heads"])
+            heads = [first_sequence(x, given["layout"]) for x in given["heads"]]
+            if norms:
+                heads = [
+                    rms_normed(x, weight.double().cpu() + given["weight_offset"], given["eps"], given["over"])
+                    for x, weight in zip(heads, given["weights"], strict=True)
+                ]
+            pairs = [in_pairs(x[..., : self.rotary_dim], given["pairing"]) for x in heads]
             # A rotation backwards is one forwards in the mirror.
-            self.calls.append((q.conj(), k.conj()) if given["conjugate"] else (q, k))
+            self.calls.append(tuple(x.conj() if given["conjugate"] else x for x in pairs))
         return op(*args, **(kwargs or {}))
 
-    def _pairs(self, heads: torch.Tensor, layout: str, pairing: str) -> torch.Tensor:
-        """Of the first sequence, in double precision."""
-        one = heads[0] if layout == "bhsd" else heads[0].transpose(0, 1)
-        one = one[..., : self.rotary_dim].double().cpu()
-        first, second = one.chunk(2, dim=-1) if pairing == "halves" else (one[..., 0::2], one[..., 1::2])
-        return torch.complex(first, second)
+
+def first_sequence(heads: torch.Tensor, layout: str) -> torch.Tensor:
+    """``[heads, tokens, components]``, in double precision."""
+    return (heads[0] if layout == "bhsd" else heads[0].transpose(0, 1)).double().cpu()
+
+
+def rms_normed(heads: torch.Tensor, weight: torch.Tensor, eps: float, over: str) -> torch.Tensor:
+    """What the op makes of heads before it turns them; the weight has its offset already."""
+    dims = (-1,) if over == "head" else (0, -1)
+    by_head = weight if over == "head" else weight.view(len(heads), 1, -1)
+    return heads * (heads.square().mean(dims, keepdim=True) + eps).rsqrt() * by_head
+
+
+def in_pairs(heads: torch.Tensor, pairing: str) -> torch.Tensor:
+    """Each pair of components as a complex number."""
+    first, second = heads.chunk(2, dim=-1) if pairing == "halves" else (heads[..., 0::2], heads[..., 1::2])
+    return torch.complex(first, second)
 
 
 def pair_products(
@@ -51,6 +70,9 @@ def pair_products(
         model(input_ids=torch.tensor([list(tokens)], device=next(model.parameters()).device), use_cache=False)
     if not recorded.calls:
         raise ValueError(f"model must rotate by the fused op for this, and {type(model).__name__} does not")
+    if any(len(call) != 2 for call in recorded.calls):
+        # Which q goes with which k cannot be told: some layers have no k of their own.
+        raise ValueError(f"model must rotate q and k together for this, and {type(model).__name__} does so one by one")
     chance = torch.Generator().manual_seed(seed)
     products = []
     for q, k in recorded.calls:

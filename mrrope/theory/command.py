@@ -74,13 +74,14 @@ def attention_of(source: str, scale: float) -> dict[str, Any]:
     if trained.original_max_position is None:
         raise ValueError(f"model must say how far it was trained to read, and the configuration of {source} does not")
     setting = Setting(trained.rotary_dim, trained.base, int(trained.original_max_position), scale)
+    figures.require_distances_past_native(setting)
     tokens = opening_tokens(tokenizer)
     for text in library_texts():
         tokens += encode(tokenizer, text)
         if len(tokens) >= TOKENS_READ:
             break
     found = figures.middle_attention(setting, model, tokens[: min(TOKENS_READ, setting.original_max_position)])
-    return {"model": Path(source).stem, "setting": asdict(setting), **found}
+    return {"model": models.short_name(source), "setting": asdict(setting), **found}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -93,14 +94,15 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--output must be in a folder that exists, and there is no {stem.parent}")
     setting = Setting(options.rotary_dim, options.base, options.original_max_position, options.scale)
     middle = setting.middle
+    # First, since only the model says whether it can be done.
+    of_model = {ATTENTION: attention_of(options.model, options.scale)} if ATTENTION in names else {}
     data: dict[str, Any] = {
         "format": FORMAT,
         "setting": asdict(setting),
         "bounds": [middle.start, middle.stop],
         **{name: NUMBERS[name](setting) for name in names if name != ATTENTION},
+        **of_model,
     }
-    if ATTENTION in names:
-        data[ATTENTION] = attention_of(options.model, options.scale)
     numbers = stem.with_name(f"{stem.name}.json")
     numbers.write_text(json.dumps(data) + "\n")
     pictures = drawing.draw(data, stem)

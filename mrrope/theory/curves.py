@@ -22,8 +22,8 @@ def middle_pairs(table: FrequencyTable) -> slice:
 
 
 def similarity(inv_freq: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
-    """B(m), the sum of cos(m theta_i) over the pairs: how much more a query attends, m tokens on, to its like than to a
-    random token. The papers take a context to be usable as far as it stays positive.
+    """B(m), the sum of cos(m theta_i) over the pairs: how much more a query attends to a token like itself than to a
+    random one, when both are m tokens away. The papers take a context to be usable as far as it stays positive.
     """
     return torch.cos(distances.double()[:, None] * inv_freq.double()).sum(dim=-1)
 

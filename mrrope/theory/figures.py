@@ -43,12 +43,23 @@ class Setting:
     @property
     def middle(self) -> slice:
         """The same pairs for all methods."""
-        return middle_pairs(self.table("mrrope_pro"))
+        pairs = middle_pairs(self.table("mrrope_pro"))
+        if pairs.start == pairs.stop:
+            raise ValueError(
+                "original_max_position must be long enough for a pair to turn once, so that there are middle pairs to "
+                f"show, got {self.original_max_position}"
+            )
+        return pairs
 
     @property
     def reach(self) -> int:
         """How far the extended context goes."""
         return int(self.original_max_position * self.scale)
+
+    @property
+    def edges(self) -> list[int]:
+        """Of the stretches of distances."""
+        return log_spaced(self.reach + 1, STRETCHES)
 
 
 def rounded(values: Iterable[float]) -> list[float]:
@@ -98,7 +109,7 @@ def spelled_numbers(setting: Setting) -> dict[str, Any]:
 
 def similarities(setting: Setting) -> dict[str, Any]:
     """The dips of B(m) and its first zero, of all pairs and of the middle ones."""
-    edges = log_spaced(setting.reach + 1, STRETCHES)
+    edges = setting.edges
     found: dict[str, Any] = {"distances": edges[:-1], "first_zero_by_scale": zeros_by_scale(setting)}
     for name, pairs in (("all", slice(None)), ("middle", setting.middle)):
         found[name] = {}
@@ -128,12 +139,22 @@ def zeros_by_scale(setting: Setting) -> dict[str, Any]:
     }
 
 
+def require_distances_past_native(setting: Setting) -> None:
+    """Refuses an extension that no stretch of distances lies in."""
+    past = setting.edges[-2]
+    if past < setting.original_max_position:
+        raise ValueError(
+            f"scale must be larger, so that distances past the native length of {setting.original_max_position} tokens "
+            f"are shown, got {setting.scale:g}: the last of {STRETCHES} stretches starts at {past}"
+        )
+
+
 def middle_attention(setting: Setting, model: Any, tokens: Sequence[int]) -> dict[str, Any]:
     """What the middle pairs add to a real model's attention scores, over distance: the mean over token pairs, and how
     much that wavers from one distance to the next.
     """
     products = attention.pair_products(model, tokens, setting.rotary_dim)
-    edges = log_spaced(setting.reach + 1, STRETCHES)
+    edges = setting.edges
     found: dict[str, Any] = {"samples": len(products), "distances": edges[:-1], "methods": {}}
     for method in ("rope", *WITH_MIDDLE):
         distances = torch.arange(1, setting.reach + 1)

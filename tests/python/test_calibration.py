@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,7 +163,7 @@ def test_planted_radix_factors_are_found() -> None:
     assert distances[2] < 5e-3
 
 
-@pytest.mark.parametrize("method", [method for method in FIXED_METHODS if method != "pi"])
+@pytest.mark.parametrize("method", FIXED_METHODS)
 @pytest.mark.parametrize("knots", [1, 4, 8])
 def test_knots_start_from_the_very_table(method: str, knots: int) -> None:
     table = mrrope.frequency_table(method, **SMOLLM)
@@ -170,7 +171,7 @@ def test_knots_start_from_the_very_table(method: str, knots: int) -> None:
     start = space.table(space.start)
     torch.testing.assert_close(start.cumulative_scale, table.cumulative_scale, rtol=1e-14, atol=0)
     assert start.attention_factor == pytest.approx(table.attention_factor, rel=1e-8)
-    assert (start.scale, start.method) == (16.0, "radix")
+    assert (start.scale, start.method) == (16.0, "longrope")
 
 
 def test_what_a_knot_does() -> None:
@@ -312,6 +313,7 @@ def test_a_reading_is_made_once_and_serves_all_shorter_lengths(tmp_path: Path) -
     assert readings.loss(table, Rung([document], 4)) == pytest.approx(halves[4], rel=4 * EPSILON)
     assert readings.model.lengths_of_calls == [7]
     assert readings.count == 1
+    readings.journal.close()
     again = readings_of(tmp_path / "journal")
     assert again.loss(table, Rung([document], 8)) == readings.loss(table, Rung([document], 8))
     assert again.model.lengths_of_calls == []
@@ -342,6 +344,7 @@ def test_a_run_that_goes_on_gets_the_same_answers_in_the_same_order(tmp_path: Pa
     readings = readings_of(path)
     readings.loss(table, Rung([document], 4))
     readings.loss(table, Rung([document], 8))
+    readings.journal.close()
     lines = path.read_text().splitlines()
     short = json.loads(lines[1])
     short["figures"][0]["second_half"] = 5.0  # as if rounded otherwise
@@ -367,6 +370,7 @@ def test_a_line_that_was_cut_off_is_all_that_is_lost(tmp_path: Path) -> None:
     journal = Journal(path, {"run": 1})
     journal.put("a", {"seconds": 1})
     journal.put("b", {"seconds": 2})
+    journal.close()
     whole = path.read_bytes()
     for cut in range(whole.index(b"\n")):
         path.write_bytes(whole[:cut])  # not even the first line
@@ -388,6 +392,20 @@ def test_the_journal_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
     Journal(tmp_path / "journal", {"scale": 4.0, "model": "a"}).close()
     with pytest.raises(ValueError, match=r"--output must be .*, and .*journal is of a run with another scale$"):
         Journal(tmp_path / "journal", {"scale": 8.0, "model": "a"})
+
+
+def test_two_runs_do_not_share_a_journal(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    first = Journal(tmp_path / "journal", {})
+    first.put("a", {"seconds": 1})
+    content = (tmp_path / "journal").read_bytes()
+    with pytest.raises(ValueError, match=r"--output must be another one: the journal .* is in use by another run"):
+        Journal(tmp_path / "journal", {})
+    assert (tmp_path / "journal").read_bytes() == content
+    first.close()
+    again = Journal(tmp_path / "journal", {})
+    assert len(again) == 1
+    again.close()
 
 
 @pytest.mark.parametrize("content", [b"notes", b"notes\n", b'{"format": "other"}\n'])
@@ -470,6 +488,33 @@ def test_documents_are_dealt_out_in_turn(tmp_path: Path) -> None:
     assert dealt(5, 1) == [["#1", "#4", "#6"], ["#2", "#5"], ["#3"]]
     assert dealt(20, 20) == [["#1", "#4", "#7"], ["#2", "#5", "#8"], ["#3", "#6", "#9"]]
     assert dealt(4, 20, held_out=tmp_path / "other") == [["#1", "#3"], ["#2", "#4"], ["er"]]
+
+
+@pytest.mark.parametrize("join", [False, True])
+def test_what_was_searched_is_not_held_out(tmp_path: Path, join: bool) -> None:
+    tokenizer = byte_tokenizer(begins_texts=False)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in "abcd":
+        (texts / name).write_text(name * 50)
+    (texts / "b2").write_text("b" * 50)
+
+    def names(held_out: Path | None, count: int) -> list[list[str]]:
+        sets = documents.document_sets(
+            texts, tokenizer, 40, count=count, held_out_count=2, held_out=held_out, join=join
+        )
+        return [[document.name for document in one] for one in (sets.search, sets.decide, sets.held_out)]
+
+    with pytest.warns(UserWarning, match=r"left out of .*, for beginning as others that are used: b2$"):
+        assert names(None, 2) == [["a"], ["b"], ["c", "d"]]
+    with pytest.warns(UserWarning, match=r"left out of .*: a, b, b2$"):
+        assert names(texts, 2) == [["a"], ["b"], ["c", "d"]]
+    for same in (texts, texts / "c"):
+        with (
+            pytest.warns(UserWarning, match="left out"),
+            pytest.raises(ValueError, match=r"held_out must hold documents that text does not, and .* has none left"),
+        ):
+            names(same, 4)
 
 
 def test_short_documents_are_joined_where_asked(tmp_path: Path) -> None:
@@ -705,6 +750,19 @@ def test_another_run_under_the_same_name_is_refused(folder: Path, unbroken: Path
     assert unbroken.with_suffix(".json").read_bytes() == before
 
 
+def test_the_journal_of_other_weights_is_refused(folder: Path, tmp_path: Path, capsys) -> None:
+    options = {"model": str(tmp_path / "model"), "--budget": "1e-9"}
+    shutil.copytree(folder / "model", tmp_path / "model")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    for _ in range(2):  # with the same weights it goes on
+        assert main(arguments(folder, tmp_path / "out", **options)) == 2
+        assert "--budget must be above" in capsys.readouterr().err
+    model.model.layers[0].self_attn.o_proj.weight.data *= 1.01
+    model.save_pretrained(tmp_path / "model")
+    assert main(arguments(folder, tmp_path / "out", **options)) == 2
+    assert "is of a run with another weights" in capsys.readouterr().err
+
+
 def test_what_was_read_before_the_memory_was_full_is_kept(folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     model = LlamaForCausalLM.from_pretrained(folder / "model").eval()
     fails = OutOfMemory(room=100)
@@ -745,6 +803,18 @@ def test_patch_and_eval_take_the_name(shipped_table: mrrope.FrequencyTable, fold
     options = {"--text": str(folder / "text.txt"), "--lengths": "64", "--device": "cpu", "--methods": "rope,tiny-4x"}
     options["--output"] = str(tmp_path / "out")
     assert main(["eval", str(folder / "model"), *(part for option in options.items() for part in option)]) == 0
+
+
+def test_patch_names_methods_and_tables_where_a_name_is_neither(shipped_table, folder: Path, monkeypatch) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder / "model")
+    listed = (
+        rf"method must be one of {', '.join(mrrope.METHODS)}, .* comes with mrrope \(another, tiny-4x\), got 'tiny-8x'"
+    )
+    with pytest.raises(ValueError, match=listed):
+        mrrope.patch(model, "tiny-8x")
+    monkeypatch.setattr(shipped, "FOLDER", folder / "model" / "nothing")
+    with pytest.raises(ValueError, match=r"comes with mrrope \(there is none yet\), got 'tiny-8x'"):
+        mrrope.patch(model, ["tiny-8x"], scale="auto")
 
 
 def test_a_file_of_that_name_is_meant_where_there_is_one(shipped_table, tmp_path: Path, monkeypatch) -> None:

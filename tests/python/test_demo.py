@@ -204,6 +204,11 @@ def test_results_by_hand() -> None:
     assert lines[4].split() == ["other", "2.00", "8.00", "no:", "7"]
 
 
+def test_an_empty_answer_is_shown_as_one() -> None:
+    data = report.results(Course(16, 20), {"it": Reading(torch.ones(20), {20: ""})})
+    assert report.table(data).splitlines()[3].split()[-1] == "no:"
+
+
 def test_the_picture_smooths_over_the_points_before() -> None:
     curve = [(10, 1.0), (20, 16.0), (30, 1.0), (40, 1.0), (50, 16.0), (60, 16.0)]
     by_hand = [1.0, 4.0, 16.0 ** (1 / 3), 2.0, 4.0, 4.0]

@@ -463,6 +463,14 @@ def test_bad_options_are_named(folder: Path, replaced: dict[str, str], message: 
     assert "Traceback" not in printed
 
 
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [("Qwen/Qwen2.5-3B", "Qwen2.5-3B"), (Path("a/b.Q4_1.gguf"), "b.Q4_1"), ("folder/tiny/", "tiny")],
+)
+def test_short_names_of_models(name: str | Path, short: str) -> None:
+    assert models.short_name(name) == short
+
+
 def test_models_that_cannot_be_loaded_are_named(folder: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     (tmp_path / "weights.bin").write_bytes(b"")

@@ -3,6 +3,7 @@ leaving nothing behind."""
 
 import copy
 import gc
+import importlib
 import pickle
 import subprocess
 import sys
@@ -554,6 +555,42 @@ def test_unpickled_in_a_fresh_process(tmp_path: Path) -> None:
         cases[family] = (mrrope.patch(model, "mrrope_pro", scale=4.0), tokens(2, 24), logits(model), plain)
     path = tmp_path / "models.pickle"
     path.write_bytes(pickle.dumps(cases))
+    command = [sys.executable, "-c", IN_A_FRESH_PROCESS, path]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+ATTENTION_IN_ANOTHER_MODULE = """
+import torch
+from transformers.models.llama.modeling_llama import LlamaAttention, rotate_half
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+class OtherAttention(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings, **_):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+"""
+
+
+def test_unpickled_with_attention_in_another_module_than_the_rotary_embedding(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other_modeling.py").write_text(ATTENTION_IN_ANOTHER_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    other = importlib.import_module("other_modeling")
+    for layer in llama.model.layers:
+        layer.self_attn.__class__ = other.OtherAttention
+    plain = logits(llama)
+    want = logits(mrrope.patch(llama, "mrrope_pro", scale=4.0))
+    path = tmp_path / "models.pickle"
+    path.write_bytes(pickle.dumps({"other": (llama, tokens(2, 24), want, plain)}))
     command = [sys.executable, "-c", IN_A_FRESH_PROCESS, path]
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert run.returncode == 0, run.stderr

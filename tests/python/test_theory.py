@@ -155,6 +155,54 @@ def test_products_come_from_every_layer_and_head_of_a_model() -> None:
     assert not torch.equal(found, attention.pair_products(model, text, rotary_dim, samples=5, seed=1))
 
 
+@pytest.mark.parametrize("over", ["head", "all_heads"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_heads_that_the_op_norms_are_recorded_normed(over: str, layout: str) -> None:
+    """Turned by position 0, what comes out of the op is the normed heads and nothing else."""
+    torch.manual_seed(0)
+    table = mrrope.frequency_table("rope", rotary_dim=8, base=100.0, original_max_position=64)
+    q, k = (torch.randn(1, *((heads, 5) if layout == "bhsd" else (5, heads)), 12).double() for heads in (4, 2))
+    weights = [torch.rand(12 if over == "head" else 12 * heads).double() for heads in (4, 2)]
+    with attention.RecordedHeads(8) as recorded:
+        turned = mrrope.qk_norm_rotary(
+            q, k, *weights, torch.zeros(5, dtype=torch.int64), table, eps=0.1, weight_offset=1.0, over=over,
+            layout=layout,
+        )  # fmt: skip
+    [found] = recorded.calls
+    for heads, normed in zip(found, turned, strict=True):
+        by_head = normed[0] if layout == "bhsd" else normed[0].transpose(0, 1)
+        expected = torch.complex(by_head[..., :4], by_head[..., 4:8])
+        torch.testing.assert_close(heads, expected, rtol=0, atol=64 * FLOAT64)
+
+
+def test_a_model_with_norms_is_recorded_as_if_it_normed_by_itself() -> None:
+    """With a hook on each norm of its first layer, that layer norms by its own code and only rotates by the op."""
+    pytest.importorskip("transformers")
+    from tiny_models import tiny_model, tokens
+
+    model = tiny_model("qwen3", dtype=torch.float64)
+    heads, rotary_dim = model.config.num_attention_heads, model.config.head_dim
+    text = tokens(1, 40)[0].tolist()
+    found = attention.pair_products(model, text, rotary_dim, samples=5)
+    assert found.shape == (model.config.num_hidden_layers * heads * 5, rotary_dim // 2)
+    first = model.model.layers[0].self_attn
+    for norm in (first.q_norm, first.k_norm):
+        norm.register_forward_hook(lambda *_: None)
+    by_itself = attention.pair_products(model, text, rotary_dim, samples=5)
+    # Norms of transformers compute in float32, whatever the dtype.
+    tolerance = 64 * torch.finfo(torch.float32).eps * found.abs().max().item()
+    torch.testing.assert_close(by_itself, found, rtol=0, atol=tolerance)
+
+
+def test_a_model_that_rotates_q_and_k_one_by_one_is_refused() -> None:
+    pytest.importorskip("transformers")
+    from tiny_models import tiny_model, tokens
+
+    model = tiny_model("gemma3n_text")
+    with pytest.raises(ValueError, match=r"model must rotate q and k together for this, and Gemma3n"):
+        attention.pair_products(model, tokens(1, 40)[0].tolist(), model.config.head_dim)
+
+
 def test_a_bad_setting_is_named() -> None:
     with pytest.raises(ValueError, match=r"scale must be above 1.*got 1"):
         Setting(128, 10_000.0, 4096, 1.0)
@@ -190,6 +238,7 @@ def test_plot_writes_numbers_and_a_picture_for_each(tmp_path, capsys) -> None:
         (["attention"], "attention needs --model"),
         (["--scale", "1"], "scale must be above 1"),
         (["--rotary-dim", "7"], "rotary_dim"),
+        (["--original-max-position", "1"], "original_max_position must be long enough for a pair to turn once"),
         (["--output", "no/such/folder/t"], "--output must be in a folder that exists"),
     ],
 )
@@ -210,8 +259,9 @@ def test_wavering_is_averaged_past_the_native_length() -> None:
     assert wavering_past_native(found) == {"rope": 1.5}
 
 
-def test_a_models_attention_is_drawn(tmp_path, capsys) -> None:
-    pytest.importorskip("matplotlib")
+@pytest.fixture
+def tiny_folder(tmp_path):
+    """A model whose name has a dot in it, and its tokenizer."""
     from test_evaluation import VOCABULARY, byte_tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -225,14 +275,27 @@ def test_a_models_attention_is_drawn(tmp_path, capsys) -> None:
         num_key_value_heads=1,
         max_position_embeddings=512,
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny")
-    byte_tokenizer(begins_texts=True).save_pretrained(tmp_path / "tiny")
-    out = plotted(
-        capsys, "attention", "--model", str(tmp_path / "tiny"), "--scale", "4", "--output", str(tmp_path / "t")
-    )
+    folder = tmp_path / "tiny-2.5-3B"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer(begins_texts=True).save_pretrained(folder)
+    return folder
+
+
+def test_a_scale_that_no_distance_is_past_native_with_is_refused(tiny_folder, tmp_path, monkeypatch, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(attention, "pair_products", None)
+    given = ["--model", str(tiny_folder), "--scale", "1.01", "--output", str(tmp_path / "t")]
+    assert main(["plot", *given]) == 2
+    assert "scale must be larger, so that distances past the native length of 512 tokens" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [tiny_folder]
+
+
+def test_a_models_attention_is_drawn(tiny_folder, tmp_path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    out = plotted(capsys, "attention", "--model", str(tiny_folder), "--scale", "4", "--output", str(tmp_path / "t"))
     found = json.loads((tmp_path / "t.json").read_text())["attention"]
     setting = {"rotary_dim": 32, "base": 10_000.0, "original_max_position": 512, "scale": 4.0}
-    assert (found["model"], found["setting"], found["samples"]) == ("tiny", setting, 2 * 2 * 50)
+    assert (found["model"], found["setting"], found["samples"]) == ("tiny-2.5-3B", setting, 2 * 2 * 50)
     for curves_of in found["methods"].values():
         assert len(curves_of["mean"]) == len(curves_of["wavering"]) == len(found["distances"])
     # Next to each other, where no table has slowed anything that has turned, all agree.
