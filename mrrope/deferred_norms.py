@@ -12,6 +12,7 @@ weights in another dtype than q and k come in, norms by its own code.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -85,12 +86,26 @@ def _norms_as(form: NormForm, norm: nn.Module, weight: nn.Parameter, scale: floa
 
 
 class WithoutNorms:
-    """Stands for an attention module in one call of its forward, and lets its norms wait."""
+    """Stands for an attention module in one call of its forward, and lets its norms wait.
+
+    Attention functions get it for the module, so that it gives itself out as one, and writes go through to it.
+    """
 
     def __init__(self, attention: nn.Module, forms: dict[str, NormForm], table: TableAfterNorms) -> None:
-        self._mrrope_attention = attention
-        self._mrrope_forms = forms
-        self._mrrope_table = table
+        object.__setattr__(self, "_mrrope_attention", attention)
+        object.__setattr__(self, "_mrrope_forms", forms)
+        object.__setattr__(self, "_mrrope_table", table)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # torch.compile asks one that was never initialized, too.
+        return type(vars(self).get("_mrrope_attention", self))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._mrrope_attention, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._mrrope_attention, name)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._mrrope_attention, name)
@@ -111,21 +126,20 @@ def _norm_or_wait(norm: nn.Module, form: NormForm, role: str, table: TableAfterN
 @functools.cache
 def class_that_defers(original: type[nn.Module]) -> type[nn.Module]:
     """The class of an attention module, but with norms that wait in calls of a patched model."""
-    forward: Callable[..., Any] = original.forward
-    place = list(inspect.signature(forward).parameters).index("position_embeddings") - 1
+    place = list(inspect.signature(original.forward).parameters).index("position_embeddings") - 1
 
-    @functools.wraps(forward)
+    @functools.wraps(original.forward)
     def with_deferred_norms(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_named = "position_embeddings" in kwargs
         embedding = kwargs["position_embeddings"] if is_named else args[place] if len(args) > place else None
         if not (isinstance(embedding, tuple) and len(embedding) == 2 and embedding[1].dtype == PACKED_TABLE_DTYPE):
-            return forward(self, *args, **kwargs)
+            return original.forward(self, *args, **kwargs)
         table = TableAfterNorms(embedding[1])
         if is_named:
             kwargs["position_embeddings"] = (embedding[0], table)
         else:
             args = (*args[:place], (embedding[0], table), *args[place + 1 :])
-        result = forward(WithoutNorms(self, getattr(self, FORMS), table), *args, **kwargs)
+        result = original.forward(WithoutNorms(self, getattr(self, FORMS), table), *args, **kwargs)
         table.expect_nothing_waiting()
         return result
 
@@ -236,14 +250,23 @@ def _is_the_same(attention: nn.Module, forms: dict[str, NormForm], rotary: nn.Mo
     # The norms' dtype is the one that is computed in; that of other weights may be one to keep them small.
     weight: Any = getattr(attention, next(iter(forms))).weight
     hidden_states = _random(1, TRIED_TOKENS, width).to(weight)
-    was_training = [module for module in attention.modules() if module.training]
-    for module in was_training:
-        module.training = False
-    try:
+    with _left_as_it_was(attention):
+        attention.eval()
         return any(_agree_on(attention, forms, hidden_states, packed) for packed in _embeddings(rotary, hidden_states))
+
+
+@contextlib.contextmanager
+def _left_as_it_was(module: nn.Module) -> Iterator[None]:
+    """Afterwards a module and its parts have the attributes that they had, whatever their code writes meanwhile."""
+    parts = list(module.modules())
+    holders = [holder for part in parts for holder in (vars(part), part._parameters, part._buffers, part._modules)]
+    before = [dict(holder) for holder in holders]
+    try:
+        yield
     finally:
-        for module in was_training:
-            module.training = True
+        for holder, attributes in zip(holders, before, strict=True):
+            holder.clear()
+            holder.update(attributes)
 
 
 def _agree_on(

@@ -192,6 +192,67 @@ def test_weights_changed_later_are_used() -> None:
     assert_same(logits(model), logits(apart))
 
 
+@pytest.fixture
+def remembering(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An attention function that asks what its module is, and writes to it."""
+    interfaces = pytest.importorskip("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    sdpa = interfaces["sdpa"]
+
+    def attend(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        module.last_length = query.shape[2]
+        module.was_itself = isinstance(module, nn.Module) and "Attention" in module.__class__.__name__
+        if hasattr(module, "left_over"):
+            del module.left_over
+        return sdpa(module, query, *args, **kwargs)
+
+    monkeypatch.setitem(interfaces._global_mapping, "remembering", attend)
+    return "remembering"
+
+
+def test_attention_functions_get_what_they_take_for_the_module(remembering: str) -> None:
+    model = patched("qwen3")
+    model.set_attn_implementation(remembering)
+    for attention in attentions(model):
+        attention.left_over = True
+    assert_same(logits(model), logits(reference("qwen3")))
+    for attention in attentions(model):
+        assert attention.last_length == 24
+        assert attention.was_itself
+        assert not hasattr(attention, "left_over")
+
+
+def test_compiled_attention_functions_write_to_the_module(remembering: str, dynamo: Any) -> None:
+    model = patched("qwen3")
+    model.set_attn_implementation(remembering)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert_same(logits(compiled), logits(reference("qwen3")))
+    assert [attention.last_length for attention in attentions(model)] == [24, 24]
+
+
+def test_an_attention_module_counts_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its model alone, not the ones by which it was tried."""
+    model = tiny_model("qwen3").train()
+    own_class = type(model.model.layers[0].self_attn)
+    own_forward = own_class.forward
+
+    def counting(
+        self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any
+    ) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        self.register_buffer("seen", hidden_states, persistent=False)
+        return own_forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
+
+    monkeypatch.setattr(own_class, "forward", counting)
+    mrrope.patch(model, "mrrope_pro", **PATCH)
+    found = attentions(model)
+    assert len(found) == 2
+    assert not any(hasattr(attention, "calls") or hasattr(attention, "seen") for attention in found)
+    assert all(module.training for module in model.modules())
+    for _ in range(3):
+        logits(model.eval())
+    assert [attention.calls for attention in found] == [3, 3]
+
+
 class Quantized(nn.Linear):
     """A projection that keeps its weights in eight bits."""
 
