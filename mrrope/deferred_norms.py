@@ -6,8 +6,8 @@ table that travels to that function; there the op norms and rotates at once. The
 belongs to that call alone: there is no state between calls, and the modules themselves stay what they were.
 
 Which modules are norms of that kind, and whether an attention module does the same with and without its notes, is found
-by trying. What changes later is looked at in every call: a norm that has hooks, is sharded or replaced, or keeps its
-weights in another dtype than q and k come in, norms by its own code.
+by trying. What changes later is looked at in every call: a norm that has hooks or another eps, is sharded or replaced,
+or keeps its weights in another dtype than q and k come in, norms by its own code.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from mrrope.conventions import PACKED_TABLE_DTYPE, DeferredNorm, TableAfterNorms
 
 FORMS = "_mrrope_norms"
 """Where an attention module keeps how its norms norm, by their names."""
+ORIGINAL = "_mrrope_original"
+"""Where the class of an attention module whose norms wait keeps the one that it was made from."""
 EPS_NAMES = ("variance_epsilon", "eps", "norm_eps", "epsilon")
 TRIED_TOKENS = 4
 KEPT_FOR_OTHER_LAYERS = "shared_kv_states"
@@ -38,17 +40,20 @@ class NormForm:
     """How a module norms: x / rms(x) * (weight + weight_offset) over the last dimension."""
 
     module_class: type
+    eps_name: str
     eps: float
     weight_offset: float
 
     def may_wait(self, norm: nn.Module, x: torch.Tensor) -> bool:
         """Whether a norm is still what it was, so that the op may do its work on ``x`` later."""
+        if type(norm) is not self.module_class or "forward" in vars(norm):
+            return False
         weight = norm.weight
         return (
-            type(norm) is self.module_class
-            and "forward" not in vars(norm)
+            getattr(norm, self.eps_name, None) == self.eps
             and not (norm._forward_hooks or norm._forward_pre_hooks)
             and not (norm._backward_hooks or norm._backward_pre_hooks)
+            and not nn.modules.module._has_any_global_hook()
             and type(weight) in (nn.Parameter, torch.Tensor)
             and weight.dtype == x.dtype
             and weight.device == x.device
@@ -62,12 +67,12 @@ def form_of(norm: nn.Module) -> NormForm | None:
     weight = tensors.get("weight")
     if len(tensors) != 1 or type(weight) is not nn.Parameter or weight.dim() != 1 or weight.is_meta:
         return None
-    stated = (getattr(norm, name, None) for name in EPS_NAMES)
-    eps = next((float(value) for value in stated if isinstance(value, float)), None)
-    if eps is None:
+    eps_name = next((name for name in EPS_NAMES if isinstance(getattr(norm, name, None), float)), None)
+    if eps_name is None:
         return None
+    eps = float(getattr(norm, eps_name))
     for offset in (0.0, 1.0):
-        form = NormForm(type(norm), eps, offset)
+        form = NormForm(type(norm), eps_name, eps, offset)
         # Small ones too, where eps counts.
         if all(_norms_as(form, norm, weight, scale) for scale in (1.0, eps**0.5)):
             return form
@@ -130,6 +135,9 @@ def class_that_defers(original: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(original.forward)
     def with_deferred_norms(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forms = vars(self).get(FORMS)
+        if forms is None:
+            return original.forward(self, *args, **kwargs)
         is_named = "position_embeddings" in kwargs
         embedding = kwargs["position_embeddings"] if is_named else args[place] if len(args) > place else None
         if not (isinstance(embedding, tuple) and len(embedding) == 2 and embedding[1].dtype == PACKED_TABLE_DTYPE):
@@ -139,17 +147,20 @@ def class_that_defers(original: type[nn.Module]) -> type[nn.Module]:
             kwargs["position_embeddings"] = (embedding[0], table)
         else:
             args = (*args[:place], (embedding[0], table), *args[place + 1 :])
-        result = original.forward(WithoutNorms(self, getattr(self, FORMS), table), *args, **kwargs)
+        result = original.forward(WithoutNorms(self, forms, table), *args, **kwargs)
         table.expect_nothing_waiting()
         return result
 
     def reduced(self: nn.Module, protocol: Any) -> Any:
         # Pickle finds classes by their names, and this one has its original's.
         parts: Any = original.__reduce_ex__(self, protocol)
+        if ORIGINAL not in vars(type(self)):
+            return parts
         return (_new_that_defers, (original,), *parts[2:])
 
     members = {
         "forward": with_deferred_norms,
+        ORIGINAL: original,
         "__reduce_ex__": reduced,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -171,7 +182,8 @@ def defer_norms(model: nn.Module, rotary: nn.Module) -> None:
     for attention in model.modules():
         if not norms_wait_in(attention) and (forms := _forms_in(attention)) and _is_the_same(attention, forms, rotary):
             setattr(attention, FORMS, forms)
-            attention.__class__ = class_that_defers(type(attention))  # type: ignore[arg-type]
+            if not hasattr(attention, ORIGINAL):
+                attention.__class__ = class_that_defers(type(attention))  # type: ignore[arg-type]
 
 
 def norms_wait_in(module: nn.Module) -> bool:
@@ -180,9 +192,13 @@ def norms_wait_in(module: nn.Module) -> bool:
 
 
 def restore_norms(module: nn.Module) -> None:
-    """Undoes what :func:`defer_norms` did to an attention module."""
-    module.__class__ = type(module).__bases__[0]
+    """Undoes what :func:`defer_norms` did to an attention module.
+
+    A class that was made from the changed one meanwhile, as sharding does, stays, and runs the original's forward.
+    """
     delattr(module, FORMS)
+    if ORIGINAL in vars(type(module)):
+        module.__class__ = getattr(module, ORIGINAL)
 
 
 def _forms_in(attention: nn.Module) -> dict[str, NormForm]:

@@ -4,6 +4,7 @@ The reference is the same model, patched, with its norms left to its own code.
 """
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -171,11 +172,11 @@ def test_hooks_on_a_norm_see_it_norm(kind: str) -> None:
     assert calls(model)["qk_norm_rotary"] == 2, "k of that layer alone, and the other layer"
 
 
-def test_a_norm_put_in_later_is_used() -> None:
+@pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.Identity()], ids=["another", "none"])
+def test_a_norm_put_in_later_is_used(norm: nn.Module) -> None:
     model, apart = patched("qwen3"), reference("qwen3")
     for which in (model, apart):
-        attention = which.model.layers[0].self_attn
-        attention.q_norm = nn.LayerNorm(attention.q_norm.weight.shape)
+        which.model.layers[0].self_attn.q_norm = norm
     assert_same(logits(model), logits(apart))
     assert_same(logits(mrrope.unpatch(model)), logits(mrrope.unpatch(apart)))
 
@@ -190,6 +191,77 @@ def test_weights_changed_later_are_used() -> None:
         ))  # fmt: skip
     assert relative(logits(model), before) > 1e-3
     assert_same(logits(model), logits(apart))
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_an_eps_changed_later_is_used(compiles: bool, dynamo: Any) -> None:
+    model, apart = patched("qwen3"), reference("qwen3")
+    called = torch.compile(model, backend="eager", fullgraph=True) if compiles else model
+    before = logits(called)
+    for which in (model, apart):
+        which.model.layers[0].self_attn.q_norm.variance_epsilon = 10.0
+    assert relative(logits(called), before) > 1e-3
+    assert_same(logits(called), logits(apart))
+
+
+def test_hooks_on_all_modules_see_the_norms() -> None:
+    model = patched("qwen3")
+    seen = []
+    with nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module)):
+        assert_same(logits(model), logits(reference("qwen3")))
+    for attention in attentions(model):
+        assert attention.q_norm in seen
+        assert attention.k_norm in seen
+    assert calls(model)["qk_norm_rotary"] == 2
+
+
+def test_a_wrapped_forward_outlives_the_patch() -> None:
+    model = patched("qwen3")
+    for attention in attentions(model):
+        attention.forward = functools.partial(attention.forward)
+    assert_same(logits(model), logits(reference("qwen3")))
+    mrrope.patch(model, "mrrope_pro", **PATCH)
+    assert attentions(model) == []
+    assert_same(logits(model), logits(reference("qwen3")))
+    assert torch.equal(logits(mrrope.unpatch(model)), logits(tiny_model("qwen3")))
+
+
+def test_a_class_that_was_derived_meanwhile_stays() -> None:
+    model = patched("qwen3")
+    for attention in attentions(model):
+        attention.__class__ = type("Derived", (type(attention),), {})
+    assert calls(model)["qk_norm_rotary"] == 2
+    assert {type(attention).__name__ for attention in attentions(copy.deepcopy(model))} == {"Derived"}
+    assert torch.equal(logits(mrrope.unpatch(model)), logits(tiny_model("qwen3")))
+    mrrope.patch(model, "mrrope_pro", **PATCH)
+    assert calls(model)["qk_norm_rotary"] == 2
+    assert_same(logits(model), logits(reference("qwen3")))
+    assert {type(layer.self_attn).__name__ for layer in model.model.layers} == {"Derived"}
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_unpatched_after_sharding() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    model = patched("qwen3")
+    mesh = init_device_mesh("cpu", (1,))
+    found = attentions(model)
+    for attention in found:
+        fully_shard(attention, mesh=mesh)
+    assert_same(logits(model), logits(reference("qwen3")))
+    mrrope.unpatch(model)
+    assert attentions(model) == []
+    assert all(isinstance(attention, FSDPModule) for attention in found)
+    assert_same(logits(model), logits(tiny_model("qwen3")))
 
 
 @pytest.fixture
@@ -235,9 +307,7 @@ def test_an_attention_module_counts_its_calls(monkeypatch: pytest.MonkeyPatch) -
     own_class = type(model.model.layers[0].self_attn)
     own_forward = own_class.forward
 
-    def counting(
-        self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any
-    ) -> Any:
+    def counting(self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
         self.calls = getattr(self, "calls", 0) + 1
         self.register_buffer("seen", hidden_states, persistent=False)
         return own_forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
