@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from torch import nn
 
 from mrrope import model_rope
 from mrrope.conventions import PACKED_TABLE_DTYPE, DeferredNorm, TableAfterNorms
+
+logger = logging.getLogger(__name__)
 
 FORMS = "_mrrope_norms"
 """Where an attention module keeps how its norms norm, by their names."""
@@ -53,7 +56,7 @@ class NormForm:
             getattr(norm, self.eps_name, None) == self.eps
             and not (norm._forward_hooks or norm._forward_pre_hooks)
             and not (norm._backward_hooks or norm._backward_pre_hooks)
-            and not nn.modules.module._has_any_global_hook()
+            and not nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
             and type(weight) in (nn.Parameter, torch.Tensor)
             and weight.dtype == x.dtype
             and weight.device == x.device
@@ -303,6 +306,8 @@ def _agree_on(
                 **extra,
             )
         except Exception:  # its own code may raise anything where it is not called as it expects
+            why = "with its norms deferred" if waits else "by itself"
+            logger.debug("%s keeps its norms: it cannot be tried %s", type(attention).__name__, why, exc_info=True)
             return False
         tables.append(table)
         outputs.append(output[0] if isinstance(output, tuple) else output)

@@ -3,6 +3,7 @@
 The reference is the same model, patched, with its norms left to its own code.
 """
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mrrope
+from mrrope.conventions import Convention, DeferredNorm
 from mrrope.deferred_norms import norms_wait_in
 
 pytest.importorskip("transformers")
@@ -26,7 +28,7 @@ pytest.importorskip("transformers")
 from test_patch import IN_A_FRESH_PROCESS, Snapshot, assert_same, logits, relative
 from test_patch_in_use import assert_same_gradients, generated, gradients
 from tiny_models import tiny_model, tokens
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from two_processes import results_of
 
 FAMILIES = {
@@ -48,9 +50,15 @@ def patched(family: str, **options: Any) -> PreTrainedModel:
 
 def reference(family: str, **options: Any) -> PreTrainedModel:
     """Patched too, with norm and rotation apart."""
+    with norms_left_alone():
+        return patched(family, **options)
+
+
+@contextlib.contextmanager
+def norms_left_alone() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("mrrope.patching.defer_norms", lambda *_: None)
-        return patched(family, **options)
+        yield
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
@@ -95,6 +103,54 @@ def test_families(family: str) -> None:
     assert counts["qk_norm_rotary"] == separate * len(found)
     assert sum(counts.values()) == sum(calls(apart).values()), "one op for each rotation that there was"
     assert_same(logits(model), logits(apart))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 1)], ids=["one for k", "one"])
+def test_one_head(family: str, sizes: tuple[int, int]) -> None:
+    """A norm of all heads is then one of the head, and goes with either kind."""
+    config = tiny_model(family).config
+    config.num_attention_heads, config.num_key_value_heads = sizes
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, weight in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            nn.init.normal_(weight, 1.0, 0.5)
+    with norms_left_alone():
+        want = logits(mrrope.patch(copy.deepcopy(model), "mrrope_pro", **PATCH))
+    mrrope.patch(model, "mrrope_pro", **PATCH)
+    assert calls(model)["qk_norm_rotary"] == len(model.model.layers)
+    assert_same(logits(model), want)
+
+
+def test_norms_of_two_kinds_in_one_rotation() -> None:
+    """q over all its heads, k by the head."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 5, 16, generator=generator) for heads in (4, 2))
+    norms = [DeferredNorm(torch.randn(size, generator=generator), 1e-6, 0.0) for size in (64, 16)]
+    table = mrrope.frequency_table("mrrope_pro", rotary_dim=16, base=10000.0, scale=4.0, original_max_position=64)
+    packed, positions = table.packed(q.device), torch.arange(5)[None]
+    convention = Convention("halves")
+    all_of_q = nn.functional.rms_norm(q.transpose(1, 2).flatten(-2), (64,), norms[0].weight, 1e-6)
+    normed = [
+        all_of_q.unflatten(-1, (4, 16)).transpose(1, 2),
+        nn.functional.rms_norm(k, (16,), norms[1].weight, 1e-6),
+    ]
+    found = convention.norm_and_rotate([q, k], norms, positions, packed, "bhsd")
+    torch.testing.assert_close(found, convention.rotate(normed, positions, packed, "bhsd"))
+
+
+def test_why_a_module_cannot_be_tried_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a defect of the op")
+
+    monkeypatch.setattr(Convention, "norm_and_rotate", broken)
+    with caplog.at_level("DEBUG", "mrrope.deferred_norms"):
+        assert attentions(patched("qwen3")) == []
+    assert "Qwen3Attention keeps its norms: it cannot be tried with its norms deferred" in caplog.text
+    assert "a defect of the op" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
@@ -341,8 +397,7 @@ def test_quantized_projections() -> None:
         for layer in model.model.layers:
             layer.self_attn.q_proj = Quantized(layer.self_attn.q_proj)
     model = mrrope.patch(models[0], "mrrope_pro", **PATCH)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("mrrope.patching.defer_norms", lambda *_: None)
+    with norms_left_alone():
         apart = mrrope.patch(models[1], "mrrope_pro", **PATCH)
     assert len(attentions(model)) == 2
     assert_same(logits(model), logits(apart))
