@@ -48,12 +48,11 @@ class NormForm:
     weight_offset: float
 
     def may_wait(self, norm: nn.Module, x: torch.Tensor) -> bool:
-        """Whether a norm is still what it was, so that the op may do its work on ``x`` later."""
-        if type(norm) is not self.module_class or "forward" in vars(norm):
-            return False
+        """Whether a norm of this class is still what it was, so that the op may do its work on ``x`` later."""
         weight = norm.weight
         return (
-            getattr(norm, self.eps_name, None) == self.eps
+            "forward" not in vars(norm)
+            and getattr(norm, self.eps_name, None) == self.eps
             and not (norm._forward_hooks or norm._forward_pre_hooks)
             and not (norm._backward_hooks or norm._backward_pre_hooks)
             and not nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
@@ -118,7 +117,7 @@ class WithoutNorms:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._mrrope_attention, name)
         form = self._mrrope_forms.get(name)
-        if form is None:
+        if form is None or type(value) is not form.module_class:
             return value
         return functools.partial(_norm_or_wait, value, form, name[0], self._mrrope_table)
 
