@@ -66,10 +66,13 @@ class Convention:
         table: torch.Tensor,
         layout: str,
     ) -> list[torch.Tensor]:
-        """The same for heads that are still to be normed, all of them alike."""
+        """The same for heads that are still to be normed, by norms that are alike."""
         if self.turns_last or self.gathers_halves:
             raise ValueError("norms must not be deferred where the rotation takes heads apart")
-        (over,) = {norm.over(x, layout) for norm, x in zip(norms, heads, strict=True)}
+        kinds = {norm.over(x, layout) for norm, x in zip(norms, heads, strict=True)} - {None}
+        if len(kinds) > 1:
+            apart = zip(heads, norms, strict=True)
+            return [y for x, norm in apart for y in self.norm_and_rotate([x], [norm], positions, table, layout)]
         turned: list[torch.Tensor] = torch.ops.mrrope.qk_norm_rotary.default(
             [x if x.stride(-1) == 1 else x.contiguous() for x in heads],
             [norm.weight for norm in norms],
@@ -77,7 +80,7 @@ class Convention:
             table,
             norms[0].eps,
             norms[0].weight_offset,
-            over,
+            kinds.pop() if kinds else "head",
             layout,
             self.pairing,
             self.backwards,
@@ -93,12 +96,12 @@ class DeferredNorm:
     eps: float
     weight_offset: float
 
-    def over(self, heads: torch.Tensor, layout: str) -> str:
-        """What one mean is taken of, as the op calls it."""
-        head_dim = heads.shape[-1]
+    def over(self, heads: torch.Tensor, layout: str) -> str | None:
+        """What one mean is taken of, as the op calls it; None where there is one head, and it makes no difference."""
+        head_dim, count = heads.shape[-1], heads.shape[1 if layout == "bhsd" else 2]
         if self.weight.shape[0] == head_dim:
-            return "head"
-        if self.weight.shape[0] == head_dim * heads.shape[1 if layout == "bhsd" else 2]:
+            return "head" if count > 1 else None
+        if self.weight.shape[0] == head_dim * count:
             return "all_heads"
         raise ValueError(f"norms must be deferred to whole heads, got {tuple(heads.shape)} for {self.weight.shape[0]}")
 

@@ -6,14 +6,16 @@ table that travels to that function; there the op norms and rotates at once. The
 belongs to that call alone: there is no state between calls, and the modules themselves stay what they were.
 
 Which modules are norms of that kind, and whether an attention module does the same with and without its notes, is found
-by trying. What changes later is looked at in every call: a norm that has hooks, is sharded or replaced, or keeps its
-weights in another dtype than q and k come in, norms by its own code.
+by trying. What changes later is looked at in every call: a norm that has hooks or another eps, is sharded or replaced,
+or keeps its weights in another dtype than q and k come in, norms by its own code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +26,12 @@ from torch import nn
 from mrrope import model_rope
 from mrrope.conventions import PACKED_TABLE_DTYPE, DeferredNorm, TableAfterNorms
 
+logger = logging.getLogger(__name__)
+
 FORMS = "_mrrope_norms"
 """Where an attention module keeps how its norms norm, by their names."""
+ORIGINAL = "_mrrope_original"
+"""Where the class of an attention module whose norms wait keeps the one that it was made from."""
 EPS_NAMES = ("variance_epsilon", "eps", "norm_eps", "epsilon")
 TRIED_TOKENS = 4
 KEPT_FOR_OTHER_LAYERS = "shared_kv_states"
@@ -37,17 +43,19 @@ class NormForm:
     """How a module norms: x / rms(x) * (weight + weight_offset) over the last dimension."""
 
     module_class: type
+    eps_name: str
     eps: float
     weight_offset: float
 
     def may_wait(self, norm: nn.Module, x: torch.Tensor) -> bool:
-        """Whether a norm is still what it was, so that the op may do its work on ``x`` later."""
+        """Whether a norm of this class is still what it was, so that the op may do its work on ``x`` later."""
         weight = norm.weight
         return (
-            type(norm) is self.module_class
-            and "forward" not in vars(norm)
+            "forward" not in vars(norm)
+            and getattr(norm, self.eps_name, None) == self.eps
             and not (norm._forward_hooks or norm._forward_pre_hooks)
             and not (norm._backward_hooks or norm._backward_pre_hooks)
+            and not nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
             and type(weight) in (nn.Parameter, torch.Tensor)
             and weight.dtype == x.dtype
             and weight.device == x.device
@@ -61,12 +69,12 @@ def form_of(norm: nn.Module) -> NormForm | None:
     weight = tensors.get("weight")
     if len(tensors) != 1 or type(weight) is not nn.Parameter or weight.dim() != 1 or weight.is_meta:
         return None
-    stated = (getattr(norm, name, None) for name in EPS_NAMES)
-    eps = next((float(value) for value in stated if isinstance(value, float)), None)
-    if eps is None:
+    eps_name = next((name for name in EPS_NAMES if isinstance(getattr(norm, name, None), float)), None)
+    if eps_name is None:
         return None
+    eps = float(getattr(norm, eps_name))
     for offset in (0.0, 1.0):
-        form = NormForm(type(norm), eps, offset)
+        form = NormForm(type(norm), eps_name, eps, offset)
         # Small ones too, where eps counts.
         if all(_norms_as(form, norm, weight, scale) for scale in (1.0, eps**0.5)):
             return form
@@ -85,17 +93,31 @@ def _norms_as(form: NormForm, norm: nn.Module, weight: nn.Parameter, scale: floa
 
 
 class WithoutNorms:
-    """Stands for an attention module in one call of its forward, and lets its norms wait."""
+    """Stands for an attention module in one call of its forward, and lets its norms wait.
+
+    Attention functions get it for the module, so that it gives itself out as one, and writes go through to it.
+    """
 
     def __init__(self, attention: nn.Module, forms: dict[str, NormForm], table: TableAfterNorms) -> None:
-        self._mrrope_attention = attention
-        self._mrrope_forms = forms
-        self._mrrope_table = table
+        object.__setattr__(self, "_mrrope_attention", attention)
+        object.__setattr__(self, "_mrrope_forms", forms)
+        object.__setattr__(self, "_mrrope_table", table)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # torch.compile asks one that was never initialized, too.
+        return type(vars(self).get("_mrrope_attention", self))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._mrrope_attention, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._mrrope_attention, name)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._mrrope_attention, name)
         form = self._mrrope_forms.get(name)
-        if form is None:
+        if form is None or type(value) is not form.module_class:
             return value
         return functools.partial(_norm_or_wait, value, form, name[0], self._mrrope_table)
 
@@ -111,31 +133,36 @@ def _norm_or_wait(norm: nn.Module, form: NormForm, role: str, table: TableAfterN
 @functools.cache
 def class_that_defers(original: type[nn.Module]) -> type[nn.Module]:
     """The class of an attention module, but with norms that wait in calls of a patched model."""
-    forward: Callable[..., Any] = original.forward
-    place = list(inspect.signature(forward).parameters).index("position_embeddings") - 1
+    place = list(inspect.signature(original.forward).parameters).index("position_embeddings") - 1
 
-    @functools.wraps(forward)
+    @functools.wraps(original.forward)
     def with_deferred_norms(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forms = vars(self).get(FORMS)
+        if forms is None:
+            return original.forward(self, *args, **kwargs)
         is_named = "position_embeddings" in kwargs
         embedding = kwargs["position_embeddings"] if is_named else args[place] if len(args) > place else None
         if not (isinstance(embedding, tuple) and len(embedding) == 2 and embedding[1].dtype == PACKED_TABLE_DTYPE):
-            return forward(self, *args, **kwargs)
+            return original.forward(self, *args, **kwargs)
         table = TableAfterNorms(embedding[1])
         if is_named:
             kwargs["position_embeddings"] = (embedding[0], table)
         else:
             args = (*args[:place], (embedding[0], table), *args[place + 1 :])
-        result = forward(WithoutNorms(self, getattr(self, FORMS), table), *args, **kwargs)
+        result = original.forward(WithoutNorms(self, forms, table), *args, **kwargs)
         table.expect_nothing_waiting()
         return result
 
     def reduced(self: nn.Module, protocol: Any) -> Any:
         # Pickle finds classes by their names, and this one has its original's.
         parts: Any = original.__reduce_ex__(self, protocol)
+        if ORIGINAL not in vars(type(self)):
+            return parts
         return (_new_that_defers, (original,), *parts[2:])
 
     members = {
         "forward": with_deferred_norms,
+        ORIGINAL: original,
         "__reduce_ex__": reduced,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -157,7 +184,8 @@ def defer_norms(model: nn.Module, rotary: nn.Module) -> None:
     for attention in model.modules():
         if not norms_wait_in(attention) and (forms := _forms_in(attention)) and _is_the_same(attention, forms, rotary):
             setattr(attention, FORMS, forms)
-            attention.__class__ = class_that_defers(type(attention))  # type: ignore[arg-type]
+            if not hasattr(attention, ORIGINAL):
+                attention.__class__ = class_that_defers(type(attention))  # type: ignore[arg-type]
 
 
 def norms_wait_in(module: nn.Module) -> bool:
@@ -166,9 +194,13 @@ def norms_wait_in(module: nn.Module) -> bool:
 
 
 def restore_norms(module: nn.Module) -> None:
-    """Undoes what :func:`defer_norms` did to an attention module."""
-    module.__class__ = type(module).__bases__[0]
+    """Undoes what :func:`defer_norms` did to an attention module.
+
+    A class that was made from the changed one meanwhile, as sharding does, stays, and runs the original's forward.
+    """
     delattr(module, FORMS)
+    if ORIGINAL in vars(type(module)):
+        module.__class__ = getattr(module, ORIGINAL)
 
 
 def _forms_in(attention: nn.Module) -> dict[str, NormForm]:
@@ -236,14 +268,23 @@ def _is_the_same(attention: nn.Module, forms: dict[str, NormForm], rotary: nn.Mo
     # The norms' dtype is the one that is computed in; that of other weights may be one to keep them small.
     weight: Any = getattr(attention, next(iter(forms))).weight
     hidden_states = _random(1, TRIED_TOKENS, width).to(weight)
-    was_training = [module for module in attention.modules() if module.training]
-    for module in was_training:
-        module.training = False
-    try:
+    with _left_as_it_was(attention):
+        attention.eval()
         return any(_agree_on(attention, forms, hidden_states, packed) for packed in _embeddings(rotary, hidden_states))
+
+
+@contextlib.contextmanager
+def _left_as_it_was(module: nn.Module) -> Iterator[None]:
+    """Afterwards a module and its parts have the attributes that they had, whatever their code writes meanwhile."""
+    parts = list(module.modules())
+    holders = [holder for part in parts for holder in (vars(part), part._parameters, part._buffers, part._modules)]
+    before = [dict(holder) for holder in holders]
+    try:
+        yield
     finally:
-        for module in was_training:
-            module.training = True
+        for holder, attributes in zip(holders, before, strict=True):
+            holder.clear()
+            holder.update(attributes)
 
 
 def _agree_on(
@@ -264,6 +305,8 @@ def _agree_on(
                 **extra,
             )
         except Exception:  # its own code may raise anything where it is not called as it expects
+            why = "with its norms deferred" if waits else "by itself"
+            logger.debug("%s keeps its norms: it cannot be tried %s", type(attention).__name__, why, exc_info=True)
             return False
         tables.append(table)
         outputs.append(output[0] if isinstance(output, tuple) else output)

@@ -3,7 +3,9 @@
 The reference is the same model, patched, with its norms left to its own code.
 """
 
+import contextlib
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mrrope
+from mrrope.conventions import Convention, DeferredNorm
 from mrrope.deferred_norms import norms_wait_in
 
 pytest.importorskip("transformers")
@@ -25,7 +28,7 @@ pytest.importorskip("transformers")
 from test_patch import IN_A_FRESH_PROCESS, Snapshot, assert_same, logits, relative
 from test_patch_in_use import assert_same_gradients, generated, gradients
 from tiny_models import tiny_model, tokens
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from two_processes import results_of
 
 FAMILIES = {
@@ -47,9 +50,15 @@ def patched(family: str, **options: Any) -> PreTrainedModel:
 
 def reference(family: str, **options: Any) -> PreTrainedModel:
     """Patched too, with norm and rotation apart."""
+    with norms_left_alone():
+        return patched(family, **options)
+
+
+@contextlib.contextmanager
+def norms_left_alone() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("mrrope.patching.defer_norms", lambda *_: None)
-        return patched(family, **options)
+        yield
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
@@ -94,6 +103,54 @@ def test_families(family: str) -> None:
     assert counts["qk_norm_rotary"] == separate * len(found)
     assert sum(counts.values()) == sum(calls(apart).values()), "one op for each rotation that there was"
     assert_same(logits(model), logits(apart))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 1)], ids=["one for k", "one"])
+def test_one_head(family: str, sizes: tuple[int, int]) -> None:
+    """A norm of all heads is then one of the head, and goes with either kind."""
+    config = tiny_model(family).config
+    config.num_attention_heads, config.num_key_value_heads = sizes
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, weight in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            nn.init.normal_(weight, 1.0, 0.5)
+    with norms_left_alone():
+        want = logits(mrrope.patch(copy.deepcopy(model), "mrrope_pro", **PATCH))
+    mrrope.patch(model, "mrrope_pro", **PATCH)
+    assert calls(model)["qk_norm_rotary"] == len(model.model.layers)
+    assert_same(logits(model), want)
+
+
+def test_norms_of_two_kinds_in_one_rotation() -> None:
+    """q over all its heads, k by the head."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 5, 16, generator=generator) for heads in (4, 2))
+    norms = [DeferredNorm(torch.randn(size, generator=generator), 1e-6, 0.0) for size in (64, 16)]
+    table = mrrope.frequency_table("mrrope_pro", rotary_dim=16, base=10000.0, scale=4.0, original_max_position=64)
+    packed, positions = table.packed(q.device), torch.arange(5)[None]
+    convention = Convention("halves")
+    all_of_q = nn.functional.rms_norm(q.transpose(1, 2).flatten(-2), (64,), norms[0].weight, 1e-6)
+    normed = [
+        all_of_q.unflatten(-1, (4, 16)).transpose(1, 2),
+        nn.functional.rms_norm(k, (16,), norms[1].weight, 1e-6),
+    ]
+    found = convention.norm_and_rotate([q, k], norms, positions, packed, "bhsd")
+    torch.testing.assert_close(found, convention.rotate(normed, positions, packed, "bhsd"))
+
+
+def test_why_a_module_cannot_be_tried_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a defect of the op")
+
+    monkeypatch.setattr(Convention, "norm_and_rotate", broken)
+    with caplog.at_level("DEBUG", "mrrope.deferred_norms"):
+        assert attentions(patched("qwen3")) == []
+    assert "Qwen3Attention keeps its norms: it cannot be tried with its norms deferred" in caplog.text
+    assert "a defect of the op" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
@@ -171,11 +228,11 @@ def test_hooks_on_a_norm_see_it_norm(kind: str) -> None:
     assert calls(model)["qk_norm_rotary"] == 2, "k of that layer alone, and the other layer"
 
 
-def test_a_norm_put_in_later_is_used() -> None:
+@pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.Identity()], ids=["another", "none"])
+def test_a_norm_put_in_later_is_used(norm: nn.Module) -> None:
     model, apart = patched("qwen3"), reference("qwen3")
     for which in (model, apart):
-        attention = which.model.layers[0].self_attn
-        attention.q_norm = nn.LayerNorm(attention.q_norm.weight.shape)
+        which.model.layers[0].self_attn.q_norm = norm
     assert_same(logits(model), logits(apart))
     assert_same(logits(mrrope.unpatch(model)), logits(mrrope.unpatch(apart)))
 
@@ -190,6 +247,136 @@ def test_weights_changed_later_are_used() -> None:
         ))  # fmt: skip
     assert relative(logits(model), before) > 1e-3
     assert_same(logits(model), logits(apart))
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_an_eps_changed_later_is_used(compiles: bool, dynamo: Any) -> None:
+    model, apart = patched("qwen3"), reference("qwen3")
+    called = torch.compile(model, backend="eager", fullgraph=True) if compiles else model
+    before = logits(called)
+    for which in (model, apart):
+        which.model.layers[0].self_attn.q_norm.variance_epsilon = 10.0
+    assert relative(logits(called), before) > 1e-3
+    assert_same(logits(called), logits(apart))
+
+
+def test_hooks_on_all_modules_see_the_norms() -> None:
+    model = patched("qwen3")
+    seen = []
+    with nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module)):
+        assert_same(logits(model), logits(reference("qwen3")))
+    for attention in attentions(model):
+        assert attention.q_norm in seen
+        assert attention.k_norm in seen
+    assert calls(model)["qk_norm_rotary"] == 2
+
+
+def test_a_wrapped_forward_outlives_the_patch() -> None:
+    model = patched("qwen3")
+    for attention in attentions(model):
+        attention.forward = functools.partial(attention.forward)
+    assert_same(logits(model), logits(reference("qwen3")))
+    mrrope.patch(model, "mrrope_pro", **PATCH)
+    assert attentions(model) == []
+    assert_same(logits(model), logits(reference("qwen3")))
+    assert torch.equal(logits(mrrope.unpatch(model)), logits(tiny_model("qwen3")))
+
+
+def test_a_class_that_was_derived_meanwhile_stays() -> None:
+    model = patched("qwen3")
+    for attention in attentions(model):
+        attention.__class__ = type("Derived", (type(attention),), {})
+    assert calls(model)["qk_norm_rotary"] == 2
+    assert {type(attention).__name__ for attention in attentions(copy.deepcopy(model))} == {"Derived"}
+    assert torch.equal(logits(mrrope.unpatch(model)), logits(tiny_model("qwen3")))
+    mrrope.patch(model, "mrrope_pro", **PATCH)
+    assert calls(model)["qk_norm_rotary"] == 2
+    assert_same(logits(model), logits(reference("qwen3")))
+    assert {type(layer.self_attn).__name__ for layer in model.model.layers} == {"Derived"}
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_unpatched_after_sharding() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    model = patched("qwen3")
+    mesh = init_device_mesh("cpu", (1,))
+    found = attentions(model)
+    for attention in found:
+        fully_shard(attention, mesh=mesh)
+    assert_same(logits(model), logits(reference("qwen3")))
+    mrrope.unpatch(model)
+    assert attentions(model) == []
+    assert all(isinstance(attention, FSDPModule) for attention in found)
+    assert_same(logits(model), logits(tiny_model("qwen3")))
+
+
+@pytest.fixture
+def remembering(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An attention function that asks what its module is, and writes to it."""
+    interfaces = pytest.importorskip("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    sdpa = interfaces["sdpa"]
+
+    def attend(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        module.last_length = query.shape[2]
+        module.was_itself = isinstance(module, nn.Module) and "Attention" in module.__class__.__name__
+        if hasattr(module, "left_over"):
+            del module.left_over
+        return sdpa(module, query, *args, **kwargs)
+
+    monkeypatch.setitem(interfaces._global_mapping, "remembering", attend)
+    return "remembering"
+
+
+def test_attention_functions_get_what_they_take_for_the_module(remembering: str) -> None:
+    model = patched("qwen3")
+    model.set_attn_implementation(remembering)
+    for attention in attentions(model):
+        attention.left_over = True
+    assert_same(logits(model), logits(reference("qwen3")))
+    for attention in attentions(model):
+        assert attention.last_length == 24
+        assert attention.was_itself
+        assert not hasattr(attention, "left_over")
+
+
+def test_compiled_attention_functions_write_to_the_module(remembering: str, dynamo: Any) -> None:
+    model = patched("qwen3")
+    model.set_attn_implementation(remembering)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert_same(logits(compiled), logits(reference("qwen3")))
+    assert [attention.last_length for attention in attentions(model)] == [24, 24]
+
+
+def test_an_attention_module_counts_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its model alone, not the ones by which it was tried."""
+    model = tiny_model("qwen3").train()
+    own_class = type(model.model.layers[0].self_attn)
+    own_forward = own_class.forward
+
+    def counting(self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        self.register_buffer("seen", hidden_states, persistent=False)
+        return own_forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
+
+    monkeypatch.setattr(own_class, "forward", counting)
+    mrrope.patch(model, "mrrope_pro", **PATCH)
+    found = attentions(model)
+    assert len(found) == 2
+    assert not any(hasattr(attention, "calls") or hasattr(attention, "seen") for attention in found)
+    assert all(module.training for module in model.modules())
+    for _ in range(3):
+        logits(model.eval())
+    assert [attention.calls for attention in found] == [3, 3]
 
 
 class Quantized(nn.Linear):
@@ -210,8 +397,7 @@ def test_quantized_projections() -> None:
         for layer in model.model.layers:
             layer.self_attn.q_proj = Quantized(layer.self_attn.q_proj)
     model = mrrope.patch(models[0], "mrrope_pro", **PATCH)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("mrrope.patching.defer_norms", lambda *_: None)
+    with norms_left_alone():
         apart = mrrope.patch(models[1], "mrrope_pro", **PATCH)
     assert len(attentions(model)) == 2
     assert_same(logits(model), logits(apart))
