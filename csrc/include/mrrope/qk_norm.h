@@ -52,6 +52,7 @@ struct WeightSumRows {
 WeightSumRows weight_sum_rows_cpu(const QkNormGradientArgs& args);
 void qk_norm_rotary_gradient_cpu(const QkNormGradientArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
+// For fewer than 2^31 heads in all tokens together.
 WeightSumRows weight_sum_rows_cuda(const QkNormGradientArgs& args);
 void qk_norm_rotary_gradient_cuda(const QkNormGradientArgs& args, CUstream_st* stream);
 
