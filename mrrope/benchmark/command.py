@@ -32,6 +32,9 @@ def run(options: argparse.Namespace) -> None:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device must be cpu where torch sees no GPU, got cuda")
+    output = Path(options.output)
+    if not output.parent.is_dir():  # told before minutes of measuring
+        raise ValueError(f"--output must be in a folder that is there, got {options.output}")
     for package in ("transformers", "matplotlib", "tqdm"):
         with needs(package):
             importlib.import_module(package)
@@ -42,7 +45,6 @@ def run(options: argparse.Namespace) -> None:
     others = peers.installed(device)
     host = host_seconds(others, device)
     rows = measure(cases, (*OURS, *others, *TRANSFORMERS), device)
-    output = Path(options.output)
     json_file, picture = (output.with_name(output.name + ending) for ending in (".json", ".png"))
     written = record.write(json_file, device, rows, host_seconds=host)
     report.plot(rows, written["machine"], picture)

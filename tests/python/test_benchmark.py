@@ -97,6 +97,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--tokens", "0"], "--tokens must leave a row"),
+        (["--device", "cpu", "--output", "not/there/speed"], "--output must be in a folder that is there"),
         pytest.param(
             ["--device", "cuda"],
             "--device must be cpu",
