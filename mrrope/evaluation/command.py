@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from mrrope.evaluation.reading import DEFAULT_CHUNK
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.run import DEFAULT_TRIALS, KNOWN_TASKS, PERPLEXITY, Evaluation
 from mrrope.evaluation.texts import long_documents
+from mrrope.results_stem import checked_stem
 
 DEFAULT_METHODS = "rope,yarn,mrrope_uni,mrrope_pro"
 
@@ -111,9 +111,7 @@ def run(options: argparse.Namespace) -> None:
     for option in ("documents", "trials", "chunk"):
         checked_positive(f"--{option}", getattr(options, option))
     scale = scale_options(options)
-    stem = Path(options.output)
-    if not stem.parent.is_dir():
-        raise ValueError(f"--output must be in a folder that exists, and there is no {stem.parent}")
+    stem = checked_stem(options.output)
     model, tokenizer = models.load(options.model, dtype=options.dtype, device=options.device)
     methods = methods_named(named(options.methods), model, **scale)
     documents = long_documents(options.text, tokenizer, lengths[-1], options.documents)

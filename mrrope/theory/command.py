@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import compress
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -16,6 +15,7 @@ from mrrope.evaluation import models
 from mrrope.evaluation.extra import needs
 from mrrope.evaluation.texts import encode, opening_tokens
 from mrrope.model_rope import global_settings
+from mrrope.results_stem import checked_stem
 from mrrope.theory import drawing, figures
 from mrrope.theory.figures import Setting
 
@@ -89,9 +89,7 @@ def run(options: argparse.Namespace) -> None:
     with needs("matplotlib"):
         import matplotlib  # noqa: F401
     names = chosen_figures(options.figures, has_model=options.model is not None)
-    stem = Path(options.output)
-    if not stem.parent.is_dir():
-        raise ValueError(f"--output must be in a folder that exists, and there is no {stem.parent}")
+    stem = checked_stem(options.output)
     setting = Setting(options.rotary_dim, options.base, options.original_max_position, options.scale)
     middle = setting.middle
     # First, since only the model says whether it can be done.

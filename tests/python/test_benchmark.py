@@ -97,7 +97,10 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--tokens", "0"], "--tokens must leave a row"),
-        (["--device", "cpu", "--output", "not/there/speed"], "--output must be in a folder that is there"),
+        (
+            ["--device", "cpu", "--output", "not/there/speed"],
+            "--output must be in a folder that exists, and there is no not/there",
+        ),
         pytest.param(
             ["--device", "cuda"],
             "--device must be cpu",
