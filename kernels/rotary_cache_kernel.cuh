@@ -23,7 +23,6 @@ struct RotaryCacheLaunch {
     int threads;
     uint32_t slots;
     bool has_tail;
-    bool fills_the_chip;  // many times over
 };
 
 using Float8 = cutlass::float_e4m3_t;
@@ -141,8 +140,6 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_cache_resident_bl
         }
     }
 
-    if (launch.fills_the_chip) let_next_kernel_start();
-
     const bool turns_heads = heads.kind != HeadsOfThread::value;
     CosSin<Real> by[Vector];
     if (turns_heads) {
@@ -210,7 +207,6 @@ void launch_cached_planned(const RotaryCacheArgs& args, const RotaryPlan& plan, 
         .threads = threads,
         .slots = static_cast<uint32_t>(args.slots.count()),
         .has_tail = args.rotary.rotary_dim < args.rotary.head_dim,
-        .fills_the_chip = threads >= 1 << 22,
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
     launch_overlapping(rotary_cache_kernel<Element, Cached, Vector, HeadsPerThread, pairing, lookup>, dim3(blocks),
