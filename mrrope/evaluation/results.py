@@ -21,6 +21,28 @@ class Results:
         self.path = path
         self.data: dict[str, Any] = {"format": FORMAT, **about, "stopped": None, "complete": False, "results": {}}
 
+    @classmethod
+    def going_on(cls, path: Path, about: dict[str, Any]) -> Results:
+        """What an earlier run on the same things left in the file, or nothing yet.
+
+        Raises:
+            ValueError: where the file is of a run on other things.
+        """
+        results = cls(path, json.loads(json.dumps(about)))
+        if path.exists():
+            found = json.loads(path.read_text())
+            if differing := sorted(name for name in about if found.get(name) != results.data[name]):
+                raise ValueError(
+                    f"--output must be that of the same run or a new one, and {path} is of a run with another "
+                    f"{', '.join(differing)}"
+                )
+            results.data = found
+        return results
+
+    def part(self, name: str) -> Results:
+        """One part of several, which is kept in the file of the whole."""
+        return _Part(self, self.data.setdefault("parts", {}).setdefault(name, {"results": {}}))
+
     def put(self, task: str, method: str, length: int, figures: dict[str, Any]) -> None:
         """Keeps some figures, in place of those that were there, and writes the file."""
         by_length = self.data["results"].setdefault(task, {}).setdefault(method, {})
@@ -37,3 +59,13 @@ class Results:
         new = self.path.with_name(f"{self.path.name}.new")
         new.write_text(json.dumps(self.data, indent=1) + "\n")
         os.replace(new, self.path)
+
+
+class _Part(Results):
+    """Figures that are saved with those of the other parts."""
+
+    def __init__(self, whole: Results, data: dict[str, Any]) -> None:
+        self.path, self.data, self._whole = whole.path, data, whole
+
+    def save(self) -> None:
+        self._whole.save()
