@@ -40,7 +40,7 @@ class Reader:
         """The same of several texts, ``[texts, tokens]``; a chunk has so many tokens of all of them together."""
         # Where the scale follows the text, its length is known from the first chunk on.
         whole = self.position + rows.shape[1]
-        for part in rows.to(self.device).split(max(self.chunk // len(rows), 1), dim=1):
+        for part in torch.split(rows.to(self.device), max(self.chunk // len(rows), 1), dim=1):
             positions = torch.arange(self.position, self.position + part.shape[1], device=self.device)
             length_known = expecting(self.model, whole) if followers_in(self.model) else contextlib.nullcontext()
             with torch.inference_mode(), length_known:
