@@ -242,6 +242,7 @@ def run(options: argparse.Namespace) -> Results:
         "seconds_a_model": recipe.seconds,
     }
     results = Results.going_on(options.output.with_name(f"{options.output.name}.json"), about)
+    results.data.setdefault("parts", {})
     compiled: dict[Shape, LlamaForCausalLM] = {}
     try:
         # Seed by seed, so that what there is time for has both kinds of heads.
