@@ -21,7 +21,7 @@ import json
 import math
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ from mrrope.calibration.documents import DocumentSets, lengths_up_to
 from mrrope.calibration.journal import Journal
 from mrrope.calibration.readings import Readings
 from mrrope.calibration.report import CALIBRATED
+from mrrope.calibration.search import BudgetSpentError
 from mrrope.evaluation.command import machine
 from mrrope.evaluation.models import chosen_device, chosen_dtype
 from mrrope.evaluation.perplexity import document_losses, perplexity
@@ -96,7 +97,10 @@ def calibrated(examined: Examined, documents: DocumentSets, scale: float, second
     with tempfile.TemporaryDirectory() as folder, closing(Journal(Path(folder) / "journal", {})) as journal:
         readings = Readings(examined.model, lengths, journal, chunk=examined.chunk, retrieval=DEFAULT_RETRIEVAL)
         calibration = Calibration(readings, trained, scale, keyed, seconds)
-        return calibration.finalists[calibration.run()].table
+        try:
+            return calibration.finalists[calibration.run()].table
+        except BudgetSpentError:
+            raise ValueError(f"--calibration-seconds must be enough for the fixed methods, got {seconds:g}") from None
 
 
 def measure(examined: Examined, others: DocumentSets, options: argparse.Namespace, part: Results, clock: Clock) -> None:
@@ -123,43 +127,51 @@ def measure(examined: Examined, others: DocumentSets, options: argparse.Namespac
 
 def over_seeds(data: dict[str, Any], head_dim: int, scale: float, task: str, method: str) -> list[float]:
     """The figures of all models that were judged, at the longest length: perplexity or pass keys."""
-    name = f"{task} {scale:g}"
     return [
         by_length[max(by_length, key=int)][FIGURES[task]]
         for part in data["parts"].values()
-        if part["head_dim"] == head_dim and part.get("judged")
-        if (by_length := part["results"].get(name, {}).get(method))
+        if part["head_dim"] == head_dim and part["judged"]
+        if (by_length := part["results"].get(f"{task} {scale:g}", {}).get(method))
     ]
 
 
-def rows_of(data: dict[str, Any], head_dim: int, task: str) -> Iterator[tuple[str, list[list[float]]]]:
-    """Every method with its figures: a list over seeds for each scale."""
-    methods = {
-        method: None
-        for part in data["parts"].values()
-        for by_method in part["results"].values()
-        for method in by_method
+def summarised(data: dict[str, Any]) -> dict[str, Any]:
+    """Means over seeds and their spread: by head_dim, task, method and scale."""
+    tasks = [by_method for part in data["parts"].values() for by_method in part["results"].values()]
+    methods = dict.fromkeys(method for by_method in tasks for method in by_method)
+
+    def by_scale(head_dim: int, task: str, method: str) -> dict[str, dict[str, float]]:
+        return {
+            f"{scale:g}": {
+                "mean": statistics.fmean(figures),
+                "lowest": min(figures),
+                "highest": max(figures),
+                "models": len(figures),
+            }
+            for scale in data["scales"]
+            if (figures := over_seeds(data, head_dim, scale, task, method))
+        }
+
+    return {
+        str(head_dim): {task: {method: by_scale(head_dim, task, method) for method in methods} for task in FIGURES}
+        for head_dim in data["head_dims"]
     }
-    for method in methods:
-        yield method, [over_seeds(data, head_dim, scale, task, method) for scale in data["scales"]]
-
-
-def mean_and_spread(figures: Sequence[float]) -> str:
-    """The mean, and the lowest and the highest where there are several."""
-    if not figures:
-        return "-"
-    mean, low, high = statistics.fmean(figures), min(figures), max(figures)
-    return f"{mean:.2f}" if len(figures) == 1 else f"{mean:.2f} ({low:.2f}..{high:.2f})"
 
 
 def table(data: dict[str, Any]) -> str:
-    """Means over seeds, and their spread, at S times the trained length."""
+    """What was summarised, in print."""
     lines = []
-    for head_dim in data["head_dims"]:
-        for task in FIGURES:
-            lines += ["", f"head_dim {head_dim}, {task}", " " * 16 + "".join(f"{s:>22g}x" for s in data["scales"])]
-            for method, cells in rows_of(data, head_dim, task):
-                lines.append(f"{method:<16}" + "".join(f"{mean_and_spread(cell):>23}" for cell in cells))
+    for head_dim, by_task in data["summary"].items():
+        for task, by_method in by_task.items():
+            lines += ["", f"head_dim {head_dim}, {task}: mean, lowest, highest over seeds"]
+            lines.append(" " * 16 + "".join(f"{scale:>23g}x" for scale in data["scales"]))
+            for method, by_scale in by_method.items():
+                cells = [by_scale.get(f"{scale:g}") for scale in data["scales"]]
+                shown = (
+                    f"{cell['mean']:>8.2f}{cell['lowest']:>8.2f}{cell['highest']:>8.2f}" if cell else f"{'-':>24}"
+                    for cell in cells
+                )
+                lines.append(f"{method:<16}" + "".join(shown))
     return "\n".join(lines)
 
 
@@ -171,33 +183,33 @@ def draw(data: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(2 + 4.5 * wide, 8), layout="constrained")
     panels = figure.subplots(len(FIGURES), wide, squeeze=False)
     for row, task in zip(panels, FIGURES, strict=True):
-        for axes, head_dim in zip(row, data["head_dims"], strict=True):
-            lines = []
-            for method, cells in rows_of(data, head_dim, task):
-                scales = [scale for scale, cell in zip(data["scales"], cells, strict=True) if cell]
-                measured = [cell for cell in cells if cell]
-                if not measured:
-                    continue
-                lines.append([statistics.fmean(cell) for cell in measured])
+        for axes, (head_dim, by_task) in zip(row, data["summary"].items(), strict=True):
+            means: list[list[float]] = []
+            for method, by_scale in by_task[task].items():
+                cells = list(by_scale.values())
+                means.append([cell["mean"] for cell in cells])
+                # A little apart, so that no spread hides another.
+                places = [float(scale) * 1.015 ** len(means) for scale in by_scale]
                 spread = [
-                    [mean - min(cell) for mean, cell in zip(lines[-1], measured, strict=True)],
-                    [max(cell) - mean for mean, cell in zip(lines[-1], measured, strict=True)],
+                    [cell["mean"] - cell["lowest"] for cell in cells],
+                    [cell["highest"] - cell["mean"] for cell in cells],
                 ]
-                axes.errorbar(scales, lines[-1], spread, marker="o", markersize=4, capsize=3, **pictures.line(method))
+                axes.errorbar(places, means[-1], spread, marker="o", markersize=4, capsize=3, **pictures.line(method))
             axes.set_xscale("log", base=2)
             axes.set_xticks(data["scales"], [f"{scale:g}x" for scale in data["scales"]])
+            axes.minorticks_off()
             axes.grid(alpha=0.3)
             axes.set(title=f"head_dim {head_dim}", xlabel="scale", ylabel=task)
             if task == "passkey":
                 axes.set_ylim(-0.03, 1.03)
-            elif lines:
-                axes.set_ylim(top=min(axes.get_ylim()[1], 3 * min(map(max, lines))))
+            elif any(means):
+                axes.set_ylim(top=min(axes.get_ylim()[1], 3 * min(max(line) for line in means if line)))
     handles, names = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right upper", frameon=False)
     pictures.save(figure, path)
 
 
-def summary(part: dict[str, Any]) -> str:
+def in_short(part: dict[str, Any]) -> str:
     """What came of a model's training."""
     training = part["training"]
     return (
@@ -244,6 +256,7 @@ def run(options: argparse.Namespace) -> Results:
     results = Results.going_on(options.output.with_name(f"{options.output.name}.json"), about)
     results.data.setdefault("parts", {})
     compiled: dict[Shape, LlamaForCausalLM] = {}
+    stopped = None
     try:
         # Seed by seed, so that what there is time for has both kinds of heads.
         for seed in options.seeds:
@@ -261,12 +274,13 @@ def run(options: argparse.Namespace) -> Results:
                     part.data |= {"head_dim": head_dim, "seed": seed, "passkey": share, "judged": judged}
                     results.data |= machine(model)
                     results.save()
-                print(f"{name}: {summary(part.data)}", flush=True)
+                print(f"{name}: {in_short(part.data)}", flush=True)
                 if part.data["judged"]:
                     measure(examined, others, options, part, clock)
-        results.finish()
     except OutOfTimeError:
-        results.finish(f"{options.minutes:g} minutes were over")
+        stopped = f"{options.minutes:g} minutes were over"
+    results.data["summary"] = summarised(results.data)
+    results.finish(stopped)
     print(table(results.data))
     draw(results.data, options.output.with_name(f"{options.output.name}.png"))
     return results

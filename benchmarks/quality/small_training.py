@@ -1,4 +1,5 @@
-"""Small models of bytes, trained from scratch in a minute each: texts with pass keys hidden in some of them."""
+"""Small models of bytes, trained from scratch in a minute each: on texts, some with pass keys hidden in them, some that
+repeat themselves. What repeats teaches a model to look back, without which it finds no key."""
 
 from __future__ import annotations
 
@@ -81,6 +82,8 @@ class Recipe:
     """A share of the time."""
     keyed: float = 0.5
     """The share of rows with a key in them."""
+    repeated: float = 0.2
+    """The share of rows that repeat themselves."""
 
     def learning_rate(self, progress: float) -> float:
         """After a share of the time: up in a straight line, then down to zero by half a cosine."""
@@ -88,11 +91,16 @@ class Recipe:
         return self.peak * min(progress / self.warm_up, down)
 
 
-def batch(text: torch.Tensor, rows: int, length: int, keyed: float, chance: torch.Generator) -> torch.Tensor:
-    """Stretches of the text, ``[rows, length]``; in the first of them a pass key is told once and asked for twice."""
-    starts = torch.randint(len(text) - length, (rows, 1), device=text.device, generator=chance)
+def batch(text: torch.Tensor, length: int, recipe: Recipe, chance: torch.Generator) -> torch.Tensor:
+    """Stretches of the text, ``[rows, length]``: in the first of them a pass key is told once and asked for twice, the
+    last go on to say the same over and over."""
+    starts = torch.randint(len(text) - length, (recipe.rows, 1), device=text.device, generator=chance)
     tokens = text[starts + torch.arange(length, device=text.device)].long()
-    hide_keys(tokens[: round(keyed * rows)], chance)
+    keyed, repeated = round(recipe.keyed * recipe.rows), round(recipe.repeated * recipe.rows)
+    hide_keys(tokens[:keyed], chance)
+    after = torch.randint(length // 8, length // 2 + 1, (repeated, 1), device=text.device, generator=chance)
+    again = torch.arange(length, device=text.device) % after
+    tokens[recipe.rows - repeated :] = tokens[recipe.rows - repeated :].gather(1, again)
     return tokens
 
 
@@ -135,7 +143,7 @@ def train(model: LlamaForCausalLM, text: torch.Tensor, recipe: Recipe, seed: int
     )
 
     def step() -> torch.Tensor:
-        loss = loss_of(model, batch(text, recipe.rows, length, recipe.keyed, chance))
+        loss = loss_of(model, batch(text, length, recipe, chance))
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         return loss.detach()

@@ -179,7 +179,6 @@ class ScaleStudy:
         if "evolution" not in self.results.data:
             self.clock.check(self.calibrated.data["calibration"]["seconds"])
             self.results.data["evolution"] = self.evolved(texts, trained, self.calibrated)
-            self.results.save()
         self.tables[EVOLVED] = FrequencyTable.from_dict(self.results.data["evolution"]["table"])
 
     def evolved(self, texts: Path, trained: Trained, calibrated: Calibrated) -> dict[str, Any]:
@@ -301,7 +300,8 @@ def scale_studies(
     assert trained.original_max_position is not None
     for scale in options.scales:
         lengths = lengths_up_to(trained.original_max_position, scale)
-        documents = long_documents(options.held_out, tokenizer, lengths[-1], options.documents)
+        count = len(found[scale].documents("held_out")) if scale in found else options.documents
+        documents = long_documents(options.held_out, tokenizer, lengths[-1], count)
         part = results.part(f"{scale:g}")
         part.data |= {"lengths": lengths, "documents": [document.name for document in documents]}
         tables = contenders(trained, scale)
@@ -353,7 +353,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--scales", type=float, nargs="+", default=[2.0, 4.0, 8.0, 16.0])
     options.add_argument("--evolve", type=float, nargs="*", default=[4.0], help="of the scales")
     options.add_argument("--minutes", type=float, default=math.inf)
-    options.add_argument("--documents", type=int, default=8, help="held-out ones")
+    options.add_argument("--documents", type=int, default=8, help="held-out ones, at scales without a calibration")
     options.add_argument("--trials", type=int, default=8, help="pass keys a length")
     options.add_argument("--other-trials", type=int, default=4, help="prompts a length, in other tasks")
     options.add_argument("--chunk", type=int, default=524288, help="tokens read at a time")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 FORMAT = "mrrope.evaluation/1"
+SECONDS_BETWEEN_SAVES = 5.0
 
 
 class EvaluationStoppedError(RuntimeError):
@@ -19,6 +22,7 @@ class Results:
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path = path
+        self._saved = -math.inf
         self.data: dict[str, Any] = {"format": FORMAT, **about, "stopped": None, "complete": False, "results": {}}
 
     @classmethod
@@ -59,13 +63,16 @@ class Results:
         new = self.path.with_name(f"{self.path.name}.new")
         new.write_text(json.dumps(self.data, indent=1) + "\n")
         os.replace(new, self.path)
+        self._saved = time.monotonic()
 
 
 class _Part(Results):
-    """Figures that are saved with those of the other parts."""
+    """Figures that are saved with those of the other parts; now and then, since the file of the whole is large."""
 
     def __init__(self, whole: Results, data: dict[str, Any]) -> None:
         self.path, self.data, self._whole = whole.path, data, whole
 
     def save(self) -> None:
-        self._whole.save()
+        """A kill loses the last seconds at most; who measures saves the whole at the end."""
+        if time.monotonic() - self._whole._saved > SECONDS_BETWEEN_SAVES:
+            self._whole.save()

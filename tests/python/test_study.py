@@ -266,7 +266,8 @@ def test_results_of_something_else_are_not_gone_on_with(folder: Path, whole: tup
 def test_keys_are_told_once_and_asked_for_twice() -> None:
     chance = torch.Generator().manual_seed(0)
     text = torch.full((5000,), ord("x"), dtype=torch.uint8)
-    rows = small_training.batch(text, 400, 256, 0.75, chance)
+    recipe = small_training.Recipe(1, rows=400, keyed=0.75, repeated=0.0)
+    rows = small_training.batch(text, 256, recipe, chance)
     pattern = re.compile(
         r"x*\nThe pass key is ([1-9]\d{4})\. Remember it\. \1 is the pass key\.\n"
         r"x*\nWhat is the pass key\? The pass key is \1\.\nx*\nWhat is the pass key\? The pass key is \1\.\n"
@@ -281,7 +282,20 @@ def test_keys_are_told_once_and_asked_for_twice() -> None:
     # All places come up, about evenly.
     assert (min(told), max(told)) == (0, room)
     with pytest.raises(ValueError, match=r"trained_length must be at least \d+ for keys to be hidden, got 100"):
-        small_training.batch(text, 4, 100, 0.5, chance)
+        small_training.batch(text, 100, recipe, chance)
+
+
+def test_some_rows_repeat_themselves() -> None:
+    text = torch.arange(1 << 14).remainder(251).to(torch.uint8)
+    recipe = small_training.Recipe(1, rows=40, keyed=0.0, repeated=0.5)
+    rows = small_training.batch(text, 240, recipe, torch.Generator().manual_seed(0)).tolist()
+    repeats = [row.index(row[0], 1) if row[0] in row[1:] else None for row in rows]
+    assert repeats[:20] == [None] * 20
+    for row, after in zip(rows[20:], repeats[20:], strict=True):
+        assert 240 // 8 <= after <= 120
+        assert row[after:] == row[:-after]
+        assert [(byte - row[0]) % 251 for byte in row[:after]] == list(range(after))
+    assert len(set(repeats[20:])) > 10
 
 
 def test_the_learning_rate_rises_and_falls_to_nothing() -> None:
@@ -305,8 +319,8 @@ def examined(folder: Path, output: Path, *more: str) -> dict:
     shape = {"hidden": 32, "intermediate": 32, "layers": 1, "trained_length": 192}
     arguments = [str(folder / "train.txt"), str(folder / "held_out.txt"), "--models", str(folder / "models")]
     arguments += ["--output", str(output), "--shape", json.dumps(shape), "--recipe", '{"rows": 4}']
-    arguments += ["--head-dims", "16", "32", "--seeds", "0", "1", "--minutes-per-model", "0.02", "--scales", "2", "4"]
-    arguments += ["--documents", "2", "--trials", "2", "--calibrate", "4", "--calibration-seconds", "5", *more]
+    arguments += ["--head-dims", "16", "--seeds", "0", "1", "--minutes-per-model", "0.02", "--scales", "2", "4"]
+    arguments += ["--documents", "2", "--trials", "2", "--calibrate", "4", "--calibration-seconds", "4", *more]
     results = small_models.run(small_models.parser().parse_args(arguments))
     assert json.loads(results.path.read_text()) == results.data
     return results.data
@@ -324,7 +338,7 @@ def test_small_models_are_trained_judged_and_gone_on_with(small_texts: Path, mon
     assert (stopped["complete"], stopped.get("parts", {})) == (False, {})
     data = examined(small_texts, small_texts / "small", "--enough", "0")
     assert data["complete"]
-    assert set(data["parts"]) == {f"head{head}_seed{seed}" for head in (16, 32) for seed in (0, 1)}
+    assert set(data["parts"]) == {"head16_seed0", "head16_seed1"}
     methods = {*FIXED_METHODS, "mrrope_pow 0.5", "mrrope_pow 2", "su"}
     for part in data["parts"].values():
         assert part["judged"]
@@ -334,12 +348,14 @@ def test_small_models_are_trained_judged_and_gone_on_with(small_texts: Path, mon
         assert set(part["results"]["perplexity 4"]) == {*methods, "calibrated"}
         assert list(part["results"]["perplexity 4"]["su"]) == ["192", "384", "768"]
     # By hand: two seeds' figures at the longest length.
-    figures = [data["parts"][f"head32_seed{seed}"]["results"]["perplexity 4"]["su"]["768"] for seed in (0, 1)]
+    figures = [data["parts"][f"head16_seed{seed}"]["results"]["perplexity 4"]["su"]["768"] for seed in (0, 1)]
     halves = [figure["second_half_perplexity"] for figure in figures]
-    assert small_models.over_seeds(data, 32, 4.0, "perplexity", "su") == halves
-    mean = f"{sum(halves) / 2:.2f} ({min(halves):.2f}..{max(halves):.2f})"
-    assert small_models.mean_and_spread(halves) == mean
-    assert mean in small_models.table(data)
+    assert small_models.over_seeds(data, 16, 4.0, "perplexity", "su") == halves
+    cell = data["summary"]["16"]["perplexity"]["su"]["4"]
+    assert cell["mean"] == pytest.approx(sum(halves) / 2, rel=1e-15)
+    assert (cell["lowest"], cell["highest"], cell["models"]) == (min(halves), max(halves), 2)
+    assert f"{cell['mean']:>8.2f}{min(halves):>8.2f}{max(halves):>8.2f}" in small_models.table(data)
+    assert list(data["summary"]["16"]["passkey"]["calibrated"]) == ["4"]
     assert (small_texts / "small.png").read_bytes().startswith(b"\x89PNG")
     # Again: nothing is trained, nothing is measured.
     monkeypatch.setattr(small_training, "train", lambda *_: pytest.fail("trained again"))
@@ -348,17 +364,17 @@ def test_small_models_are_trained_judged_and_gone_on_with(small_texts: Path, mon
 
 
 def test_a_model_that_finds_too_few_keys_is_not_judged(small_texts: Path) -> None:
-    data = examined(small_texts, small_texts / "small", "--seeds", "0", "--head-dims", "16")
+    data = examined(small_texts, small_texts / "small", "--seeds", "0")
     (part,) = data["parts"].values()
     assert part["passkey"] < 0.95
     assert (part["judged"], part["results"]) == (False, {})
-    assert small_models.over_seeds(data, 16, 2.0, "passkey", "yarn") == []
+    assert data["summary"]["16"]["passkey"] == {}
 
 
 def test_training_makes_the_loss_small() -> None:
     text = torch.tensor(list(b"abcdefgh" * 500), dtype=torch.uint8)
     model = small_training.Shape(16, hidden=32, intermediate=32, layers=1, trained_length=160).model(0)
-    record = small_training.train(model, text, small_training.Recipe(5, rows=4, peak=1e-2, keyed=0.0), 0)
+    record = small_training.train(model, text, small_training.Recipe(5, rows=4, peak=1e-2, keyed=0.0, repeated=0.0), 0)
     losses = [loss for _, loss in record["losses"]]
     assert losses[0] > 4
     assert losses[-1] < losses[0] / 3
