@@ -255,7 +255,7 @@ def run(options: argparse.Namespace) -> Results:
     }
     results = Results.going_on(options.output.with_name(f"{options.output.name}.json"), about)
     results.data.setdefault("parts", {})
-    compiled: dict[Shape, LlamaForCausalLM] = {}
+    ready: dict[Shape, LlamaForCausalLM] = {}
     stopped = None
     try:
         # Seed by seed, so that what there is time for has both kinds of heads.
@@ -265,7 +265,7 @@ def run(options: argparse.Namespace) -> Results:
                 clock.check()
                 part = results.part(name)
                 folder = options.models / name
-                part.data["training"] = trained_model(folder, shape, seed, text, recipe, compiled)
+                part.data["training"] = trained_model(folder, shape, seed, text, recipe, ready)
                 model = LlamaForCausalLM.from_pretrained(folder, dtype=chosen_dtype(None, device)).to(device).eval()
                 examined = Examined(model, documents, options.trials, options.chunk)
                 if "judged" not in part.data:

@@ -3,6 +3,7 @@ repeat themselves. What repeats teaches a model to look back, without which it f
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -84,6 +85,7 @@ class Recipe:
     """The share of rows with a key in them."""
     repeated: float = 0.2
     """The share of rows that repeat themselves."""
+    compiled: bool = True
 
     def learning_rate(self, progress: float) -> float:
         """After a share of the time: up in a straight line, then down to zero by half a cosine."""
@@ -121,10 +123,17 @@ def hide_keys(tokens: torch.Tensor, chance: torch.Generator) -> None:
     asked = told + len(SENTENCE) + uniform(room - told)
     last = torch.full_like(told, length - len(QUESTION))
     for words, places in ((SENTENCE, told), (QUESTION, asked), (QUESTION, last)):
-        written = torch.tensor(list(words.encode()), device=device).repeat(rows, 1)
-        is_digit = written == ord(DIGITS[0])
-        written[is_digit] = digits.repeat(1, words.count(DIGITS)).flatten()
+        letters, columns = template(words, device)
+        written = letters.repeat(rows, 1)
+        written[:, columns] = digits.repeat(1, words.count(DIGITS))
         tokens.scatter_(1, places[:, None] + torch.arange(len(words), device=device), written)
+
+
+@functools.cache
+def template(words: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of some words and where digits go; on the device, since a copy in every step would wait for it."""
+    letters = torch.tensor(list(words.encode()), device=device)
+    return letters, (letters == ord(DIGITS[0])).nonzero().flatten()
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -175,7 +184,7 @@ def train(model: LlamaForCausalLM, text: torch.Tensor, recipe: Recipe, seed: int
 
 
 def trained_model(
-    folder: Path, shape: Shape, seed: int, text: torch.Tensor, recipe: Recipe, compiled: dict[Shape, LlamaForCausalLM]
+    folder: Path, shape: Shape, seed: int, text: torch.Tensor, recipe: Recipe, ready: dict[Shape, LlamaForCausalLM]
 ) -> dict[str, Any]:
     """Trains a model and leaves it in the folder, unless it is there. What came of its training.
 
@@ -185,16 +194,15 @@ def trained_model(
         seed: of its weights and of what it reads.
         text: bytes, on the device to train on.
         recipe: how to train.
-        compiled: models whose code is compiled already; gets this one if it is the first of its shape.
+        ready: models whose code is compiled already; gets this one if it is the first of its shape.
     """
     if not (folder / DONE).is_file():
         fresh = shape.model(seed).to(text.device)
-        model = compiled.get(shape, fresh)
-        if model is fresh:
-            compiled[shape] = model
-            if text.is_cuda:
-                for layer in model.model.layers:
-                    layer.compile()
+        model = ready.setdefault(shape, fresh)
+        if model is fresh and recipe.compiled:
+            # One by one: they share their code, so that this takes seconds.
+            for layer in model.model.layers:
+                layer.compile()
         model.load_state_dict(fresh.state_dict())
         record = train(model.train(), text, recipe, seed)
         model.save_pretrained(folder)

@@ -351,7 +351,7 @@ def examined(folder: Path, output: Path, *more: str) -> dict:
     """The results of a run with models of no size."""
     shape = {"hidden": 32, "intermediate": 32, "layers": 1, "trained_length": 192}
     arguments = [str(folder / "train.txt"), str(folder / "held_out.txt"), "--models", str(folder / "models")]
-    arguments += ["--output", str(output), "--shape", json.dumps(shape), "--recipe", '{"rows": 4}']
+    arguments += ["--output", str(output), "--shape", json.dumps(shape), "--recipe", '{"rows": 4, "compiled": false}']
     arguments += ["--head-dims", "16", "--seeds", "0", "1", "--minutes-per-model", "0.02", "--scales", "2", "4"]
     arguments += ["--documents", "2", "--trials", "2", "--calibrate", "4", "--calibration-seconds", "4", *more]
     results = small_models.run(small_models.parser().parse_args(arguments))
