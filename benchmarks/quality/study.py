@@ -51,6 +51,7 @@ from mrrope.trained import Trained
 RESULTS = Path(__file__).parents[1] / "results"
 PASSKEY = "passkey"
 HOPELESS_TRIALS = 2
+LONG_TEXT = 10_000
 SAME = ("weights", "dtype", "device", "torch")
 """What has to agree for figures of another file to be as good as measured."""
 
@@ -69,6 +70,25 @@ class Clock:
         """Raises OutOfTimeError where there are not so many seconds left."""
         if time.monotonic() + seconds > self.end:
             raise OutOfTimeError
+
+
+class EncodingOnce:
+    """A tokenizer that remembers what it made of long texts, which several scales want."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[tuple[str, tuple[str, ...]], Any] = {}
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        if len(text) < LONG_TEXT:
+            return self._tokenizer(text, **options)
+        key = text, tuple(f"{name} {value}" for name, value in options.items())
+        if key not in self._known:
+            self._known[key] = self._tokenizer(text, **options)
+        return self._known[key]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
 
 
 @dataclass(frozen=True)
@@ -368,7 +388,7 @@ def main() -> None:
         raise SystemExit(f"--evolve must be of --scales {options.scales}, got {sorted(missing)}")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     model, tokenizer = models.load(options.model)
-    results = run(options, model, tokenizer)
+    results = run(options, model, EncodingOnce(tokenizer))
     print(f"\nwritten: {results.path}", f"({results.data['stopped']})" if results.data["stopped"] else "")
 
 

@@ -196,7 +196,7 @@ def studied(folder: Path, output: Path, *more: str) -> tuple[dict, int]:
     counting = Counting(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        results = study.run(study.parser().parse_args(arguments), model, tokenizer)
+        results = study.run(study.parser().parse_args(arguments), model, study.EncodingOnce(tokenizer))
     assert json.loads(results.path.read_text()) == results.data
     return results.data, counting.tokens
 
@@ -253,6 +253,26 @@ def test_evolution_reads_no_more_than_the_calibration_and_is_no_worse_than_its_s
 def test_a_study_that_is_complete_reads_nothing_again(folder: Path, whole: tuple[dict, Path]) -> None:
     data, output = whole
     assert studied(folder, output) == (data, 0)
+
+
+def test_long_texts_are_encoded_once() -> None:
+    asked: list[str] = []
+    plain = byte_tokenizer(begins_texts=True)
+
+    class Watched:
+        bos_token_id = 7
+
+        def __call__(self, text: str, **options: bool):
+            asked.append(text)
+            return plain(text, **options)
+
+    tokenizer = study.EncodingOnce(Watched())
+    long, short = "ab" * study.LONG_TEXT, "ab"
+    for text in (long, short) * 2:
+        assert tokenizer(text).input_ids == plain(text).input_ids
+        assert tokenizer(text, add_special_tokens=False).input_ids == plain(text).input_ids[1:]
+    assert (asked.count(long), asked.count(short)) == (2, 4)
+    assert tokenizer.bos_token_id == 7
 
 
 def test_results_of_something_else_are_not_gone_on_with(folder: Path, whole: tuple[dict, Path]) -> None:
