@@ -14,7 +14,11 @@ STYLES: dict[str, tuple[str, str]] = {
     "yarn_ratio": ("#D55E00", (0, (6, 1.5, 1, 1.5, 1, 1.5))),  # type: ignore[dict-item]
     "mrrope_uni": ("#009E73", "-"),
     "mrrope_pro": ("#0072B2", "-"),
+    "mrrope_pow 0.5": ("#009E73", "--"),
+    "mrrope_pow 2": ("#0072B2", "--"),
+    "su": ("#882255", "-."),
     "calibrated": ("#CC79A7", "-"),
+    "evolved": ("#CC79A7", "--"),
 }
 
 

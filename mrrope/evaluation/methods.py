@@ -24,6 +24,8 @@ class Method:
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
+    table: FrequencyTable | None = None
+    """Where it is at hand, whatever the name."""
 
     @property
     def follows_length(self) -> bool:
@@ -36,7 +38,7 @@ class Method:
         if self.name == UNPATCHED:
             yield
             return
-        table = FrequencyTable.load(self.name) if is_table_name(self.name) else self.name
+        table = self.table or (FrequencyTable.load(self.name) if is_table_name(self.name) else self.name)
         with patched(model, table, **dict(self.options)):
             yield
 

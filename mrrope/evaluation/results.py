@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 FORMAT = "mrrope.evaluation/1"
+SECONDS_BETWEEN_SAVES = 5.0
 
 
 class EvaluationStoppedError(RuntimeError):
@@ -19,7 +22,30 @@ class Results:
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path = path
+        self._saved = -math.inf
         self.data: dict[str, Any] = {"format": FORMAT, **about, "stopped": None, "complete": False, "results": {}}
+
+    @classmethod
+    def going_on(cls, path: Path, about: dict[str, Any]) -> Results:
+        """What an earlier run on the same things left in the file, or nothing yet.
+
+        Raises:
+            ValueError: where the file is of a run on other things.
+        """
+        results = cls(path, json.loads(json.dumps(about)))
+        if path.exists():
+            found = json.loads(path.read_text())
+            if differing := sorted(name for name in about if found.get(name) != results.data[name]):
+                raise ValueError(
+                    f"--output must be that of the same run or a new one, and {path} is of a run with another "
+                    f"{', '.join(differing)}"
+                )
+            results.data = found
+        return results
+
+    def part(self, name: str) -> Results:
+        """One part of several, which is kept in the file of the whole."""
+        return _Part(self, self.data.setdefault("parts", {}).setdefault(name, {"results": {}}))
 
     def put(self, task: str, method: str, length: int, figures: dict[str, Any]) -> None:
         """Keeps some figures, in place of those that were there, and writes the file."""
@@ -37,3 +63,16 @@ class Results:
         new = self.path.with_name(f"{self.path.name}.new")
         new.write_text(json.dumps(self.data, indent=1) + "\n")
         os.replace(new, self.path)
+        self._saved = time.monotonic()
+
+
+class _Part(Results):
+    """Figures that are saved with those of the other parts; now and then, since the file of the whole is large."""
+
+    def __init__(self, whole: Results, data: dict[str, Any]) -> None:
+        self.path, self.data, self._whole = whole.path, data, whole
+
+    def save(self) -> None:
+        """A kill loses the last seconds at most; who measures saves the whole at the end."""
+        if time.monotonic() - self._whole._saved > SECONDS_BETWEEN_SAVES:
+            self._whole.save()

@@ -14,7 +14,7 @@ from mrrope.evaluation.extra import needs
 from mrrope.evaluation.methods import Method
 from mrrope.evaluation.perplexity import DocumentLoss, document_losses, perplexity
 from mrrope.evaluation.prompts import Haystack
-from mrrope.evaluation.reading import DEFAULT_CHUNK, Progress, greedy_answer
+from mrrope.evaluation.reading import DEFAULT_CHUNK, Progress, greedy_answers
 from mrrope.evaluation.results import EvaluationStoppedError, Results
 from mrrope.evaluation.tasks import TASKS
 from mrrope.evaluation.texts import Document
@@ -100,19 +100,24 @@ class Evaluation:
 
     def answers(self, task: str, haystack: Haystack, length: int, progress: Progress) -> dict[str, Any]:
         """The model's answers to a task's prompts of one length."""
-        trials = []
-        for trial in TASKS[task](haystack, length, self.trials):
-            answer = greedy_answer(
-                self.model,
-                trial.prompt,
-                trial.answer_tokens,
-                chunk=self.chunk,
-                end_token=self.tokenizer.eos_token_id,
-                progress=progress,
-            )
-            text = self.tokenizer.decode(answer)
-            score = trial.score(answer)
-            trials.append({"depth": trial.depth, "expected": trial.expected, "answer": text, "score": score})
+        asked = TASKS[task](haystack, length, self.trials)
+        answers = greedy_answers(
+            self.model,
+            [trial.prompt for trial in asked],
+            [trial.answer_tokens for trial in asked],
+            chunk=self.chunk,
+            end_token=self.tokenizer.eos_token_id,
+            progress=progress,
+        )
+        trials = [
+            {
+                "depth": trial.depth,
+                "expected": trial.expected,
+                "answer": self.tokenizer.decode(answer),
+                "score": trial.score(answer),
+            }
+            for trial, answer in zip(asked, answers, strict=True)
+        ]
         return {"score": fmean(trial["score"] for trial in trials), "trials": trials}
 
     def memory_used_up(self, task: str, method: Method) -> str:

@@ -31,6 +31,9 @@ CHAIN = 5
 TILES = (2, 4, 8)
 COPIED_TOKENS = 32
 
+PASSKEY_SENTENCE = "The pass key is {key}. Remember it. {key} is the pass key."
+PASSKEY_QUESTION = "What is the pass key? The pass key is"
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -78,8 +81,8 @@ def passkey(haystack: Haystack, length: int, count: int) -> list[Trial]:
     trials = []
     for trial, depth in enumerate(even_depths(count)):
         key = five_digits(random.Random(f"passkey {length} {trial}"))
-        sentence = f"The pass key is {key}. Remember it. {key} is the pass key."
-        prompt = haystack.prompt(trial, length, [(depth, sentence)], "What is the pass key? The pass key is")
+        sentence = PASSKEY_SENTENCE.format(key=key)
+        prompt = haystack.prompt(trial, length, [(depth, sentence)], PASSKEY_QUESTION)
         trials.append(asked(haystack, prompt, depth, key))
     return trials
 

@@ -47,13 +47,13 @@ class FakeModel(nn.Module):
 
     def forward(self, input_ids, position_ids, past_key_values, use_cache, logits_to_keep):
         assert use_cache
-        before = past_key_values or []
-        read = before + input_ids[0].tolist()
-        assert position_ids[0].tolist() == list(range(len(before), len(read)))
+        before = past_key_values or [[]] * len(input_ids)
+        read = [old + new for old, new in zip(before, input_ids.tolist(), strict=True)]
+        assert position_ids[0].tolist() == list(range(len(before[0]), len(read[0])))
         self.lengths_of_calls.append(input_ids.shape[1])
-        ends = range(len(before) + 1, len(read) + 1)
-        logits = torch.stack([self.next_logits(read[:end]) for end in ends[-logits_to_keep:]])
-        return SimpleNamespace(logits=logits[None], past_key_values=read)
+        ends = range(len(before[0]) + 1, len(read[0]) + 1)[-logits_to_keep:]
+        logits = torch.stack([torch.stack([self.next_logits(row[:end]) for end in ends]) for row in read])
+        return SimpleNamespace(logits=logits, past_key_values=read)
 
 
 class RepeatsItself(FakeModel):
@@ -147,6 +147,37 @@ def test_greedy_answer_is_that_of_one_pass_at_a_time() -> None:
     assert read == [16, 16, 16, 2]
     stop = expected[2]
     assert reading.greedy_answer(model, prompt, 6, chunk=16, end_token=stop) == expected[: expected.index(stop)]
+
+
+def test_answers_side_by_side_are_those_one_by_one() -> None:
+    model = tiny_model("llama").double()
+    prompts = [row.tolist() for row in tokens(5, 50)]
+    prompts = [prompts[0][:48], *prompts[1:3], prompts[3][:48], prompts[4]]
+    counts = [6, 2, 5, 4, 3]
+    options = {"chunk": 100, "end_token": reading.greedy_answer(model, prompts[2], 5)[1]}
+    expected = [
+        reading.greedy_answer(model, prompt, count, **options) for prompt, count in zip(prompts, counts, strict=True)
+    ]
+    assert len(expected[2]) <= 1
+    batches: list[int] = []
+    found = reading.greedy_answers(model, prompts, counts, **options, progress=batches.append)
+    assert found == expected
+    # Two of 48 tokens; of the three of 50, two and one.
+    assert batches == [96, 100, 50]
+
+
+def test_one_text_in_one_chunk_is_read_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask would keep it from the kernels that read 128K tokens in seconds."""
+    given: list[tuple] = []
+    attention = nn.functional.scaled_dot_product_attention
+
+    def watched(query, *arguments, attn_mask=None, is_causal=False, **options):
+        given.append((query.shape[2], attn_mask is None, is_causal))
+        return attention(query, *arguments, attn_mask=attn_mask, is_causal=is_causal, **options)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", watched)
+    reading.greedy_answers(tiny_model("llama"), tokens(3, 50).tolist(), [2] * 3, chunk=150)
+    assert set(given) == {(50, True, True), (1, True, False)}
 
 
 # What a model reads: a tokenizer of bytes, made here, and documents of made-up words.
