@@ -9,13 +9,31 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mrrope.following import expecting, followers_in
 
 DEFAULT_CHUNK = 4096
 
+LONG_TEXT = 8192
+"""From how many tokens on an attention kernel that plans anew for every shape repays that."""
+PREFERRED = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
 Progress = Callable[[int], object]
 """Told, after every chunk, how many tokens were read."""
+
+
+def fast_attention(rows: torch.Tensor, first_position: int) -> contextlib.AbstractContextManager[object]:
+    """Within it, long texts that are read whole go to cuDNN's attention where that is the fastest: from Hopper on."""
+    is_whole = first_position == 0 and rows.shape[1] >= LONG_TEXT
+    if not is_whole or not rows.is_cuda or torch.cuda.get_device_capability(rows.device)[0] < 9:
+        return contextlib.nullcontext()
+    return sdpa_kernel(PREFERRED, set_priority=True)
 
 
 class Reader:
@@ -43,7 +61,7 @@ class Reader:
         for part in torch.split(rows.to(self.device), max(self.chunk // len(rows), 1), dim=1):
             positions = torch.arange(self.position, self.position + part.shape[1], device=self.device)
             length_known = expecting(self.model, whole) if followers_in(self.model) else contextlib.nullcontext()
-            with torch.inference_mode(), length_known:
+            with torch.inference_mode(), length_known, fast_attention(part, self.position):
                 # No mask: without one a whole text in one chunk goes to the fast kernels for causal attention.
                 output = self.model(
                     input_ids=part,
