@@ -94,9 +94,18 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         fragments[j] = Fragment{};
         if (holds(j)) fragments[j].load(in + j * in_step, lane);
     }
-    // Over all heads every head has weights of its own: they would take too many registers while the sum is waited for.
-    Fragment weights{};
-    if (over_head && place.works) weights.load(view.weight, lane);
+    // Over all heads every head has weights of its own: those of more than two would take too many registers while the
+    // sum is waited for.
+    constexpr int weights_asked_for = over_head ? 1 : 2;
+    const auto weights_of = [&](int j) {
+        Fragment found{};
+        const int64_t head = over_head ? 0 : place.group + j * place.groups;
+        if (holds(j)) found.load(view.weight + head * args.head_dim, lane);
+        return found;
+    };
+    Fragment weights[weights_asked_for];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < weights_asked_for; ++j) weights[j] = weights_of(j);
 
     CosSin<Real> by[Vector];
     turns.compute(by, args, lane, place.batch, place.token, args.conjugate ? Real(-1) : Real(1));
@@ -124,11 +133,9 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     for (int j = 0; j < HeadsPerThread; ++j) {
         if (!holds(j)) break;
         const Real scale = launch.numbers.inverse_rms(sums[j], place.is_q);
-        if constexpr (!over_head) {
-            const int64_t head = place.group + j * place.groups;
-            weights.load(view.weight + head * args.head_dim, lane);
-        }
-        const auto weight = with_offset(weights, launch.numbers.weight_offset);
+        const int own = over_head ? 0 : j;
+        const auto weight =
+            with_offset(own < weights_asked_for ? weights[own] : weights_of(j), launch.numbers.weight_offset);
         WideFragment<Real, Vector> wide = fragments[j].widened();
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < Vector; ++i) {
@@ -202,7 +209,9 @@ template <class Element, Pairing pairing, NormOver over>
 auto holding_kernel(const QkNormPlan& plan, bool looks_up) {
     if (looks_up) return qk_norm_kernel<Element, norm_heads_per_thread_with_lookup, pairing, over, true>;
     switch (plan.heads_per_thread) {
-        case 1: return qk_norm_kernel<Element, 1, pairing, over, false>;
+        case 1:
+            if constexpr (over == NormOver::head) return qk_norm_kernel<Element, 1, pairing, over, false>;
+            break;
         case 2: return qk_norm_kernel<Element, 2, pairing, over, false>;
         case 4: return qk_norm_kernel<Element, 4, pairing, over, false>;
     }

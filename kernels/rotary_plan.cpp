@@ -25,10 +25,21 @@ bool starts_aligned(const HeadsView& view, int element_size) {
 //      8192 x  5               7.781   7.161   7.454    6.671
 //     32768 x  5                       23.05   23.34    21.88
 //    131072 x  5                       83.44   83.69    80.29
-// The last, by a chosen table: 87.5 with two heads a thread, 84.6 with four.
+// The last, by a chosen table: 87.5 with two heads a thread, 84.6 with four. Of the smallest, measured again after a
+// graph that is thrown away, as mrrope bench does:
+//     tokens x heads    one component    8, 1     copy
+//         1 x 40                1.139   1.210    1.068
+//         4 x 40                1.226   1.288    1.308
+//        16 x 40                1.971   1.750    1.890
+constexpr int64_t threads_for_vectors = 1 << 11;
 constexpr int64_t threads_for_full_vectors = 1 << 16;
 constexpr int64_t threads_for_two_heads = 1 << 17;
 constexpr int64_t threads_for_four_heads = 1 << 21;
+
+int choose_vector(const RotaryShape& shape, int64_t threads, int full) {
+    if (full == 1 || shape.with_rows || threads >= threads_for_full_vectors) return full;
+    return threads < threads_for_vectors ? 1 : full / 2;
+}
 
 int choose_heads_per_thread(const RotaryShape& shape, int64_t threads) {
     if (shape.with_rows) return heads_per_thread_with_rows;
@@ -53,8 +64,7 @@ RotaryShape shape_of(const RotaryArgs& args) {
 RotaryPlan plan_rotary(const RotaryShape& shape) {
     const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
     const int64_t threads = shape.batch * shape.tokens * shape.heads * split.lanes;
-    const bool takes_less = split.vector > 1 && threads < threads_for_full_vectors && !shape.with_rows;
-    return plan_with(shape, takes_less ? split.vector / 2 : split.vector, choose_heads_per_thread(shape, threads));
+    return plan_with(shape, choose_vector(shape, threads, split.vector), choose_heads_per_thread(shape, threads));
 }
 
 RotaryPlan plan_with(const RotaryShape& shape, int vector, int heads_per_thread) {

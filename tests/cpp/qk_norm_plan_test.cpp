@@ -151,7 +151,7 @@ TEST(GradientPlan, HoldsItsPromisesForEveryShape) {
                    });
 }
 
-TEST(Plan, GivesEveryHeadAThreadWhereThereAreFew) {
+TEST(Plan, GivesAThreadFewHeadsWhereThereAreFew) {
     QkNormShape shape{.batch = 1,
                       .tokens = 1,
                       .q_heads = 32,
@@ -163,7 +163,7 @@ TEST(Plan, GivesEveryHeadAThreadWhereThereAreFew) {
     for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
         shape.over = over;
         shape.tokens = 1;
-        EXPECT_EQ(plan_qk_norm(shape).heads_per_thread, 1);
+        EXPECT_EQ(plan_qk_norm(shape).heads_per_thread, over == NormOver::head ? 1 : 2);
         shape.tokens = 131072;
         EXPECT_EQ(plan_qk_norm(shape).heads_per_thread, 4);
     }
@@ -334,6 +334,8 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
     for_each_shape(mirrored_heads, {6, 17, 64, 72, 80, 128}, {{2, 3}}, [](const QkNormShape& shape) {
         for (const int heads_per_thread : {1, 2, 4}) {
             QkNormPlan plan = plan_qk_norm(shape);
+            const bool has_kernel = shape.over == NormOver::head || heads_per_thread > 1;
+            if (plan.holds && !has_kernel) continue;
             if (!plan.holds && heads_per_thread > 1) continue;
             if (plan.holds) {
                 // Small shapes as the kernel takes them when they are large.

@@ -70,7 +70,7 @@ TEST(Plan, HoldsItsPromisesForEveryShape) {
         if (!may_use_vectors) {
             EXPECT_EQ(plan.vector, 1);
         } else if (plan.vector != full_vector) {
-            EXPECT_EQ(plan.vector, full_vector / 2);
+            EXPECT_TRUE(plan.vector == full_vector / 2 || plan.vector == 1) << plan.vector;
             EXPECT_EQ(plan.heads_per_thread, 1) << "the only kernels for short vectors";
         }
         EXPECT_EQ(plan.lanes * plan.vector, half);
@@ -119,9 +119,9 @@ TEST(Plan, HasTheSameHeadsAThreadForAllTokensWithRows) {
     });
 }
 
-TEST(Plan, FastHeadDimsUseVectorsFullOnesForManyTokens) {
+TEST(Plan, FastHeadDimsUseLongerVectorsForMoreTokens) {
     for (const int head_dim : {64, 80, 96, 128, 192, 256, 512}) {
-        for (const auto& [tokens, vector] : {std::pair{8, 4}, {8192, 8}}) {
+        for (const auto& [tokens, vector] : {std::pair{1, 1}, {200, 4}, {8192, 8}}) {
             const RotaryPlan plan = plan_rotary({.batch = 1,
                                                  .tokens = tokens,
                                                  .heads = 8,
