@@ -165,7 +165,7 @@ def calibrate(options: argparse.Namespace, model: Any, tokenizer: Any) -> Result
     lengths = chosen_lengths(options, trained)
     documents = chosen_documents(options, tokenizer, lengths)
     about = {
-        "model": str(options.model),
+        "model": models.short_name(options.model),
         "weights": weights_fingerprint(model),
         "scale": options.scale,
         "original_max_position": trained.original_max_position,
