@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cstddef>
+
+#include "qkv_rotary_plan.h"
+
+namespace mrrope {
+
+// What there is of every compiled kernel.
+struct QkvLauncher {
+    size_t (*workspace)(const QkvRotaryArgs&, const QkvRotaryPlan&);
+    void (*launch)(const QkvRotaryArgs&, const QkvRotaryPlan&, void* workspace, CUstream_st* stream);
+};
+
+template <int kernel, class Element>
+QkvLauncher qkv_launcher();
+
+// Asked of the driver once for each device.
+int multiprocessors_of_current_device();
+
+}  // namespace mrrope
