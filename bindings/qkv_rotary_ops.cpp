@@ -44,7 +44,8 @@ void check_kinds(const Tensor& x, const Tensor& weight, const Bias& bias, const 
     dtype_of(named);
     pairing_named(pairing);
     TORCH_CHECK_VALUE(x.dim() == 2 || x.dim() == 3,
-                      "x must be [batch, tokens, inputs] or [tokens, inputs], got a tensor of ", x.dim(), " dimensions");
+                      "x must be [batch, tokens, inputs] or [tokens, inputs], got a tensor of ", x.dim(),
+                      " dimensions");
     TORCH_CHECK_VALUE(weight.dim() == 2, "weight must be [outputs, inputs], got a tensor of ", weight.dim(),
                       " dimensions");
     TORCH_CHECK_VALUE(!bias || bias->dim() == 1, "bias must be [outputs] or None, got a tensor of ",
@@ -157,8 +158,8 @@ Tensor project_and_rotate(const Tensor& x, const Tensor& weight, const Tensor& p
     args.positions = checked.positions;
     args.table = checked.table;
     const c10::cuda::CUDAGuard guard(x.device());
-    const Tensor workspace = at::empty({static_cast<int64_t>(qkv_rotary_workspace_cuda(args, plan))},
-                                       x.options().dtype(at::kByte));
+    const Tensor workspace =
+        at::empty({static_cast<int64_t>(qkv_rotary_workspace_cuda(args, plan))}, x.options().dtype(at::kByte));
     qkv_rotary_cuda(args, plan, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream(x.device().index()).stream());
     return projected;
 }
@@ -198,12 +199,10 @@ Tensor qkv_rotary_planned(const Tensor& x, const Tensor& weight, const Bias& bia
 }
 
 std::vector<int64_t> qkv_rotary_plan(const Tensor& x, const Tensor& weight, const Bias& bias, const Tensor& positions,
-                                     const Tensor& table, int64_t q_heads, int64_t kv_heads,
-                                     c10::string_view pairing) {
+                                     const Tensor& table, int64_t q_heads, int64_t kv_heads, c10::string_view pairing) {
     if (!has_plain_form(x, weight, bias, positions, table)) return {QkvRotaryPlan::apart, 1, 0, 0};
     const c10::cuda::CUDAGuard guard(x.device());
-    const QkvRotaryPlan plan =
-        plan_qkv_rotary_cuda(shaped_args(x, weight, bias, table, {q_heads, kv_heads}, pairing));
+    const QkvRotaryPlan plan = plan_qkv_rotary_cuda(shaped_args(x, weight, bias, table, {q_heads, kv_heads}, pairing));
     return {plan.kernel, plan.swizzle, static_cast<int64_t>(plan.raster), static_cast<int64_t>(plan.work)};
 }
 
@@ -254,9 +253,8 @@ public:
         const Tensor& weight = saved[1];
         const HeadCounts heads{context->saved_data["q_heads"].toInt(), context->saved_data["kv_heads"].toInt()};
         const Tensor gradient = with_contiguous_last_dimension(gradients[0]);
-        std::vector<Tensor> parts =
-            rotary(rotated_heads(gradient, heads), saved[2], saved[3], layout_of(gradient),
-                   context->saved_data["pairing"].toStringRef(), /*conjugate=*/true);
+        std::vector<Tensor> parts = rotary(rotated_heads(gradient, heads), saved[2], saved[3], layout_of(gradient),
+                                           context->saved_data["pairing"].toStringRef(), /*conjugate=*/true);
         for (Tensor& part : parts) part = part.flatten(-2);
         const c10::SymInt head_dim = gradient.sym_size(-1) / (heads.q + 2 * heads.kv);
         parts.push_back(gradient.slice_symint(-1, (heads.q + heads.kv) * head_dim));

@@ -8,7 +8,8 @@
 
 namespace mrrope {
 
-// Cosine and sine, times the attention factor, of every row's position and every pair: float2 of [rows, rotary_dim / 2].
+// Cosine and sine, times the attention factor, of every row's position and every pair: float2 of [rows, rotary_dim /
+// 2].
 inline size_t cos_sin_table_bytes(int64_t rows, int rotary_dim) {
     const size_t bytes = static_cast<size_t>(rows) * (rotary_dim / 2) * sizeof(float2);
     return (bytes + 255) / 256 * 256;

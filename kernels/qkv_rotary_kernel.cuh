@@ -1,23 +1,23 @@
 #pragma once
 
-#include <cutlass/cluster_launch.hpp>
+// Headers for Hopper alone, in the order that they need: those for everything take longer to read than to compile.
+// clang-format off
 #include <cutlass/cutlass.h>
 #include <cutlass/device_kernel.h>
+#include <cutlass/cluster_launch.hpp>
+#include <cute/tensor.hpp>
 #include <cutlass/epilogue/collective/collective_builder.hpp>
-
-// CUTLASS's headers for everything take three times as long to compile as these.
 #include <cutlass/gemm/collective/collective_mma_decl.hpp>
 #include <cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp>
-// After those.
 #include <cutlass/gemm/collective/collective_builder_decl.hpp>
 #include <cutlass/gemm/collective/builders/sm90_gmma_builder.inl>
 #include <cutlass/gemm/kernel/gemm_universal_decl.h>
 #include <cutlass/gemm/kernel/tile_scheduler.hpp>
 #include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_cooperative.hpp>
 #include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp>
+// clang-format on
 
 #include <algorithm>
-#include <cute/tensor.hpp>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -44,7 +44,8 @@ struct QkvProjection {
     static constexpr int epilogue_steps =
         form.tile_rows * form.tile_columns / (RowsAtATime::value * columns_at_a_time(form.pairing));
     // A result of 128 x 128 in shared memory is as large as a stage of weights that could be there instead.
-    static constexpr int stored_stages = !is_pingpong && form.pairing == Pairing::halves ? 1 : std::min(epilogue_steps, 2);
+    static constexpr int stored_stages =
+        !is_pingpong && form.pairing == Pairing::halves ? 1 : std::min(epilogue_steps, 2);
     static constexpr int elements_a_visit = columns_at_a_time(form.pairing) / 2;
     using EpiloguePolicy = cutlass::epilogue::Sm90TmaWarpSpecialized<
         /*StagesC=*/1, stored_stages, elements_a_visit, /*ReuseSmemC=*/false, /*DelayTmaStore=*/true>;
@@ -61,8 +62,7 @@ struct QkvProjection {
 
     using Scheduler = std::conditional_t<form.schedule == Schedule::divisible, cutlass::gemm::StreamKScheduler,
                                          cutlass::gemm::PersistentScheduler>;
-    using Kernel =
-        cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, Scheduler>;
+    using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, Scheduler>;
 
     // The table of cosines and sines comes first in the workspace, what CUTLASS needs after it.
     static size_t table_bytes(const QkvRotaryArgs& args) {
@@ -92,8 +92,7 @@ struct QkvProjection {
         };
         arguments.scheduler.max_swizzle_size = plan.swizzle;
         using Order = decltype(arguments.scheduler.raster_order);
-        arguments.scheduler.raster_order =
-            plan.raster == QkvRotaryPlan::Raster::rows ? Order::AlongM : Order::AlongN;
+        arguments.scheduler.raster_order = plan.raster == QkvRotaryPlan::Raster::rows ? Order::AlongM : Order::AlongN;
         if constexpr (form.schedule == Schedule::divisible) {
             using Mode = decltype(arguments.scheduler.decomposition_mode);
             arguments.scheduler.decomposition_mode =
@@ -134,8 +133,8 @@ private:
 
     [[noreturn]] static void fail(cutlass::Status status) {
         cudaGetLastError();  // or the next one to ask would take it for an error of its own
-        throw std::runtime_error("mrrope: the projection by " + describe(form) + " could not be launched: " +
-                                 cutlass::cutlassGetStatusString(status));
+        throw std::runtime_error("mrrope: the projection by " + describe(form) +
+                                 " could not be launched: " + cutlass::cutlassGetStatusString(status));
     }
 };
 

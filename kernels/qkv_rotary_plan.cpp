@@ -37,7 +37,8 @@ static_assert(sizeof(measured) / sizeof(measured[0]) == qkv_kernel_count);
 constexpr int64_t least_rows_to_fuse = 1024;
 constexpr int most_inputs_per_output = 4;
 
-// Of kernels that divide the tiles of the last wave, a wave need not be whole. What is divided has to be added up again.
+// Of kernels that divide the tiles of the last wave, a wave need not be whole. What is divided has to be added up
+// again.
 constexpr double cost_of_dividing = 1.02;
 
 int64_t tiles_of(const QkvKernel& kernel, const QkvRotaryShape& shape) {

@@ -1,9 +1,10 @@
 #pragma once
 
 #include <cutlass/array.h>
-#include <cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp>
 #include <cutlass/fast_math.h>
 #include <cutlass/numeric_conversion.h>
+
+#include <cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp>
 
 #include "dependent_launch.cuh"
 #include "head_fragment.cuh"
@@ -75,7 +76,8 @@ struct RotatingEpilogue {
     CUTLASS_DEVICE bool is_C_load_needed() const { return false; }
 
     template <class... Args>
-    CUTLASS_DEVICE auto get_producer_load_callbacks(const cutlass::epilogue::fusion::detail::ProducerLoadArgs<Args...>&) {
+    CUTLASS_DEVICE auto get_producer_load_callbacks(
+        const cutlass::epilogue::fusion::detail::ProducerLoadArgs<Args...>&) {
         return cutlass::epilogue::fusion::detail::EmptyProducerLoadCallbacks{};
     }
 
@@ -204,8 +206,7 @@ struct RotatingEpilogue {
             CUTLASS_PRAGMA_UNROLL
             for (int block = 0; block < blocks; ++block) {
                 const int start = column + block * 16 * distance;
-                rotates[block] =
-                    start < params.rotated_columns && component_of(start) < params.rotary_dim;
+                rotates[block] = start < params.rotated_columns && component_of(start) < params.rotary_dim;
             }
             CUTLASS_PRAGMA_UNROLL
             for (int g = 0; g < distance; ++g) {

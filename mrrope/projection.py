@@ -65,10 +65,13 @@ def qkv_rotary(
     return q, k, v
 
 
-def split_qkv(packed: torch.Tensor, num_q_heads: int, num_kv_heads: int) -> tuple[torch.Tensor, ...]:
+def split_qkv(
+    packed: torch.Tensor, num_q_heads: int, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The heads of q, of k and of v in rows that hold them all, as views ``[..., heads, head_dim]``."""
-    heads = packed.unflatten(-1, (num_q_heads + 2 * num_kv_heads, -1))
-    return heads.split([num_q_heads, num_kv_heads, num_kv_heads], dim=-2)
+    heads = packed.view(*packed.shape[:-1], num_q_heads + 2 * num_kv_heads, -1)
+    k, v = num_q_heads, num_q_heads + num_kv_heads
+    return heads[..., :k, :], heads[..., k:v, :], heads[..., v:, :]
 
 
 def pack_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -94,8 +97,8 @@ def unpack_qkv(
             f"packed must have a multiple of {num_q_heads + 2 * num_kv_heads} rows for {num_q_heads} heads of q and "
             f"{num_kv_heads} each of k and v, got {packed.shape[0]}"
         )
-    q, k, v = packed.split([num_q_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim])
-    return q, k, v
+    k, v = num_q_heads * head_dim, (num_q_heads + num_kv_heads) * head_dim
+    return packed[:k], packed[k:v], packed[v:]
 
 
 def interleave_heads(weight: torch.Tensor, num_heads: int, rotary_dim: int | None = None) -> torch.Tensor:
@@ -105,23 +108,22 @@ def interleave_heads(weight: torch.Tensor, num_heads: int, rotary_dim: int | Non
     attention scores do not change, and ``pairing="interleaved"`` rotates what ``pairing="halves"`` rotated before.
     Rows past ``rotary_dim``, where that is less than a head's, stay. :func:`deinterleave_heads` undoes it.
     """
-    return _reordered(weight, num_heads, rotary_dim, (2, -1))
+    return _reordered(weight, num_heads, rotary_dim, interleaves=True)
 
 
 def deinterleave_heads(weight: torch.Tensor, num_heads: int, rotary_dim: int | None = None) -> torch.Tensor:
     """The inverse of :func:`interleave_heads`."""
-    return _reordered(weight, num_heads, rotary_dim, (-1, 2))
+    return _reordered(weight, num_heads, rotary_dim, interleaves=False)
 
 
-def _reordered(
-    weight: torch.Tensor, num_heads: int, rotary_dim: int | None, pairs_as: tuple[int, int]
-) -> torch.Tensor:
+def _reordered(weight: torch.Tensor, num_heads: int, rotary_dim: int | None, *, interleaves: bool) -> torch.Tensor:
     head_dim, rest = divmod(weight.shape[0], num_heads)
     if rest:
         raise ValueError(f"weight must have a multiple of num_heads ({num_heads}) rows, got {weight.shape[0]}")
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(f"rotary_dim must be even and from 2 to {head_dim}, the rows of a head, got {rotary_dim}")
-    heads = weight.unflatten(0, (num_heads, head_dim))
-    turning = heads[:, :rotary_dim].unflatten(1, pairs_as).transpose(1, 2).flatten(1, 2)
-    return torch.cat([turning, heads[:, rotary_dim:]], dim=1).flatten(0, 1)
+    order = torch.arange(head_dim, device=weight.device)
+    pairs = order[:rotary_dim].view(2, -1) if interleaves else order[:rotary_dim].view(-1, 2)
+    order = torch.cat([pairs.t().flatten(), order[rotary_dim:]])
+    return weight.view(num_heads, head_dim, *weight.shape[1:])[:, order].flatten(0, 1)

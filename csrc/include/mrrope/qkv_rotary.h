@@ -19,9 +19,9 @@ struct QkvRotaryArgs {
     int64_t x_stride = 0;  // in elements, from row to row
     const void* weight = nullptr;
     int64_t weight_stride = 0;
-    const void* bias = nullptr;  // of [outputs], or none
-    void* out = nullptr;         // contiguous
-    PositionsView positions;     // one position a row: row = sequence * tokens + token
+    const void* bias = nullptr;       // of [outputs], or none
+    void* out = nullptr;              // contiguous
+    PositionsView positions;          // one position a row: row = sequence * tokens + token
     const uint64_t* table = nullptr;  // packed(FrequencyTable)
     int64_t batch = 0;
     int64_t tokens = 0;
@@ -39,7 +39,7 @@ struct QkvRotaryArgs {
 
 // How one call is laid over the GPU.
 struct QkvRotaryPlan {
-    enum class Raster { rows, columns };      // which way neighbouring tiles lie
+    enum class Raster { rows, columns };       // which way neighbouring tiles lie
     enum class Work { tiles, divided_tiles };  // whether the tiles of an unfilled last wave are divided among all
 
     static constexpr int apart = -1;
