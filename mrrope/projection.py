@@ -69,7 +69,8 @@ def split_qkv(
     packed: torch.Tensor, num_q_heads: int, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The heads of q, of k and of v in rows that hold them all, as views ``[..., heads, head_dim]``."""
-    heads = packed.view(*packed.shape[:-1], num_q_heads + 2 * num_kv_heads, -1)
+    count = num_q_heads + 2 * num_kv_heads
+    heads = packed.view(*packed.shape[:-1], count, packed.shape[-1] // count)
     k, v = num_q_heads, num_q_heads + num_kv_heads
     return heads[..., :k, :], heads[..., k:v, :], heads[..., v:, :]
 
