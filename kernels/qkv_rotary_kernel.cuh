@@ -36,7 +36,8 @@ struct QkvProjection {
     static constexpr QkvKernel form = qkv_kernels[kernel];
     static constexpr bool is_pingpong = form.schedule == Schedule::pingpong;
     using Tile = cute::Shape<cute::Int<form.tile_rows>, cute::Int<form.tile_columns>, cute::_64>;
-    using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;  // two blocks share what they read of the weights
+    using Cluster = std::conditional_t<form.shares_weights, cute::Shape<cute::_2, cute::_1, cute::_1>,
+                                       cute::Shape<cute::_1, cute::_2, cute::_1>>;
     using Rotation = RotatingEpilogue<Element, form.pairing, form.phases>;
 
     using RowsAtATime = std::conditional_t<is_pingpong, cute::_64, cute::_128>;

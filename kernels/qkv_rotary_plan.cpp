@@ -19,8 +19,9 @@ struct Measured {
     Raster raster;
 };
 constexpr Measured measured[] = {
-    {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows},
-    {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows},
+    {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows},
+    {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows},
+    {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows},
 };
 static_assert(sizeof(measured) / sizeof(measured[0]) == qkv_kernel_count);
 

@@ -23,6 +23,8 @@ struct QkvKernel {
     int tile_columns;
     Schedule schedule;
     Phases phases;
+    // Two blocks share what they both read: tiles below each other the weights, tiles beside each other x.
+    bool shares_weights = true;
 };
 
 // The kernels that are compiled, each in a file of its own; CMakeLists.txt counts them.
@@ -31,6 +33,7 @@ inline constexpr QkvKernel qkv_kernels[] = {
     {Pairing::halves, 128, 128, Schedule::pingpong, Phases::tabled},
     {Pairing::halves, 64, 256, Schedule::pingpong, Phases::computed},
     {Pairing::halves, 128, 256, Schedule::divisible, Phases::tabled},
+    {Pairing::halves, 256, 128, Schedule::cooperative, Phases::tabled, /*shares_weights=*/false},
     {Pairing::interleaved, 128, 128, Schedule::pingpong, Phases::computed},
     {Pairing::interleaved, 128, 160, Schedule::pingpong, Phases::computed},
     {Pairing::interleaved, 256, 160, Schedule::cooperative, Phases::tabled},

@@ -81,13 +81,24 @@ struct RotatingEpilogue {
         return cutlass::epilogue::fusion::detail::EmptyProducerLoadCallbacks{};
     }
 
-    template <int row_steps, int rows_a_step>
+    template <int row_steps, int rows_a_step, int column_steps>
     struct Callbacks : cutlass::epilogue::fusion::detail::EmptyConsumerStoreCallbacks {
         const Params& params;
         int first_row;     // of this thread
         int first_column;  // of the tile
         int t;
         int64_t position[row_steps][2];
+
+        // Cosine and sine of `count` neighbouring pairs, in both rows.
+        template <int count>
+        struct Turns {
+            CosSin<float> by[2][count];
+        };
+
+        // Heads beside each other turn alike: with several in a tile, all turns of the thread are known before the
+        // first, and take the registers that it leaves.
+        static constexpr bool keeps_turns = pairing == Pairing::halves && column_steps > 1 && row_steps == 1;
+        Turns<2> kept[keeps_turns ? groups / 2 : 1];
 
         CUTLASS_DEVICE Callbacks(const Params& params, int first_row, int first_column, int t)
             : params(params), first_row(first_row), first_column(first_column), t(t) {}
@@ -100,6 +111,13 @@ struct RotatingEpilogue {
                 for (int step = 0; step < row_steps; ++step) {
                     CUTLASS_PRAGMA_UNROLL
                     for (int r = 0; r < 2; ++r) position[step][r] = params.positions(row_of(step, r));
+                }
+            }
+            if constexpr (keeps_turns) {
+                if (first_column >= params.rotated_columns) return;
+                CUTLASS_PRAGMA_UNROLL
+                for (int g = 0; g < groups / 2; ++g) {
+                    if (16 * g < params.rotary_dim) kept[g] = turns_of<2>(8 * g + 2 * t, 0);
                 }
             }
         }
@@ -144,12 +162,6 @@ struct RotatingEpilogue {
                 for (int j = 0; j < 4; ++j) x[4 * g + j] += static_cast<float>(bias[j % 2]);
             }
         }
-
-        // Cosine and sine of `count` neighbouring pairs, in both rows.
-        template <int count>
-        struct Turns {
-            CosSin<float> by[2][count];
-        };
 
         template <int count>
         CUTLASS_DEVICE Turns<count> turns_of(int pair, int step) const {
@@ -210,7 +222,7 @@ struct RotatingEpilogue {
             }
             CUTLASS_PRAGMA_UNROLL
             for (int g = 0; g < distance; ++g) {
-                const Turns<2> turns = turns_of<2>(8 * g + 2 * t, step);
+                const Turns<2> turns = keeps_turns ? kept[keeps_turns ? g : 0] : turns_of<2>(8 * g + 2 * t, step);
                 CUTLASS_PRAGMA_UNROLL
                 for (int block = 0; block < blocks; ++block) {
                     if (!rotates[block]) continue;
@@ -230,11 +242,13 @@ struct RotatingEpilogue {
         using namespace cute;
         constexpr int rows_a_step = size<0>(decltype(args.epi_tile){});
         constexpr int row_steps = size<0>(decltype(args.tile_shape_mnk){}) / rows_a_step;
+        constexpr int column_steps = size<1>(decltype(args.tile_shape_mnk){}) / size<1>(decltype(args.epi_tile){});
         // CUTLASS tells how far the thread's first element is from the end of the product.
         const int first_row = get<0>(args.problem_shape_mnkl) - get<0>(args.residue_tCcD);
         const int thread_column = get<1>(args.problem_shape_mnkl) - get<1>(args.residue_tCcD);
         const int tile_column = get<1>(args.tile_coord_mnkl) * size<1>(args.tile_shape_mnk);
-        return Callbacks<row_steps, rows_a_step>(*params_, first_row, tile_column, (thread_column - tile_column) / 2);
+        return Callbacks<row_steps, rows_a_step, column_steps>(*params_, first_row, tile_column,
+                                                               (thread_column - tile_column) / 2);
     }
 
 private:
