@@ -1,7 +1,8 @@
 #include <array>
 #include <atomic>
 #include <stdexcept>
-#include <utility>
+#include <string>
+#include <vector>
 
 #include "cos_sin_table.cuh"
 #include "dependent_launch.cuh"
@@ -56,23 +57,13 @@ QkvDevice current_device() {
 }
 
 #ifdef MRROPE_WITH_WGMMA
-static_assert(MRROPE_WITH_WGMMA == qkv_kernel_count, "CMakeLists.txt counts other kernels than qkv_rotary_plan.h");
-
-template <class Element>
-QkvLauncher launcher_of(int kernel) {
-    static const auto launchers = []<int... kernels>(std::integer_sequence<int, kernels...>) {
-        return std::array{qkv_launcher<kernels, Element>()...};
-    }(std::make_integer_sequence<int, qkv_kernel_count>{});
-    return launchers.at(kernel);
-}
-
 QkvLauncher launcher_for(const QkvRotaryArgs& args, const QkvRotaryPlan& plan) {
     if (plan.kernel < 0 || plan.kernel >= qkv_kernel_count || !can_fuse(shape_of(args), current_device()) ||
         qkv_kernels[plan.kernel].pairing != args.pairing) {
         throw std::invalid_argument("mrrope: kernel " + std::to_string(plan.kernel) + " does not take this projection");
     }
-    return args.dtype == DType::bfloat16 ? launcher_of<cutlass::bfloat16_t>(plan.kernel)
-                                         : launcher_of<cutlass::half_t>(plan.kernel);
+    return args.pairing == Pairing::halves ? qkv_launcher<Pairing::halves>(plan.kernel, args.dtype)
+                                           : qkv_launcher<Pairing::interleaved>(plan.kernel, args.dtype);
 }
 #endif
 

@@ -21,6 +21,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "cos_sin_table.cuh"
 #include "qkv_rotary_launch.h"
@@ -139,11 +140,24 @@ private:
     }
 };
 
-// Instantiated in a file per kernel and element type.
-template <int kernel, class Element>
-QkvLauncher qkv_launcher() {
-    using Projection = QkvProjection<kernel, Element>;
-    return {Projection::workspace, Projection::launch};
+// Instantiated in a file per pairing. CUTLASS's headers take longer to compile than any kernel: files for each of those
+// would take several times as long.
+template <Pairing pairing>
+QkvLauncher qkv_launcher(int kernel, DType dtype) {
+    QkvLauncher found{};
+    const auto look_at = [&]<int candidate>(std::integral_constant<int, candidate>) {
+        if constexpr (qkv_kernels[candidate].pairing == pairing) {
+            using Half = QkvProjection<candidate, cutlass::half_t>;
+            using Bfloat = QkvProjection<candidate, cutlass::bfloat16_t>;
+            if (candidate != kernel) return;
+            found = dtype == DType::float16 ? QkvLauncher{Half::workspace, Half::launch}
+                                            : QkvLauncher{Bfloat::workspace, Bfloat::launch};
+        }
+    };
+    [&]<int... candidates>(std::integer_sequence<int, candidates...>) {
+        (look_at(std::integral_constant<int, candidates>{}), ...);
+    }(std::make_integer_sequence<int, qkv_kernel_count>{});
+    return found;
 }
 
 }  // namespace mrrope

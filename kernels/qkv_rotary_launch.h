@@ -12,8 +12,9 @@ struct QkvLauncher {
     void (*launch)(const QkvRotaryArgs&, const QkvRotaryPlan&, void* workspace, CUstream_st* stream);
 };
 
-template <int kernel, class Element>
-QkvLauncher qkv_launcher();
+// Of a kernel of this pairing, for float16 or bfloat16.
+template <Pairing pairing>
+QkvLauncher qkv_launcher(int kernel, DType dtype);
 
 // Asked of the driver once for each device.
 int multiprocessors_of_current_device();

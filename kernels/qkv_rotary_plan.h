@@ -27,7 +27,7 @@ struct QkvKernel {
     bool shares_weights = true;
 };
 
-// The kernels that are compiled, each in a file of its own; CMakeLists.txt counts them.
+// The kernels that are compiled.
 inline constexpr QkvKernel qkv_kernels[] = {
     {Pairing::halves, 128, 128, Schedule::pingpong, Phases::computed},
     {Pairing::halves, 128, 128, Schedule::pingpong, Phases::tabled},
