@@ -20,7 +20,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -260,6 +260,8 @@ def fuse_projections(model: nn.Module) -> None:
     for attention in candidates:
         for why in _fuse(attention, rotaries):
             raise UnfusableProjectionError(f"{type(attention).__name__} {why}")
+    if not any(map(projections_fused_in, candidates)):
+        raise UnfusableProjectionError("none of its attention modules rotates")
 
 
 def _may_be_attention(module: nn.Module) -> bool:
@@ -283,11 +285,14 @@ def _fuse(attention: nn.Module, rotaries: list[TableRotaryEmbedding]) -> Iterato
         return
     projection = FusedProjection(names, *heads, next(iter(conventions)).pairing)
     projection.link(attention)
-    if not any(_is_the_same(attention, projection, rotary) for rotary in rotaries):
-        projection.unlink(attention)
-        yield "gives other results with its projection fused: something stands between it and the rotation"
+    found = {outcome for rotary in rotaries for outcome in _tried(attention, projection, rotary)}
+    if "the same" in found:
+        attention_calls.run_on_stand_ins(attention, PROJECTION, projection, class_that_fuses)
         return
-    attention_calls.run_on_stand_ins(attention, PROJECTION, projection, class_that_fuses)
+    projection.unlink(attention)
+    # Layers that do not rotate, as some models have, project as they did.
+    if found != {"does not rotate"}:
+        yield "gives other results with its projection fused: something stands between it and the rotation"
 
 
 def _why_not(attention: nn.Module, names: tuple[str, ...]) -> str | None:
@@ -352,24 +357,27 @@ class TriedProjection(TableAfterProjection):
         self.turned.extend(turned)
 
 
+Outcome = Literal["the same", "other", "does not rotate"]
+
+
 @torch.no_grad()
-def _is_the_same(attention: nn.Module, projection: FusedProjection, rotary: TableRotaryEmbedding) -> bool:
-    """Whether an attention module gives the same with its projection fused, by trying."""
+def _tried(attention: nn.Module, projection: FusedProjection, rotary: TableRotaryEmbedding) -> set[Outcome]:
+    """What comes of fusing an attention module's projection, by trying, for each kind of layer."""
     (first, *_) = projection.modules(attention)
     hidden_states = random(1, attention_calls.TRIED_TOKENS, first.in_features).to(first.weight)
     with attention_calls.left_as_it_was(attention):
         attention.eval()
         embeddings = list(attention_calls.tried_embeddings(rotary, hidden_states))
-        return any(_agree_on(attention, projection, hidden_states, *packed) for packed in embeddings)
+        return {_outcome(attention, projection, hidden_states, *packed) for packed in embeddings}
 
 
-def _agree_on(
+def _outcome(
     attention: nn.Module,
     projection: FusedProjection,
     hidden_states: torch.Tensor,
     positions: torch.Tensor,
     packed: torch.Tensor,
-) -> bool:
+) -> Outcome:
     # Large ones too, where models that clip q and k would clip. What comes after them is then no measure.
     for scale in (1.0, 1e3):
         tables, outputs = [], []
@@ -381,14 +389,16 @@ def _agree_on(
                 output = attention_calls.try_call(attention, runs, scale * hidden_states, positions, table)
             except Exception:  # its own code may raise anything where it is not called as it expects
                 logger.debug("%s cannot be tried", type(attention).__name__, exc_info=True)
-                return False
+                return "other"
             tables.append(table)
             outputs.append(output)
         plain, fused = tables
+        if not plain.turned:
+            return "does not rotate"
         if fused.rotated != {"q", "k"} or len(plain.turned) != len(fused.turned):
-            return False
+            return "other"
         if not all(agree(got, want) for got, want in zip(fused.turned, plain.turned, strict=True)):
-            return False
+            return "other"
         if scale == 1.0 and not agree(outputs[1], outputs[0]):
-            return False
-    return True
+            return "other"
+    return "the same"

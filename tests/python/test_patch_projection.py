@@ -85,6 +85,14 @@ def test_families(family: str) -> None:
     assert_same(logits(model), logits(reference(family)))
 
 
+def test_layers_that_do_not_rotate_project_as_they_did() -> None:
+    model = fused("smollm3")
+    rotating = len(attentions(model))
+    assert 0 < rotating < len(model.model.layers)
+    assert calls(model) == {"qkv_rotary": rotating}
+    assert_same(logits(model), logits(reference("smollm3")))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_other_dtypes(family: str, dtype: torch.dtype) -> None:
