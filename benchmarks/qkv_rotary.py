@@ -1,14 +1,15 @@
 """The projection that rotates beside cuBLAS alone, and cuBLAS followed by rotary: time and error.
 
-    python benchmarks/qkv_rotary.py [--plans] [--model LAYERS] [--seconds S] [--output benchmarks/results/NAME]
+    python benchmarks/qkv_rotary.py [--plans [REGEX]] [--model LAYERS] [--seconds S] [--output benchmarks/results/NAME]
 
 Prints one table and writes NAME.json, as it goes. All contenders of a case take turns, so that they see the same
 clocks: a GPU slows down as it warms, and only ratios within a case count. Times are medians of CUDA-graph replays, over
 weights that do not fit the cache; ratios are medians of those of each turn. Errors are relative, in Frobenius norm,
 against float64 with exact phases.
 
-With --plans: every compiled kernel, way of walking through its tiles, and rows from 256 on, to choose plans by. With
---model: a Llama-3-8B-shaped model of so many layers reads 8192 tokens, as it is, patched, and with fuse_projection.
+With --plans: every compiled kernel whose name matches, every way of walking through its tiles, and rows from 256 on, to
+choose plans by. With --model: a Llama-3-8B-shaped model of so many layers reads 8192 tokens, as it is, patched, and with
+fuse_projection.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import functools
 import itertools
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -271,15 +273,17 @@ def measure_all(device: str, deadline: float) -> Iterator[dict[str, Any]]:
 # --- every plan ---
 
 
-def plans() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every compiled kernel, with its pairing, and every way of walking through its tiles."""
+def plans(only: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every compiled kernel of such a name, with its pairing, and every way of walking through its tiles."""
     for kernel, name in enumerate(torch.ops.mrrope.qkv_rotary_kernels.default()):
+        if not re.search(only, name):
+            continue
         works = (0, 1) if "divisible" in name else (0,)
         for swizzle, raster, work in itertools.product(SWIZZLES, (0, 1), works):
             yield name.split()[0], (kernel, swizzle, raster, work)
 
 
-def sweep(geometry: Geometry, rows: int) -> dict[str, Any]:
+def sweep(geometry: Geometry, rows: int, only: str) -> dict[str, Any]:
     """All plans in few turns, then the best of each kernel in many, beside cuBLAS."""
     buffers = Buffers(geometry, rows, "cuda")
     weight = buffers.weights[0]
@@ -290,14 +294,16 @@ def sweep(geometry: Geometry, rows: int) -> dict[str, Any]:
 
     add(ALONE, alone)
     add(APART, apart)
-    errors: dict[str, float] = {}
+    errors = {APART: relative_error(apart(buffers, weight), buffers, weight, "halves")}
     kernels: dict[int, list[str]] = {}
     failures: dict[str, str] = {}
-    for pairing, plan in plans():
+    for pairing, plan in plans(only):
         name = name_of(plan)
         try:
-            if plan[0] not in kernels or plan[3]:
-                errors[name] = relative_error(planned(buffers, weight, pairing, plan), buffers, weight, pairing)
+            kind = name.split(",")[0] + (", divided" if plan[3] else "")
+            if kind not in errors:
+                print(f"{'first run':>12}  {kind:60}", end="\r", flush=True)  # should it never end, it is known which
+                errors[kind] = relative_error(planned(buffers, weight, pairing, plan), buffers, weight, pairing)
             add(name, planned, pairing, plan)
         except RuntimeError as failure:  # a plan that cannot be is told, and the others go on
             failures[name] = str(failure).splitlines()[0]
@@ -323,25 +329,21 @@ def sweep(geometry: Geometry, rows: int) -> dict[str, Any]:
         "errors": errors,
         "failures": failures,
     }
-    print(
-        f"\n{geometry.name}, {row['name']}: microseconds, / cuBLAS, / apart, largest error {max(errors.values()):.2e}"
-    )
+    print(f"\n{geometry.name}, {row['name']}: microseconds, / cuBLAS, / apart, plan", flush=True)
     for name in sorted(turns.replays, key=turns.median):
-        print(
-            f"{turns.median(name) * 1e6:12.2f}{row['to cuBLAS'][name]:8.3f}{row['to apart'][name]:8.3f}  {name}",
-            flush=True,
-        )
+        print(f"{turns.median(name) * 1e6:12.2f}{row['to cuBLAS'][name]:8.3f}{row['to apart'][name]:8.3f}  {name}")
+    print("   errors: " + ", ".join(f"{name} {error:.2e}" for name, error in errors.items()), flush=True)
     for name, why in failures.items():
         print(f"{'fails':>12}  {name}: {why}", flush=True)
     return row
 
 
-def sweep_all(deadline: float) -> Iterator[dict[str, Any]]:
+def sweep_all(deadline: float, only: str) -> Iterator[dict[str, Any]]:
     for rows, geometry in itertools.product(ROWS_OF_PLANS, GEOMETRIES):
         if time.monotonic() > deadline:
             print("out of time")
             return
-        yield sweep(geometry, rows)
+        yield sweep(geometry, rows, only)
 
 
 # --- a model ---
@@ -412,21 +414,28 @@ def measure_model(layers: int, tokens: int, device: str) -> dict[str, Any]:
 def main() -> None:
     """Measures, prints, writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", action="store_true", help="every plan, instead of the op's own")
+    parser.add_argument(
+        "--plans",
+        nargs="?",
+        const="",
+        metavar="REGEX",
+        help="every plan of kernels whose names match, instead of the op's own",
+    )
     parser.add_argument("--model", type=int, metavar="LAYERS", help="a model's prefill, instead of the op")
     parser.add_argument("--seconds", type=float, default=120.0, help="no case is begun after that (default: 120)")
     parser.add_argument("--output", type=Path, help="where to write, without ending")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU")
-    kind = "plans" if options.plans else "model" if options.model else "cuda"
+    kind = "plans" if options.plans is not None else "model" if options.model else "cuda"
     output = options.output or RESULTS / f"qkv_rotary_{kind}"
     deadline = time.monotonic() + options.seconds
     rows: list[dict[str, Any]] = []
     if options.model:
         measured: Iterator[dict[str, Any]] = iter([measure_model(options.model, 8192, "cuda")])
     else:
-        measured = sweep_all(deadline) if options.plans else measure_all("cuda", deadline)
+        by_plans = options.plans is not None
+        measured = sweep_all(deadline, options.plans) if by_plans else measure_all("cuda", deadline)
     with torch.no_grad():
         for row in measured:
             rows.append(row)
