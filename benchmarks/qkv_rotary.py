@@ -8,8 +8,8 @@ weights that do not fit the cache; ratios are medians of those of each turn. Err
 against float64 with exact phases.
 
 With --plans: every compiled kernel whose name matches, every way of walking through its tiles, and rows from 256 on, to
-choose plans by. With --model: a Llama-3-8B-shaped model of so many layers reads 8192 tokens, as it is, patched, and with
-fuse_projection.
+choose plans by. With --model: a Llama-3-8B-shaped model of so many layers reads 8192 tokens, as it is, patched, and
+with fuse_projection.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ constexpr int most_inputs_per_output = 4;
 
 // Of kernels that divide the tiles of the last wave, a wave need not be whole. What is divided has to be added up
 // again.
-constexpr double cost_of_dividing = 1.02;
+constexpr double cost_of_dividing = 1.05;
 
 int64_t tiles_of(const QkvKernel& kernel, const QkvRotaryShape& shape) {
     return ceil_div(shape.rows, kernel.tile_rows) * ceil_div(shape.outputs, kernel.tile_columns);
