@@ -32,7 +32,7 @@ static_assert(sizeof(measured) / sizeof(measured[0]) == qkv_kernel_count);
 //       256 x 6144 x 4096         28.5     33.4        3.3
 //      2048 x 6144 x 4096          146      148         13
 //      8192 x 6144 x 4096          603      626         45
-//     32768 x 6144 x 4096         2465     2505        163
+//     32768 x 6144 x 4096    2430-2500     2505        163
 //      8192 x 2560 x 2048          123      129         20
 //      8192 x 1280 x 8192          245      263         10
 constexpr int64_t least_rows_to_fuse = 1024;

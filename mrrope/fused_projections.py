@@ -95,14 +95,14 @@ class FusedProjection:
             return True
         for kind, name in SIDE_BY_SIDE.items():
             parameters = [getattr(module, kind) for module in modules]
-            packed = attention._buffers.get(name)
             if parameters[0] is None:
                 continue
-            if packed is None:
-                return False
-            parts = unpack_qkv(packed, self.num_q_heads, self.num_kv_heads)
-            if any(p.data_ptr() != part.data_ptr() for p, part in zip(parameters, parts, strict=True)):
-                return False
+            packed = attention._buffers.get(name)
+            place = 0 if packed is None else packed.data_ptr()
+            for parameter in parameters:
+                if parameter is None or parameter.data_ptr() != place:
+                    return False
+                place += parameter.nbytes
         return True
 
     def weight_and_bias(self, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -120,13 +120,25 @@ class FusedProjection:
         has_gradients = torch.is_grad_enabled() and len(modules) > 1
         if x.dim() != 3 or torch.is_autocast_enabled(x.device.type):
             return False
-        if not all(_is_plain(module, x) for module in modules):
+        if not all(_is_plain(module, x) for module in modules) or not self._fits(modules):
             return False
         if has_gradients and any(p.requires_grad for module in modules for p in module.parameters(recurse=False)):
             return False
         if not torch.compiler.is_compiling() and not self.is_linked(attention):
             self.link(attention)
         return True
+
+    def _fits(self, modules: list[Any]) -> bool:
+        """Whether projections, any of which may be another by now, still make one."""
+        if len(modules) == 1:
+            return True
+        q, k, v = (module.weight.shape for module in modules)
+        return (
+            q[0] * self.num_kv_heads == k[0] * self.num_q_heads
+            and q[1] == k[1]
+            and k == v
+            and len({module.bias is None for module in modules}) == 1
+        )
 
 
 def _is_plain(module: Any, x: torch.Tensor) -> bool:

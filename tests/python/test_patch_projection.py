@@ -201,12 +201,13 @@ def test_weights_changed_in_place_are_used() -> None:
     assert_fused(model)
 
 
-def test_a_projection_put_in_later_is_used() -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_projection_put_in_later_is_used(bias: bool) -> None:
     model, other = fused(), reference()
     for changed in (model, other):
         torch.manual_seed(0)
         attention = changed.model.layers[0].self_attn
-        attention.k_proj = nn.Linear(attention.k_proj.in_features, attention.k_proj.out_features, bias=False)
+        attention.k_proj = nn.Linear(attention.k_proj.in_features, attention.k_proj.out_features, bias)
     assert_same(logits(model), logits(other))
 
 
