@@ -117,12 +117,17 @@ Tensor qkv_rotary_cpu(const Tensor& x, const Tensor& weight, const Bias& bias, c
 
 #ifdef MRROPE_WITH_CUDA
 
+// From row to row of x, whatever sequences they belong to. Of one element, torch leaves any stride at all.
+int64_t row_stride_of(const Tensor& x) {
+    return x.dim() == 3 && x.size(1) == 1 ? x.stride(0) : x.stride(-2);
+}
+
 // All but positions, table and result, which do not count for the plan.
 QkvRotaryArgs shaped_args(const Tensor& x, const Tensor& weight, const Bias& bias, const Tensor& table,
                           HeadCounts heads, c10::string_view pairing) {
     QkvRotaryArgs args;
     args.x = x.const_data_ptr();
-    args.x_stride = x.stride(-2);
+    args.x_stride = row_stride_of(x);
     args.weight = weight.const_data_ptr();
     args.weight_stride = weight.stride(0);
     args.bias = bias ? bias->const_data_ptr() : nullptr;
@@ -141,7 +146,7 @@ QkvRotaryArgs shaped_args(const Tensor& x, const Tensor& weight, const Bias& bia
 // Whether the fused kernels read such tensors: rows that follow each other, and one table and position a token.
 bool has_plain_form(const Tensor& x, const Tensor& weight, const Bias& bias, const Tensor& positions,
                     const Tensor& table) {
-    const bool rows_follow = x.dim() == 2 || x.size(0) == 1 || x.stride(0) == x.size(1) * x.stride(1);
+    const bool rows_follow = x.dim() == 2 || x.size(0) == 1 || x.stride(0) == x.size(1) * row_stride_of(x);
     return rows_follow && x.stride(-1) == 1 && weight.stride(-1) == 1 && (!bias || bias->stride(0) == 1) &&
            table.dim() <= 2 && table.numel() == table.size(-1) && positions.dim() <= 2;
 }
