@@ -39,7 +39,7 @@ bench: install
 
 # Needs a GPU. Small tests only: under the sanitizer every access is checked.
 sanitize: cpp-tests
-	benchmarks/sanitize $(foreach kernel,rotary rescale rotary_cache qk_norm,$(BUILD)/tests/cpp/$(kernel)_cuda_test)
+	benchmarks/sanitize $(foreach kernel,rotary rescale rotary_cache qk_norm qkv_rotary,$(BUILD)/tests/cpp/$(kernel)_cuda_test)
 
 install: $(VENV)/.mrrope
 

@@ -9,6 +9,7 @@ from mrrope.following import expecting
 from mrrope.gguf_export import export_gguf
 from mrrope.normed_rotation import qk_norm_rotary, qk_norm_rotary_
 from mrrope.patching import patch, patched, unpatch
+from mrrope.projection import deinterleave_heads, interleave_heads, pack_qkv, qkv_rotary, unpack_qkv
 from mrrope.rope_types import register_on_import, register_rope_types
 from mrrope.rotation import rotary, rotary_
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
@@ -21,18 +22,23 @@ __all__ = [
     "METHODS",
     "FrequencyTable",
     "__version__",
+    "deinterleave_heads",
     "expecting",
     "export_config",
     "export_gguf",
     "frequency_table",
+    "interleave_heads",
+    "pack_qkv",
     "patch",
     "patched",
     "qk_norm_rotary",
     "qk_norm_rotary_",
+    "qkv_rotary",
     "register_rope_types",
     "rescale_cache_",
     "rotary",
     "rotary_",
     "rotary_and_cache_",
+    "unpack_qkv",
     "unpatch",
 ]

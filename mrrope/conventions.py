@@ -110,11 +110,32 @@ class DeferredNorm:
         return (self.eps, self.weight_offset) == (other.eps, other.weight_offset)
 
 
-class TableAfterNorms:
-    """A packed table on its way through one call of an attention module, and the norms to be done where it is used."""
+class NotedTable:
+    """A packed table on its way through one call of an attention module, with a note for where it is used."""
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table
+
+    def give(self, turned: list[torch.Tensor]) -> None:
+        """Told what came out of the rotation."""
+
+    def expect_nothing_waiting(self) -> None:
+        """Raises where something was left to a rotation that did not happen."""
+
+
+class TableAfterProjection(NotedTable):
+    """What the projection rotated by this table already, q or k by its role."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__(table)
+        self.rotated: set[str] = set()
+
+
+class TableAfterNorms(NotedTable):
+    """The norms to be done where the table is used."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__(table)
         self.waiting: dict[str, DeferredNorm] = {}
 
     def wait(self, role: str, norm: DeferredNorm, x: torch.Tensor) -> None:
@@ -126,9 +147,6 @@ class TableAfterNorms:
         if role is None:
             role = next(iter(self.waiting), "")
         return self.waiting.pop(role, None)
-
-    def give(self, turned: list[torch.Tensor]) -> None:
-        """Told what came out of the rotation."""
 
     def expect_nothing_waiting(self) -> None:
         """Raises where a norm was left to a rotation that did not happen."""
@@ -200,6 +218,8 @@ def fused(original: Apply, form: CallForm, convention: Convention) -> Apply:
             positions, table = embedding[0][:, :tokens], embedding[0][:, tokens:].contiguous()
         if isinstance(table, TableAfterNorms):
             turned = _rotate_after_norms(convention, form, heads, positions, table, layout)
+        elif isinstance(table, TableAfterProjection):
+            turned = _rotate_after_projection(convention, form, heads, positions, table, layout)
         else:
             turned = convention.rotate(heads, positions, table, layout)
         return turned[0] if len(form.heads) == 1 else tuple(turned)
@@ -228,6 +248,22 @@ def _rotate_after_norms(
                 turned += convention.rotate([x], positions, table.table, layout)
             else:
                 turned += convention.norm_and_rotate([x], [norm], positions, table.table, layout)
+    table.give(turned)
+    return turned
+
+
+def _rotate_after_projection(
+    convention: Convention,
+    form: CallForm,
+    heads: list[torch.Tensor],
+    positions: torch.Tensor,
+    table: TableAfterProjection,
+    layout: str,
+) -> list[torch.Tensor]:
+    roles = ["q", "k"][: len(heads)]
+    left = [x for role, x in zip(roles, heads, strict=True) if role not in table.rotated]
+    turning = iter(convention.rotate(left, positions, table.table, layout) if left else [])
+    turned = [x if role in table.rotated else next(turning) for role, x in zip(roles, heads, strict=True)]
     table.give(turned)
     return turned
 

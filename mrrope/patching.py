@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from torch import nn
@@ -21,6 +22,12 @@ from mrrope.embeddings import (
     installed_functions,
 )
 from mrrope.following import Follower, GenerateKnowingLengths
+from mrrope.fused_projections import (
+    UnfusableProjectionError,
+    fuse_projections,
+    projections_fused_in,
+    restore_projections,
+)
 from mrrope.ladder import Ladder, Step, ladder_for
 from mrrope.model_cache import UnfollowableError, find_cached_keys
 from mrrope.trained import table_for
@@ -35,6 +42,7 @@ def patch(
     scale: float | Literal["auto"] = 1.0,
     max_scale: float | None = None,
     local_layers: bool = False,
+    fuse_projection: bool = False,
     **options: Any,
 ) -> Model:
     """Makes a model of transformers read by another frequency table, with the fused op; returns the model.
@@ -49,6 +57,9 @@ def patch(
             outgrows its scale has its cached keys turned to the next, and goes on.
         max_scale: where the ladder of ``scale="auto"`` ends; if not given, at 16 times what the model reads as it is.
         local_layers: whether layers that see only a window, and have a RoPE of their own, are extended too.
+        fuse_projection: whether q, k and v are projected and rotated by one op, :func:`qkv_rotary`, in models whose
+            attention has ``q_proj``, ``k_proj`` and ``v_proj``, or ``qkv_proj``, and nothing between them and the
+            rotation. For inference: where the weights want gradients, three projections are done as before.
         options: more arguments of :func:`frequency_table`: ``alpha``, ``beta``, ``bounds``, ``power``, ``factors``,
             ``attention_factor``; or ``base`` and ``original_max_position``, in place of what the model's configuration
             says.
@@ -80,13 +91,19 @@ def patch(
         )
     ladders = [_ladders_for(rotary, method, scale, max_scale, local_layers, options) for rotary in rotaries]
 
-    before = list(_ladders_in(model))
-    if before:
+    before = _state_of(model)
+    if before.ladders:
         unpatch(model)
     try:
         reasons = [_put_in(model, rotary, by_layer) for rotary, by_layer in zip(rotaries, ladders, strict=True)]
+        if fuse_projection:
+            if why := next(filter(None, reasons), None):
+                raise UnfusableProjectionError(why)
+            fuse_projections(model)
     except BaseException as error:
         _restore(model, before)
+        if isinstance(error, UnfusableProjectionError):
+            raise ValueError(f"fuse_projection must be False for {type(model).__name__}: {error}") from None
         if isinstance(error, UnfollowableError):
             raise ValueError(f"scale must be a number for {type(model).__name__}: {error}, got 'auto'") from None
         raise
@@ -119,13 +136,15 @@ def unpatch(model: Model) -> Model:
             getattr(module, SwappedTable.ATTRIBUTE).undo(module)
         elif norms_wait_in(module):
             restore_norms(module)
+        elif projections_fused_in(module):
+            restore_projections(module)
     return model
 
 
 @contextlib.contextmanager
 def patched(model: Model, method: Step | Sequence[Step], **options: Any) -> Iterator[Model]:
     """:func:`patch` for the length of a ``with`` block; a model that comes patched leaves as it came."""
-    before = list(_ladders_in(model)) if isinstance(model, nn.Module) else []
+    before = _state_of(model) if isinstance(model, nn.Module) else Patches([], fuse_projection=False)
     patch(model, method, **options)
     try:
         yield model
@@ -164,11 +183,25 @@ def _ladders_in(model: nn.Module) -> Iterator[tuple[nn.Module, Ladders]]:
             yield module, getattr(module, SwappedTable.ATTRIBUTE).ladders
 
 
-def _restore(model: nn.Module, before: list[tuple[nn.Module, Ladders]]) -> None:
+@dataclass(frozen=True)
+class Patches:
+    """What :func:`patch` did to a model, to be done again."""
+
+    ladders: list[tuple[nn.Module, Ladders]]
+    fuse_projection: bool
+
+
+def _state_of(model: nn.Module) -> Patches:
+    return Patches(list(_ladders_in(model)), any(map(projections_fused_in, model.modules())))
+
+
+def _restore(model: nn.Module, before: Patches) -> None:
     if is_patched(model):
         unpatch(model)
-    for rotary, ladders in before:
+    for rotary, ladders in before.ladders:
         _put_in(model, rotary, ladders)
+    if before.fuse_projection:
+        fuse_projections(model)
 
 
 def _put_in(model: nn.Module, rotary: nn.Module, ladders: Ladders) -> str | None:

@@ -75,10 +75,13 @@ def _arguments(
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if k is not None and not isinstance(k, torch.Tensor):
         raise TypeError(f"k must be a tensor or None, got {type(k).__name__}")
-    heads = [q] if k is None else [q, k]
+    return [q] if k is None else [q, k], positions, _table(table, q.device)
+
+
+def _table(table: FrequencyTable | Sequence[FrequencyTable], device: torch.device) -> torch.Tensor:
     if isinstance(table, (list, tuple)):
-        return heads, positions, packed_stack(table, q.device)
-    return heads, positions, _require_table("table", table).packed(q.device)
+        return packed_stack(table, device)
+    return _require_table("table", table).packed(device)
 
 
 def _index(table_index: object) -> torch.Tensor | None:

@@ -44,6 +44,12 @@ void qk_norm_rotary_(at::TensorList heads, at::TensorList weights, const at::Ten
                      std::string_view layout = "bhsd", std::string_view pairing = "halves",
                      const std::optional<at::Tensor>& table_index = std::nullopt);
 
+// x weight^T + bias for x of [batch, tokens, inputs] or [tokens, inputs], whose rows hold the heads of q, of k and of
+// v, with those of q and k rotated; differentiable. On GPUs of sm_90 one matrix product, where that is faster.
+at::Tensor qkv_rotary(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                      const at::Tensor& positions, const at::Tensor& table, int64_t num_q_heads, int64_t num_kv_heads,
+                      std::string_view pairing = "halves");
+
 // Turns cached keys, a tensor of every layer, from one table of a stack to another, in place: those of sequence i from
 // tables[from[i]] to tables[to[i]].
 void rescale_cache_(at::TensorList keys, const at::Tensor& positions, const at::Tensor& tables, const at::Tensor& from,

@@ -1,0 +1,447 @@
+"""The projection that rotates beside cuBLAS alone, and cuBLAS followed by rotary: time and error.
+
+    python benchmarks/qkv_rotary.py [--plans [REGEX]] [--model LAYERS] [--seconds S] [--output benchmarks/results/NAME]
+
+Prints one table and writes NAME.json, as it goes. All contenders of a case take turns, so that they see the same
+clocks: a GPU slows down as it warms, and only ratios within a case count. Times are medians of CUDA-graph replays, over
+weights that do not fit the cache; ratios are medians of those of each turn. Errors are relative, in Frobenius norm,
+against float64 with exact phases.
+
+With --plans: every compiled kernel whose name matches, every way of walking through its tiles, and rows from 256 on, to
+choose plans by. With --model: a Llama-3-8B-shaped model of so many layers reads 8192 tokens, as it is, patched, and
+with fuse_projection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+import mrrope
+from mrrope import plain
+from mrrope.benchmark import record
+from mrrope.projection import split_qkv
+
+RESULTS = Path(__file__).parent / "results"
+TABLE = mrrope.frequency_table("mrrope_pro", rotary_dim=128, base=5e5, original_max_position=8192, scale=16.0)
+HEAD_DIM = 128
+CACHE_BYTES = 60 * 2**20  # an H200's second-level cache
+ROWS = (1, 16, 64, 256, 2048, 8192, 32768)
+ROWS_OF_PLANS = (2048, 8192, 32768, 1024, 512, 256)
+SWIZZLES = (1, 2, 4, 8)
+APART = "cuBLAS, then rotary"
+ALONE = "cuBLAS"
+OP = "mrrope"
+
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What is projected to what."""
+
+    name: str
+    inputs: int
+    q_heads: int
+    kv_heads: int
+    bias: bool
+
+    @property
+    def outputs(self) -> int:
+        return (self.q_heads + 2 * self.kv_heads) * HEAD_DIM
+
+
+GEOMETRIES = (
+    Geometry("Llama-3-8B", 4096, 32, 8, bias=False),
+    Geometry("Qwen2.5-3B", 2048, 16, 2, bias=True),
+    Geometry("Llama-3-70B TP8", 8192, 8, 1, bias=False),
+)
+
+
+class Buffers:
+    """One projection with its input; several sets of weights where one would stay in the cache."""
+
+    def __init__(self, geometry: Geometry, rows: int, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.geometry = geometry
+        weight_bytes = geometry.outputs * geometry.inputs * dtype.itemsize
+        moved = weight_bytes + rows * (geometry.inputs + geometry.outputs) * dtype.itemsize
+        sets = 1 if device == "cpu" else max(1, min(16, 4 * CACHE_BYTES // moved))
+        generator = torch.Generator(device).manual_seed(rows)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+        self.x = random(1, rows, geometry.inputs)
+        self.weights = [random(geometry.outputs, geometry.inputs) * geometry.inputs**-0.5 for _ in range(sets)]
+        self.bias = random(geometry.outputs) if geometry.bias else None
+        # Somewhere in a long text, where phases of 32 bits are wrong already.
+        self.positions = torch.arange(rows, device=device) + 2**26
+        self.table = TABLE.packed(torch.device(device))
+
+    def arguments(self, weight: torch.Tensor, pairing: str) -> tuple[Any, ...]:
+        heads = self.geometry.q_heads, self.geometry.kv_heads
+        return self.x, weight, self.bias, self.positions, self.table, *heads, pairing
+
+
+def alone(buffers: Buffers, weight: torch.Tensor) -> torch.Tensor:
+    return linear(buffers.x, weight, buffers.bias)
+
+
+def apart(buffers: Buffers, weight: torch.Tensor, pairing: str = "halves") -> torch.Tensor:
+    packed = linear(buffers.x, weight, buffers.bias)
+    q, k, _ = split_qkv(packed, buffers.geometry.q_heads, buffers.geometry.kv_heads)
+    torch.ops.mrrope.rotary_.default([q, k], buffers.positions, buffers.table, "bshd", pairing)
+    return packed
+
+
+def op(buffers: Buffers, weight: torch.Tensor, pairing: str = "halves") -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mrrope.qkv_rotary.default(*buffers.arguments(weight, pairing))
+    return packed
+
+
+def planned(buffers: Buffers, weight: torch.Tensor, pairing: str, plan: tuple[int, ...]) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mrrope.qkv_rotary_planned.default(*buffers.arguments(weight, pairing), list(plan))
+    return packed
+
+
+# --- errors ---
+
+
+def relative_error(packed: torch.Tensor, buffers: Buffers, weight: torch.Tensor, pairing: str) -> float:
+    """Of the last 256 rows."""
+    rows = slice(-256, None)
+    exact = linear(
+        buffers.x[:, rows].double(), weight.double(), None if buffers.bias is None else buffers.bias.double()
+    )
+    geometry = buffers.geometry
+    q, k, v = split_qkv(exact, geometry.q_heads, geometry.kv_heads)
+    phases = (buffers.positions[rows, None] * TABLE.turns.to(exact.device)).double() * (math.tau / 2**64)
+    cos, sin = (part[:, None] * TABLE.attention_factor for part in (phases.cos(), phases.sin()))
+    if pairing == "halves":
+        cos, sin = (torch.cat([part, part], dim=-1) for part in (cos, sin))
+        turned = [plain.apply(x, cos, sin) for x in (q, k)]
+    else:
+        turned = []
+        for x in (q, k):
+            first, second = x[..., ::2], x[..., 1::2]
+            turned.append(torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2))
+    want = torch.cat([*turned, v], dim=-2).flatten(-2)
+    return float((packed[:, rows].double() - want).norm() / want.norm())
+
+
+# --- time ---
+
+
+class Turns:
+    """Contenders that take turns."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.replays: dict[str, Step] = {}
+        self.steps: dict[str, int] = {}
+        self.seconds: dict[str, list[float]] = {}
+        self.pool = torch.cuda.graph_pool_handle() if device == "cuda" else None
+
+    def add(self, name: str, steps: list[Step]) -> None:
+        """The steps do the same with different weights. Results are dropped, so that all graphs share memory."""
+        self.steps[name] = len(steps)
+        self.seconds[name] = []
+        if self.device == "cpu":
+            self.replays[name] = lambda: [step() for step in steps]
+            return
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            steps[0]()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            for step in steps:
+                step()
+        self.replays[name] = graph.replay
+
+    def drop(self, name: str) -> None:
+        for known in (self.replays, self.steps, self.seconds):
+            known.pop(name)
+
+    def take(self, turns: int) -> None:
+        """Every contender so many times, in an order that changes: whoever follows a cool one is faster."""
+        names = list(self.replays)
+        for turn in range(turns):
+            for name in names if turn % 2 else reversed(names):
+                self.seconds[name].append(self._time(name))
+
+    def _time(self, name: str) -> float:
+        if self.device == "cpu":
+            before = time.perf_counter()
+            self.replays[name]()
+            return (time.perf_counter() - before) / self.steps[name]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        self.replays[name]()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3 / self.steps[name]
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.seconds[name])
+
+    def ratio(self, name: str, to: str) -> float:
+        """Of those turns that both took; a contender that was dropped and added anew starts later."""
+        return statistics.median(a / b for a, b in zip(self.seconds[name][::-1], self.seconds[to][::-1], strict=False))
+
+
+# --- the op as it is ---
+
+
+def measure(geometry: Geometry, rows: int, device: str) -> dict[str, Any]:
+    buffers = Buffers(geometry, rows, device)
+    turns = Turns(device)
+    contenders: dict[str, Callable[..., torch.Tensor]] = {ALONE: alone, APART: apart, OP: op}
+    for name, contender in contenders.items():
+        turns.add(name, [functools.partial(contender, buffers, weight) for weight in buffers.weights])
+    turns.take(3)
+    for times in turns.seconds.values():
+        times.clear()
+    turns.take(31 if rows < 32768 else 15)
+    weight = buffers.weights[0]
+    return {
+        "name": f"{rows} x {geometry.outputs} x {geometry.inputs}",
+        "geometry": geometry.name,
+        "rows": rows,
+        "seconds": {name: turns.median(name) for name in contenders},
+        "op / cuBLAS": turns.ratio(OP, ALONE),
+        "op / apart": turns.ratio(OP, APART),
+        "errors": {
+            name: relative_error(contender(buffers, weight), buffers, weight, "halves")
+            for name, contender in {APART: apart, OP: op}.items()
+        },
+        "plan": plan_name(buffers, "halves"),
+    }
+
+
+def plan_name(buffers: Buffers, pairing: str) -> str:
+    if not buffers.x.is_cuda:
+        return "apart"
+    plan = torch.ops.mrrope.qkv_rotary_plan.default(*buffers.arguments(buffers.weights[0], pairing))
+    return name_of(tuple(plan))
+
+
+def name_of(plan: tuple[int, ...]) -> str:
+    kernel, swizzle, raster, work = plan
+    if kernel < 0:
+        return "apart"
+    name: str = torch.ops.mrrope.qkv_rotary_kernels.default()[kernel]
+    return f"{name}, swizzle {swizzle}, along {('rows', 'columns')[raster]}{', divided' if work else ''}"
+
+
+def print_row(row: dict[str, Any]) -> None:
+    times, errors = row["seconds"], row["errors"]
+    print(
+        f"{row['geometry']:16}{row['name']:>22}"
+        + "".join(f"{times[name] * 1e6:12.2f}" for name in (ALONE, APART, OP))
+        + f"{row['op / cuBLAS']:10.3f}{row['op / apart']:10.3f}{errors[APART]:11.2e}{errors[OP]:11.2e}  {row['plan']}",
+        flush=True,
+    )
+
+
+def measure_all(device: str, deadline: float) -> Iterator[dict[str, Any]]:
+    print(
+        f"{'':16}{'rows x out x in':>22}{'cuBLAS us':>12}{'+ rotary':>12}{'op':>12}{'/ cuBLAS':>10}{'/ apart':>10}"
+        f"{'err apart':>11}{'err op':>11}  plan"
+    )
+    for rows, geometry in itertools.product(ROWS, GEOMETRIES):
+        if time.monotonic() > deadline:
+            print("out of time")
+            return
+        row = measure(geometry, rows, device)
+        print_row(row)
+        yield row
+
+
+# --- every plan ---
+
+
+def plans(only: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every compiled kernel of such a name, with its pairing, and every way of walking through its tiles."""
+    for kernel, name in enumerate(torch.ops.mrrope.qkv_rotary_kernels.default()):
+        if not re.search(only, name):
+            continue
+        works = (0, 1) if "divisible" in name else (0,)
+        for swizzle, raster, work in itertools.product(SWIZZLES, (0, 1), works):
+            yield name.split()[0], (kernel, swizzle, raster, work)
+
+
+def sweep(geometry: Geometry, rows: int, only: str) -> dict[str, Any]:
+    """All plans in few turns, then the best of each kernel in many, beside cuBLAS."""
+    buffers = Buffers(geometry, rows, "cuda")
+    weight = buffers.weights[0]
+    turns = Turns("cuda")
+
+    def add(name: str, contender: Callable[..., torch.Tensor], *more: Any) -> None:
+        turns.add(name, [functools.partial(contender, buffers, w, *more) for w in buffers.weights])
+
+    add(ALONE, alone)
+    add(APART, apart)
+    errors = {APART: relative_error(apart(buffers, weight), buffers, weight, "halves")}
+    kernels: dict[int, list[str]] = {}
+    failures: dict[str, str] = {}
+    for pairing, plan in plans(only):
+        name = name_of(plan)
+        try:
+            kind = name.split(",")[0] + (", divided" if plan[3] else "")
+            if kind not in errors:
+                print(f"{'first run':>12}  {kind:60}", end="\r", flush=True)  # should it never end, it is known which
+                errors[kind] = relative_error(planned(buffers, weight, pairing, plan), buffers, weight, pairing)
+            add(name, planned, pairing, plan)
+        except RuntimeError as failure:  # a plan that cannot be is told, and the others go on
+            failures[name] = str(failure).splitlines()[0]
+            continue
+        kernels.setdefault(plan[0], []).append(name)
+    turns.take(5)
+    first = {name: turns.median(name) for name in turns.replays}
+    finalists = [name for names in kernels.values() for name in sorted(names, key=turns.median)[:2]]
+    for name in list(turns.replays):
+        if name not in (ALONE, APART, *finalists):
+            turns.drop(name)
+    for times in turns.seconds.values():
+        times.clear()
+    turns.take(15)
+    row: dict[str, Any] = {
+        "geometry": geometry.name,
+        "name": f"{rows} x {geometry.outputs} x {geometry.inputs}",
+        "rows": rows,
+        "seconds": {name: turns.median(name) for name in turns.replays},
+        "to cuBLAS": {name: turns.ratio(name, ALONE) for name in turns.replays},
+        "to apart": {name: turns.ratio(name, APART) for name in turns.replays},
+        "first seconds": first,
+        "errors": errors,
+        "failures": failures,
+    }
+    print(f"\n{geometry.name}, {row['name']}: microseconds, / cuBLAS, / apart, plan", flush=True)
+    for name in sorted(turns.replays, key=turns.median):
+        print(f"{turns.median(name) * 1e6:12.2f}{row['to cuBLAS'][name]:8.3f}{row['to apart'][name]:8.3f}  {name}")
+    print("   errors: " + ", ".join(f"{name} {error:.2e}" for name, error in errors.items()), flush=True)
+    for name, why in failures.items():
+        print(f"{'fails':>12}  {name}: {why}", flush=True)
+    return row
+
+
+def sweep_all(deadline: float, only: str) -> Iterator[dict[str, Any]]:
+    for rows, geometry in itertools.product(ROWS_OF_PLANS, GEOMETRIES):
+        if time.monotonic() > deadline:
+            print("out of time")
+            return
+        yield sweep(geometry, rows, only)
+
+
+# --- a model ---
+
+
+def measure_model(layers: int, tokens: int, device: str) -> dict[str, Any]:
+    """Prefill of a Llama-3-8B-shaped model, random weights: as it is, patched, and with the projection fused."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    )
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    text = torch.randint(0, 128000, (1, tokens), device=device)
+    kinds: dict[str, dict[str, bool] | None]
+    kinds = {"stock": None, "patched": {}, "fuse_projection": {"fuse_projection": True}}
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    logits: dict[str, torch.Tensor] = {}
+
+    def read() -> torch.Tensor:
+        found: torch.Tensor = model(text, use_cache=False, logits_to_keep=1).logits
+        return found
+
+    with torch.no_grad():
+        for turn in range(9):
+            for kind in kinds if turn % 2 else reversed(kinds):
+                options = kinds[kind]
+                if options is not None:
+                    mrrope.patch(model, "rope", **options)
+                logits[kind] = read()
+                torch.cuda.synchronize()
+                before = time.perf_counter()
+                read()
+                torch.cuda.synchronize()
+                if turn > 1:
+                    seconds[kind].append(time.perf_counter() - before)
+                if options is not None:
+                    mrrope.unpatch(model)
+    row: dict[str, Any] = {
+        "name": f"prefill {tokens}, {layers} layers",
+        "seconds": {kind: statistics.median(times) for kind, times in seconds.items()},
+        "ratio": {
+            kind: statistics.median(a / b for a, b in zip(times, seconds["stock"], strict=True))
+            for kind, times in seconds.items()
+        },
+        "logits_difference": {
+            kind: float((found - logits["stock"]).float().norm() / logits["stock"].float().norm())
+            for kind, found in logits.items()
+        },
+    }
+    print(f"\n{row['name']}: milliseconds, / stock, logits off stock's")
+    for kind in kinds:
+        print(
+            f"{kind:18}{row['seconds'][kind] * 1e3:10.2f}{row['ratio'][kind]:8.3f}"
+            f"{row['logits_difference'][kind]:11.1e}"
+        )
+    return row
+
+
+def main() -> None:
+    """Measures, prints, writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--plans",
+        nargs="?",
+        const="",
+        metavar="REGEX",
+        help="every plan of kernels whose names match, instead of the op's own",
+    )
+    parser.add_argument("--model", type=int, metavar="LAYERS", help="a model's prefill, instead of the op")
+    parser.add_argument("--seconds", type=float, default=120.0, help="no case is begun after that (default: 120)")
+    parser.add_argument("--output", type=Path, help="where to write, without ending")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs a GPU")
+    kind = "plans" if options.plans is not None else "model" if options.model else "cuda"
+    output = options.output or RESULTS / f"qkv_rotary_{kind}"
+    deadline = time.monotonic() + options.seconds
+    rows: list[dict[str, Any]] = []
+    if options.model:
+        measured: Iterator[dict[str, Any]] = iter([measure_model(options.model, 8192, "cuda")])
+    else:
+        by_plans = options.plans is not None
+        measured = sweep_all(deadline, options.plans) if by_plans else measure_all("cuda", deadline)
+    with torch.no_grad():
+        for row in measured:
+            rows.append(row)
+            record.write(output.with_suffix(".json"), "cuda", rows)
+    print(f"\n{record.machine('cuda')}; written to {output}.json")
+
+
+if __name__ == "__main__":
+    main()

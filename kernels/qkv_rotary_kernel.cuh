@@ -1,0 +1,163 @@
+#pragma once
+
+// Headers for Hopper alone, in the order that they need: those for everything take longer to read than to compile.
+// clang-format off
+#include <cutlass/cutlass.h>
+#include <cutlass/device_kernel.h>
+#include <cutlass/cluster_launch.hpp>
+#include <cute/tensor.hpp>
+#include <cutlass/epilogue/collective/collective_builder.hpp>
+#include <cutlass/gemm/collective/collective_mma_decl.hpp>
+#include <cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp>
+#include <cutlass/gemm/collective/collective_builder_decl.hpp>
+#include <cutlass/gemm/collective/builders/sm90_gmma_builder.inl>
+#include <cutlass/gemm/kernel/gemm_universal_decl.h>
+#include <cutlass/gemm/kernel/tile_scheduler.hpp>
+#include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_cooperative.hpp>
+#include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp>
+// clang-format on
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "cos_sin_table.cuh"
+#include "qkv_rotary_launch.h"
+#include "rotating_epilogue.cuh"
+
+// The projection as CUTLASS builds it for Hopper: one warp group copies tiles of x and weight with the copy engine, two
+// multiply them (wgmma) and hand the accumulators to RotatingEpilogue. Blocks stay for all their tiles.
+
+namespace mrrope {
+
+template <int kernel, class Element>
+struct QkvProjection {
+    static constexpr QkvKernel form = qkv_kernels[kernel];
+    static constexpr bool is_pingpong = form.schedule == Schedule::pingpong;
+    using Tile = cute::Shape<cute::Int<form.tile_rows>, cute::Int<form.tile_columns>, cute::_64>;
+    using Cluster = std::conditional_t<form.shares_weights, cute::Shape<cute::_2, cute::_1, cute::_1>,
+                                       cute::Shape<cute::_1, cute::_2, cute::_1>>;
+    using Rotation = RotatingEpilogue<Element, form.pairing, form.phases>;
+
+    using RowsAtATime = std::conditional_t<is_pingpong, cute::_64, cute::_128>;
+    using EpilogueTile = cute::Shape<RowsAtATime, cute::Int<columns_at_a_time(form.pairing)>>;
+    static constexpr int epilogue_steps =
+        form.tile_rows * form.tile_columns / (RowsAtATime::value * columns_at_a_time(form.pairing));
+    // A result of 128 x 128 in shared memory is as large as a stage of weights that could be there instead.
+    static constexpr int stored_stages =
+        !is_pingpong && form.pairing == Pairing::halves ? 1 : std::min(epilogue_steps, 2);
+    static constexpr int elements_a_visit = columns_at_a_time(form.pairing) / 2;
+    using EpiloguePolicy = cutlass::epilogue::Sm90TmaWarpSpecialized<
+        /*StagesC=*/1, stored_stages, elements_a_visit, /*ReuseSmemC=*/false, /*DelayTmaStore=*/true>;
+    using Epilogue = typename cutlass::epilogue::collective::detail::Sm90TmaBuilderImpl<
+        Tile, EpilogueTile, float, float, void, cutlass::layout::RowMajor, 8, Element, cutlass::layout::RowMajor, 8,
+        Rotation, EpiloguePolicy>::CollectiveOp;
+
+    using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor, 8, Element,
+        cutlass::layout::ColumnMajor, 8, float, Tile, Cluster,
+        cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
+        std::conditional_t<is_pingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+                           cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp;
+
+    using Scheduler = std::conditional_t<form.schedule == Schedule::divisible, cutlass::gemm::StreamKScheduler,
+                                         cutlass::gemm::PersistentScheduler>;
+    using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, Scheduler>;
+
+    // The table of cosines and sines comes first in the workspace, what CUTLASS needs after it.
+    static size_t table_bytes(const QkvRotaryArgs& args) {
+        return form.phases == Phases::tabled ? cos_sin_table_bytes(args.rows(), args.rotary_dim) : 0;
+    }
+
+    static typename Kernel::Arguments arguments(const QkvRotaryArgs& args, const QkvRotaryPlan& plan, void* workspace) {
+        const auto rows = static_cast<int>(args.rows());
+        typename Kernel::Arguments arguments{};
+        arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
+        arguments.problem_shape = {rows, args.outputs(), args.inputs, 1};
+        arguments.mainloop.ptr_A = static_cast<const Element*>(args.x);
+        cute::get<0>(arguments.mainloop.dA) = args.x_stride;
+        arguments.mainloop.ptr_B = static_cast<const Element*>(args.weight);
+        cute::get<0>(arguments.mainloop.dB) = args.weight_stride;
+        arguments.epilogue.ptr_D = static_cast<Element*>(args.out);
+        cute::get<0>(arguments.epilogue.dD) = args.outputs();
+        arguments.epilogue.thread = {
+            .bias = static_cast<const Element*>(args.bias),
+            .positions = {args.positions, cutlass::FastDivmod(static_cast<int>(args.tokens)), rows},
+            .table = args.table,
+            .cos_sin = static_cast<const float2*>(workspace),
+            .head_dim = cutlass::FastDivmod(args.head_dim),
+            .rotary_dim = args.rotary_dim,
+            .rotated_columns = (args.q_heads + args.kv_heads) * args.head_dim,
+            .columns = args.outputs(),
+        };
+        arguments.scheduler.max_swizzle_size = plan.swizzle;
+        using Order = decltype(arguments.scheduler.raster_order);
+        arguments.scheduler.raster_order = plan.raster == QkvRotaryPlan::Raster::rows ? Order::AlongM : Order::AlongN;
+        if constexpr (form.schedule == Schedule::divisible) {
+            using Mode = decltype(arguments.scheduler.decomposition_mode);
+            arguments.scheduler.decomposition_mode =
+                plan.work == QkvRotaryPlan::Work::divided_tiles ? Mode::StreamK : Mode::DataParallel;
+        }
+        arguments.hw_info.sm_count = multiprocessors_of_current_device();
+        return arguments;
+    }
+
+    static size_t workspace(const QkvRotaryArgs& args, const QkvRotaryPlan& plan) {
+        return table_bytes(args) + Kernel::get_workspace_size(arguments(args, plan, nullptr));
+    }
+
+    static void launch(const QkvRotaryArgs& args, const QkvRotaryPlan& plan, void* workspace, cudaStream_t stream) {
+        const auto given = arguments(args, plan, workspace);
+        if (!Kernel::can_implement(given)) fail(cutlass::Status::kErrorInvalidProblem);
+        void* of_kernel = static_cast<char*>(workspace) + table_bytes(args);
+        check(Kernel::initialize_workspace(given, of_kernel, stream));
+        typename Kernel::Params params = Kernel::to_underlying_arguments(given, of_kernel);
+        bool overlaps = false;
+        if constexpr (form.phases == Phases::tabled) {
+            write_cos_sin_table(args, static_cast<float2*>(workspace), stream);
+            overlaps = device_overlaps_launches();
+        }
+        const auto entry = reinterpret_cast<const void*>(cutlass::device_kernel<Kernel>);
+        constexpr int shared_bytes = Kernel::SharedStorageSize;
+        check_cuda(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+        void* parameters[] = {&params};
+        check(cutlass::ClusterLauncher::launch(
+            Kernel::get_grid_shape(params), dim3(cute::size<0>(Cluster{}), cute::size<1>(Cluster{})),
+            Kernel::get_block_shape(), shared_bytes, stream, entry, parameters, overlaps));
+    }
+
+private:
+    static void check(cutlass::Status status) {
+        if (status != cutlass::Status::kSuccess) fail(status);
+    }
+
+    [[noreturn]] static void fail(cutlass::Status status) {
+        cudaGetLastError();  // or the next one to ask would take it for an error of its own
+        throw std::runtime_error("mrrope: the projection by " + describe(form) +
+                                 " could not be launched: " + cutlass::cutlassGetStatusString(status));
+    }
+};
+
+// Instantiated in a file per pairing. CUTLASS's headers take longer to compile than any kernel: files for each of those
+// would take several times as long.
+template <Pairing pairing>
+QkvLauncher qkv_launcher(int kernel, DType dtype) {
+    QkvLauncher found{};
+    const auto look_at = [&]<int candidate>(std::integral_constant<int, candidate>) {
+        if constexpr (qkv_kernels[candidate].pairing == pairing) {
+            using Half = QkvProjection<candidate, cutlass::half_t>;
+            using Bfloat = QkvProjection<candidate, cutlass::bfloat16_t>;
+            if (candidate != kernel) return;
+            found = dtype == DType::float16 ? QkvLauncher{Half::workspace, Half::launch}
+                                            : QkvLauncher{Bfloat::workspace, Bfloat::launch};
+        }
+    };
+    [&]<int... candidates>(std::integer_sequence<int, candidates...>) {
+        (look_at(std::integral_constant<int, candidates>{}), ...);
+    }(std::make_integer_sequence<int, qkv_kernel_count>{});
+    return found;
+}
+
+}  // namespace mrrope

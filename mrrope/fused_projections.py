@@ -1,0 +1,416 @@
+"""Models whose attention projects to q, k and v and then rotates, made to do both in one op.
+
+An attention module of such a model calls its projections, ``q_proj``, ``k_proj`` and ``v_proj`` or one ``qkv_proj`` for
+all, and a little later the function that applies RoPE. With ``fuse_projection`` its forward runs on a stand-in for
+itself, whose first projection runs the op for all of them; the others hand out their part of its result, and the
+function that applies RoPE is told by a note with the table that q and k are rotated already.
+
+The weights of three projections are laid side by side in memory, where the op takes them for one; the parameters stay
+the model's own, as views, so that they are saved, loaded and moved as ever, and take no more memory.
+
+Whether an attention module does the same is found by trying. What changes later is looked at in every call: a
+projection that has hooks, is replaced, wrapped or sharded, computes in another dtype, or whose weights want gradients,
+projects by its own code, and what it gives is rotated after.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from mrrope import attention_calls
+from mrrope.attention_calls import StandIn, agree, random
+from mrrope.conventions import Convention, TableAfterProjection
+from mrrope.embeddings import TableRotaryEmbedding, UnfusableError, functions_in
+from mrrope.projection import pack_qkv, unpack_qkv
+
+logger = logging.getLogger(__name__)
+
+PROJECTION = "_mrrope_projection"
+"""Where an attention module keeps how its projections are fused."""
+SEPARATE = ("q_proj", "k_proj", "v_proj")
+PACKED = ("qkv_proj",)
+FORMS = (SEPARATE, PACKED)
+SIDE_BY_SIDE = {"weight": "_mrrope_packed_weight", "bias": "_mrrope_packed_bias"}
+"""The buffers, not saved, that the parameters of three projections are views of."""
+FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class FusedProjection:
+    """How one attention module projects."""
+
+    names: tuple[str, ...]
+    num_q_heads: int
+    num_kv_heads: int
+    pairing: str
+
+    def modules(self, attention: nn.Module) -> list[Any]:
+        """The projections, as they are now."""
+        return [getattr(attention, name) for name in self.names]
+
+    def link(self, attention: nn.Module) -> None:
+        """Lays the weights of three projections side by side."""
+        modules = self.modules(attention)
+        if len(modules) == 1 or any(module.weight.is_meta for module in modules):
+            return
+        with torch.no_grad():
+            for kind, name in SIDE_BY_SIDE.items():
+                parameters = [getattr(module, kind) for module in modules]
+                if parameters[0] is None:
+                    continue
+                packed = pack_qkv(*(parameter.detach() for parameter in parameters))
+                attention.register_buffer(name, packed, persistent=False)
+                parts = unpack_qkv(packed, self.num_q_heads, self.num_kv_heads)
+                for parameter, part in zip(parameters, parts, strict=True):
+                    parameter.data = part
+
+    def unlink(self, attention: nn.Module) -> None:
+        """Gives every projection's weights memory of their own again."""
+        self.forget(attention)
+        if len(self.names) == 1:
+            return
+        with torch.no_grad():
+            for module in self.modules(attention):
+                for parameter in module.parameters(recurse=False) if isinstance(module, nn.Linear) else ():
+                    parameter.data = parameter.detach().clone()
+
+    def forget(self, attention: nn.Module) -> None:
+        """Drops the buffers; the parameters keep the memory as long as they need it."""
+        for name in SIDE_BY_SIDE.values():
+            attention._buffers.pop(name, None)
+            attention._non_persistent_buffers_set.discard(name)
+
+    def is_linked(self, attention: nn.Module) -> bool:
+        """Whether the projections' weights still lie side by side: moving or replacing them parts them."""
+        modules = self.modules(attention)
+        if len(modules) == 1:
+            return True
+        for kind, name in SIDE_BY_SIDE.items():
+            parameters = [getattr(module, kind) for module in modules]
+            if parameters[0] is None:
+                continue
+            packed = attention._buffers.get(name)
+            place = 0 if packed is None else packed.data_ptr()
+            for parameter in parameters:
+                if parameter is None or parameter.data_ptr() != place:
+                    return False
+                place += parameter.nbytes
+        return True
+
+    def weight_and_bias(self, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Of all projections as one."""
+        if len(self.names) == 1:
+            (module,) = self.modules(attention)
+            return module.weight, module.bias
+        weight, bias = (attention._buffers.get(name) for name in SIDE_BY_SIDE.values())
+        assert weight is not None
+        return weight, bias
+
+    def may_fuse(self, attention: nn.Module, x: torch.Tensor) -> bool:
+        """Whether the op may do the projections' work on ``x``."""
+        modules = self.modules(attention)
+        has_gradients = torch.is_grad_enabled() and len(modules) > 1
+        if x.dim() != 3 or torch.is_autocast_enabled(x.device.type):
+            return False
+        if not all(_is_plain(module, x) for module in modules) or not self._fits(modules):
+            return False
+        if has_gradients and any(p.requires_grad for module in modules for p in module.parameters(recurse=False)):
+            return False
+        if not torch.compiler.is_compiling() and not self.is_linked(attention):
+            self.link(attention)
+        return True
+
+    def _fits(self, modules: list[Any]) -> bool:
+        """Whether projections, any of which may be another by now, still make one."""
+        if len(modules) == 1:
+            return True
+        q, k, v = (module.weight.shape for module in modules)
+        return (
+            q[0] * self.num_kv_heads == k[0] * self.num_q_heads
+            and q[1] == k[1]
+            and k == v
+            and len({module.bias is None for module in modules}) == 1
+        )
+
+
+def _is_plain(module: Any, x: torch.Tensor) -> bool:
+    return (
+        type(module) is nn.Linear
+        and "forward" not in vars(module)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        and not nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        and type(module.weight) in (nn.Parameter, torch.Tensor)
+        and module.weight.dtype == x.dtype
+        and module.weight.device == x.device
+    )
+
+
+class OneCall:
+    """The projections of one call: the first one does the work of all."""
+
+    def __init__(
+        self, attention: nn.Module, projection: FusedProjection, positions: torch.Tensor, table: TableAfterProjection
+    ) -> None:
+        self.attention = attention
+        self.projection = projection
+        self.positions = positions
+        self.table = table
+        self.x: torch.Tensor | None = None
+        self.parts: list[torch.Tensor] | None = None
+
+    def project(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """What the projection of this name gives for ``x``; q and k rotated, with a note that they are."""
+        if self.x is None:
+            self.x = x
+            if self.projection.may_fuse(self.attention, x):
+                self.parts = self._project_all(x)
+        if self.parts is None or x is not self.x:
+            result: torch.Tensor = getattr(self.attention, name)(x)
+            return result
+        part = self.projection.names.index(name)
+        self.table.rotated.update("qk" if len(self.parts) == 1 else ("q", "k", "")[part])
+        return self.parts[part]
+
+    def _project_all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        projection = self.projection
+        weight, bias = projection.weight_and_bias(self.attention)
+        heads = projection.num_q_heads, projection.num_kv_heads
+        packed: torch.Tensor = torch.ops.mrrope.qkv_rotary.default(
+            x, weight, bias, self.positions, self.table.table, *heads, projection.pairing
+        )
+        if len(projection.names) == 1:
+            return [packed]
+        head_dim = packed.shape[-1] // (heads[0] + 2 * heads[1])
+        k, v = heads[0] * head_dim, (heads[0] + heads[1]) * head_dim
+        return [packed[..., :k], packed[..., k:v], packed[..., v:]]
+
+
+class WithOneProjection(StandIn):
+    """Hands out projections that are done by one op."""
+
+    def __init__(self, call: OneCall) -> None:
+        super().__init__(call.attention)
+        object.__setattr__(self, "_mrrope_call", call)
+
+    def __getattr__(self, name: str) -> Any:
+        call: OneCall = vars(self)["_mrrope_call"]
+        if name in call.projection.names:
+            return functools.partial(call.project, name)
+        return super().__getattr__(name)
+
+
+def _begin(
+    attention: nn.Module, projection: FusedProjection, positions: torch.Tensor, table: torch.Tensor
+) -> tuple[WithOneProjection, TableAfterProjection]:
+    noted = TableAfterProjection(table)
+    return WithOneProjection(OneCall(attention, projection, positions, noted)), noted
+
+
+@functools.cache
+def class_that_fuses(original: type[nn.Module]) -> type[nn.Module]:
+    """The class of an attention module, but with one projection in calls of a patched model."""
+    fusing = attention_calls.class_on_stand_ins(original, PROJECTION, _begin, _new_that_fuses)
+
+    def applied(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        # Moving a model, or casting it, gives every parameter memory of its own.
+        projection: FusedProjection | None = vars(self).get(PROJECTION)
+        if projection is not None:
+            projection.forget(self)
+        original._apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+        if projection is not None and all(type(module) is nn.Linear for module in projection.modules(self)):
+            projection.link(self)
+        return self
+
+    fusing._apply = applied  # type: ignore[method-assign]
+    return fusing
+
+
+def _new_that_fuses(original: type[nn.Module]) -> nn.Module:
+    new: type[nn.Module] = class_that_fuses(original)  # type: ignore[arg-type]
+    return new.__new__(new)
+
+
+# --- which, and whether ---
+
+
+class UnfusableProjectionError(Exception):
+    """Why the op cannot project for a model's attention modules."""
+
+
+def projections_fused_in(module: nn.Module) -> bool:
+    """Whether :func:`fuse_projections` changed this attention module."""
+    return PROJECTION in vars(module)
+
+
+def restore_projections(module: nn.Module) -> None:
+    """Undoes what :func:`fuse_projections` did to an attention module."""
+    projection: FusedProjection = vars(module)[PROJECTION]
+    projection.unlink(module)
+    attention_calls.run_as_before(module, PROJECTION)
+
+
+def fuse_projections(model: nn.Module) -> None:
+    """Makes the attention modules of a patched model project and rotate by one op.
+
+    Raises :class:`UnfusableProjectionError` where one of them cannot; those before it are fused then.
+    """
+    rotaries = [module for module in model.modules() if isinstance(module, TableRotaryEmbedding)]
+    candidates = [module for module in model.modules() if _may_be_attention(module)]
+    if not candidates:
+        raise UnfusableProjectionError(
+            "none of its modules takes position_embeddings and has q_proj, k_proj and v_proj, or qkv_proj"
+        )
+    for attention in candidates:
+        for why in _fuse(attention, rotaries):
+            raise UnfusableProjectionError(f"{type(attention).__name__} {why}")
+    if not any(map(projections_fused_in, candidates)):
+        raise UnfusableProjectionError("none of its attention modules rotates")
+
+
+def _may_be_attention(module: nn.Module) -> bool:
+    has_projections = any(all(isinstance(getattr(module, name, None), nn.Module) for name in names) for names in FORMS)
+    return has_projections and "position_embeddings" in inspect.signature(type(module).forward).parameters
+
+
+def _fuse(attention: nn.Module, rotaries: list[TableRotaryEmbedding]) -> Iterator[str]:
+    """Fuses one attention module's projections, or tells why not."""
+    names = next(names for names in FORMS if all(hasattr(attention, name) for name in names))
+    if why := _why_not(attention, names):
+        yield why
+        return
+    conventions = {convention for rotary in rotaries for convention in _conventions_of(attention, rotary)}
+    if len(conventions) != 1 or not _is_plain_convention(*conventions):
+        yield "rotates in a way that a projection cannot take over"
+        return
+    heads = _heads_of(attention, names)
+    if heads is None:
+        yield f"has projections that do not come to whole heads of {getattr(attention, 'head_dim', None)}"
+        return
+    projection = FusedProjection(names, *heads, next(iter(conventions)).pairing)
+    projection.link(attention)
+    found = {outcome for rotary in rotaries for outcome in _tried(attention, projection, rotary)}
+    if "the same" in found:
+        attention_calls.run_on_stand_ins(attention, PROJECTION, projection, class_that_fuses)
+        return
+    projection.unlink(attention)
+    # Layers that do not rotate, as some models have, project as they did.
+    if found != {"does not rotate"}:
+        yield "gives other results with its projection fused: something stands between it and the rotation"
+
+
+def _why_not(attention: nn.Module, names: tuple[str, ...]) -> str | None:
+    for name in names:
+        module = getattr(attention, name)
+        if type(module) is not nn.Linear:
+            kind = f"{type(module).__module__}.{type(module).__name__}"
+            return f"has a {name} that is quantised or wrapped: {kind}, where a plain torch.nn.Linear is needed"
+        if module.weight.dtype not in FLOATING or attention_calls.is_sharded(module.weight) or module.weight.is_meta:
+            return f"has a {name} whose weights are not all there: {module.weight.dtype} on {module.weight.device}"
+    biases = {name for name in names if getattr(attention, name).bias is not None}
+    if biases and len(biases) < len(names):
+        return f"has a bias in {' and '.join(sorted(biases))} only"
+    for name, child in attention.named_children():
+        if name[0] in "qk" and "norm" in name.lower() and not isinstance(child, nn.Identity):
+            return f"has a {name}, which stands between the projection and the rotation"
+    if not attention_calls.can_be_tried(attention):
+        return "cannot be tried by itself: it has hooks, or takes more than hidden states and position embeddings"
+    return None
+
+
+def _conventions_of(attention: nn.Module, rotary: TableRotaryEmbedding) -> Iterator[Convention]:
+    """How the functions of an attention module's own modeling module apply what a rotary embedding gives."""
+    own = [name for name in rotary.function_modules if name == type(attention).__module__]
+    try:
+        found = functions_in(own or rotary.function_modules, rotary.original)
+    except UnfusableError:
+        return
+    for _, _, form, convention in found:
+        if len(form.heads) == 2 and len(form.embedding) == 2:
+            yield convention
+
+
+def _is_plain_convention(convention: Convention) -> bool:
+    return not (convention.gathers_halves or convention.turns_last or convention.backwards)
+
+
+def _heads_of(attention: nn.Module, names: tuple[str, ...]) -> tuple[int, int] | None:
+    """How many heads q has, and k and v each."""
+    head_dim = getattr(attention, "head_dim", None)
+    if not isinstance(head_dim, int):
+        return None
+    outputs = [getattr(attention, name).out_features for name in names]
+    if names == SEPARATE:
+        q, k, v = outputs
+        return (q // head_dim, k // head_dim) if k == v and q % head_dim == 0 and k % head_dim == 0 else None
+    config: Any = getattr(attention, "config", None)
+    q, kv = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(q, int) and isinstance(kv, int) and outputs[0] == (q + 2 * kv) * head_dim:
+        return q, kv
+    return None
+
+
+class TriedProjection(TableAfterProjection):
+    """Keeps what q and k were rotated to."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__(table)
+        self.turned: list[torch.Tensor] = []
+
+    def give(self, turned: list[torch.Tensor]) -> None:
+        self.turned.extend(turned)
+
+
+Outcome = Literal["the same", "other", "does not rotate"]
+
+
+@torch.no_grad()
+def _tried(attention: nn.Module, projection: FusedProjection, rotary: TableRotaryEmbedding) -> set[Outcome]:
+    """What comes of fusing an attention module's projection, by trying, for each kind of layer."""
+    (first, *_) = projection.modules(attention)
+    hidden_states = random(1, attention_calls.TRIED_TOKENS, first.in_features).to(first.weight)
+    with attention_calls.left_as_it_was(attention):
+        attention.eval()
+        embeddings = list(attention_calls.tried_embeddings(rotary, hidden_states))
+        return {_outcome(attention, projection, hidden_states, *packed) for packed in embeddings}
+
+
+def _outcome(
+    attention: nn.Module,
+    projection: FusedProjection,
+    hidden_states: torch.Tensor,
+    positions: torch.Tensor,
+    packed: torch.Tensor,
+) -> Outcome:
+    # Large ones too, where models that clip q and k would clip. What comes after them is then no measure.
+    for scale in (1.0, 1e3):
+        tables, outputs = [], []
+        for is_fused in (False, True):
+            table = TriedProjection(packed)
+            call = OneCall(attention, projection, positions, table)
+            runs = WithOneProjection(call) if is_fused else attention
+            try:
+                output = attention_calls.try_call(attention, runs, scale * hidden_states, positions, table)
+            except Exception:  # its own code may raise anything where it is not called as it expects
+                logger.debug("%s cannot be tried", type(attention).__name__, exc_info=True)
+                return "other"
+            tables.append(table)
+            outputs.append(output)
+        plain, fused = tables
+        if not plain.turned:
+            return "does not rotate"
+        if fused.rotated != {"q", "k"} or len(plain.turned) != len(fused.turned):
+            return "other"
+        if not all(agree(got, want) for got, want in zip(fused.turned, plain.turned, strict=True)):
+            return "other"
+        if scale == 1.0 and not agree(outputs[1], outputs[0]):
+            return "other"
+    return "the same"

@@ -1,0 +1,167 @@
+#include "qkv_rotary_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <set>
+#include <string>
+
+namespace mrrope {
+namespace {
+
+constexpr QkvDevice h200{.has_wgmma = true, .multiprocessors = 132};
+
+QkvRotaryShape llama(int64_t rows) {
+    return {.rows = rows,
+            .inputs = 4096,
+            .outputs = 6144,
+            .head_dim = 128,
+            .rotary_dim = 128,
+            .dtype = DType::bfloat16,
+            .pairing = Pairing::halves,
+            .aligned = true};
+}
+
+bool is_fused(const QkvRotaryShape& shape, const QkvDevice& device = h200) {
+    return plan_qkv_rotary(shape, device).kernel != QkvRotaryPlan::apart;
+}
+
+template <class F>
+void for_each_shape(F&& f) {
+    for (const Pairing pairing : {Pairing::halves, Pairing::interleaved}) {
+        for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
+            for (const int head_dim : {32, 64, 80, 96, 128, 192, 256}) {
+                for (const int rotary_dim : {16, 20, 32, 64, 96, 128}) {
+                    if (rotary_dim > head_dim) continue;
+                    for (const int heads : {3, 10, 20, 48}) {
+                        for (const int inputs : {64, 100, 2048, 8192}) {
+                            for (const int64_t rows : {int64_t{0}, int64_t{1}, int64_t{129}, int64_t{4096},
+                                                       int64_t{100000}, int64_t{1} << 40}) {
+                                for (const bool aligned : {false, true}) {
+                                    f(QkvRotaryShape{.rows = rows,
+                                                     .inputs = inputs,
+                                                     .outputs = heads * head_dim,
+                                                     .head_dim = head_dim,
+                                                     .rotary_dim = rotary_dim,
+                                                     .dtype = dtype,
+                                                     .pairing = pairing,
+                                                     .aligned = aligned});
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+TEST(QkvRotaryPlan, EveryPlanNamesAKernelOfItsPairingThatCanDoIt) {
+    int fused = 0;
+    for_each_shape([&](const QkvRotaryShape& shape) {
+        const QkvRotaryPlan plan = plan_qkv_rotary(shape, h200);
+        if (plan.kernel == QkvRotaryPlan::apart) return;
+        ++fused;
+        ASSERT_GE(plan.kernel, 0);
+        ASSERT_LT(plan.kernel, qkv_kernel_count);
+        ASSERT_EQ(qkv_kernels[plan.kernel].pairing, shape.pairing);
+        ASSERT_TRUE(can_fuse(shape, h200));
+        ASSERT_TRUE(plan.swizzle == 1 || plan.swizzle == 2 || plan.swizzle == 4 || plan.swizzle == 8) << plan.swizzle;
+        if (plan.work == QkvRotaryPlan::Work::divided_tiles) {
+            ASSERT_EQ(qkv_kernels[plan.kernel].schedule, Schedule::divisible);
+        }
+    });
+    EXPECT_GT(fused, 0);
+}
+
+// What the epilogue takes for granted: a visit lies in columns that turn alike, and holds both of every pair.
+TEST(QkvRotaryPlan, FusedHeadsFitWhatIsVisitedAtOnce) {
+    for_each_shape([&](const QkvRotaryShape& shape) {
+        if (!can_fuse(shape, h200)) return;
+        const int columns = columns_at_a_time(shape.pairing);
+        for (int start = 0; start < shape.outputs; start += columns) {
+            for (int column = start; column < start + columns && column < shape.outputs; ++column) {
+                const int component = column % shape.head_dim;
+                if (shape.pairing == Pairing::interleaved) {
+                    // All of a visit rotates, or none of it.
+                    ASSERT_EQ(component < shape.rotary_dim, start % shape.head_dim < shape.rotary_dim);
+                } else if (component < shape.rotary_dim) {
+                    const int half = shape.rotary_dim / 2;
+                    const int partner = component < half ? column + half : column - half;
+                    ASSERT_EQ(partner / columns, start / columns);
+                    ASSERT_EQ(half % 8, 0);
+                }
+            }
+        }
+    });
+}
+
+TEST(QkvRotaryPlan, TilesHoldWholeVisits) {
+    for (const QkvKernel& kernel : qkv_kernels) {
+        EXPECT_EQ(kernel.tile_columns % columns_at_a_time(kernel.pairing), 0) << describe(kernel);
+        EXPECT_EQ(kernel.tile_rows % 64, 0) << describe(kernel);
+        if (kernel.schedule != Schedule::pingpong) EXPECT_EQ(kernel.tile_rows % 128, 0) << describe(kernel);
+    }
+}
+
+TEST(QkvRotaryPlan, KernelsHaveNamesOfTheirOwn) {
+    std::set<std::string> names;
+    for (const QkvKernel& kernel : qkv_kernels) names.insert(describe(kernel));
+    EXPECT_EQ(names.size(), size_t{qkv_kernel_count});
+}
+
+TEST(QkvRotaryPlan, LongTextsAreFusedAndDecodingIsNot) {
+    for (const int64_t rows : {2048, 8192, 32768}) EXPECT_TRUE(is_fused(llama(rows))) << rows;
+    for (const int64_t rows : {1, 16, 64, 256}) EXPECT_FALSE(is_fused(llama(rows))) << rows;
+}
+
+TEST(QkvRotaryPlan, WhatNoKernelTakesIsDoneApart) {
+    const auto with = [](auto change) {
+        QkvRotaryShape shape = llama(8192);
+        change(shape);
+        return shape;
+    };
+    EXPECT_FALSE(is_fused(llama(8192), {.has_wgmma = false, .multiprocessors = 108}));
+    EXPECT_FALSE(is_fused(with([](auto& s) { s.dtype = DType::float32; })));
+    EXPECT_FALSE(is_fused(with([](auto& s) { s.aligned = false; })));
+    EXPECT_FALSE(is_fused(with([](auto& s) { s.inputs = 4100; })));
+    EXPECT_FALSE(is_fused(with([](auto& s) { s.head_dim = s.rotary_dim = 96; })));
+    EXPECT_FALSE(is_fused(with([](auto& s) { s.rotary_dim = 96; })));
+    EXPECT_TRUE(is_fused(with([](auto& s) { s.rotary_dim = 64; })));
+    EXPECT_TRUE(is_fused(with([](auto& s) { s.dtype = DType::float16; })));
+    EXPECT_TRUE(is_fused(with([](auto& s) {
+        s.head_dim = s.rotary_dim = 96;
+        s.pairing = Pairing::interleaved;
+    })));
+}
+
+TEST(QkvRotaryPlan, WavesCountTilesThatHangOverTheEdge) {
+    const QkvKernel kernel{Pairing::halves, 128, 128, Schedule::pingpong, Phases::computed};
+    EXPECT_EQ(waves_of(kernel, llama(1), h200), 1);        // 48 tiles
+    EXPECT_EQ(waves_of(kernel, llama(129), h200), 1);      // 96
+    EXPECT_EQ(waves_of(kernel, llama(3 * 128), h200), 2);  // 144
+    EXPECT_EQ(waves_of(kernel, llama(8192), h200), 24);    // 3072
+}
+
+TEST(QkvRotaryPlan, RowsAreAlignedOnlyIfAllOfThemAre) {
+    QkvRotaryArgs args;
+    args.x = reinterpret_cast<void*>(4096);
+    args.weight = reinterpret_cast<void*>(8192);
+    args.x_stride = args.weight_stride = args.inputs = 4096;
+    args.batch = 2;
+    args.tokens = 4;
+    args.q_heads = 32;
+    args.kv_heads = 8;
+    args.head_dim = args.rotary_dim = 128;
+    EXPECT_TRUE(shape_of(args).aligned);
+    EXPECT_EQ(shape_of(args).rows, 8);
+    EXPECT_EQ(shape_of(args).outputs, 6144);
+    args.x_stride = 4097;
+    EXPECT_FALSE(shape_of(args).aligned);
+    args.x_stride = 4096;
+    args.weight = reinterpret_cast<void*>(8194);
+    EXPECT_FALSE(shape_of(args).aligned);
+}
+
+}  // namespace
+}  // namespace mrrope

@@ -1,0 +1,367 @@
+"""Models patched with fuse_projection: one op projects and rotates, and everything else stays as it was.
+
+The reference is the same model, patched without.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mrrope
+from mrrope.fused_projections import SIDE_BY_SIDE, projections_fused_in
+
+pytest.importorskip("transformers")
+
+from test_patch import Snapshot, assert_same, logits, relative
+from test_patch_in_use import assert_same_gradients, assert_same_text, generated, gradients
+from test_patch_norms import Calls, Quantized
+from tiny_models import tiny_model, tokens
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+FAMILIES = {
+    "llama": "three projections",
+    "mistral": "three projections, a window",
+    "qwen2": "three projections with biases",
+    "phi3": "one projection, packed",
+    "cohere": "interleaved pairs",
+    "glm4": "interleaved pairs, part of the head",
+    "stablelm": "part of the head",
+    "olmo": "q, k and v may be clipped",
+}
+PATCH = {"scale": 4.0, "original_max_position": 64}
+
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def dynamo() -> Iterator[Any]:
+    torch._dynamo.reset()
+    yield torch._dynamo
+    torch._dynamo.reset()
+
+
+def fused(family: str = "llama", **options: Any) -> PreTrainedModel:
+    return mrrope.patch(tiny_model(family), "mrrope_pro", **PATCH | {"fuse_projection": True} | options)
+
+
+def reference(family: str = "llama", **options: Any) -> PreTrainedModel:
+    return fused(family, fuse_projection=False, **options)
+
+
+def attentions(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if projections_fused_in(module)]
+
+
+def calls(model: nn.Module, **inputs: Any) -> dict[str, int]:
+    with Calls() as mode:
+        logits(model, **inputs)
+    return dict(mode.counts)
+
+
+def assert_fused(model: nn.Module) -> None:
+    assert calls(model) == {"qkv_rotary": len(attentions(model))}
+
+
+# --- what it does ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str) -> None:
+    model = fused(family)
+    assert attentions(model)
+    assert_fused(model)
+    assert_same(logits(model), logits(reference(family)))
+
+
+def test_layers_that_do_not_rotate_project_as_they_did() -> None:
+    model = fused("smollm3")
+    rotating = len(attentions(model))
+    assert 0 < rotating < len(model.model.layers)
+    assert calls(model) == {"qkv_rotary": rotating}
+    assert_same(logits(model), logits(reference("smollm3")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_other_dtypes(family: str, dtype: torch.dtype) -> None:
+    models = [mrrope.patch(tiny_model(family).to(dtype), "yarn", scale=4.0, fuse_projection=f) for f in (True, False)]
+    assert_fused(models[0])
+    assert_same(*map(logits, models))
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "beams"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+def test_generate(family: str, strategy: str) -> None:
+    options = {"do_sample": False, "num_beams": 3 if strategy == "beams" else 1}
+    got, want = (generated(model, tokens(2, 9), **options) for model in (fused(family), reference(family)))
+    assert_same_text(got, want)
+
+
+def test_the_cache_can_be_read_on_without() -> None:
+    """Cached keys are those that a model without fuse_projection would have."""
+    model = fused()
+    first = model(tokens(1, 12), use_cache=True)
+    mrrope.patch(model, "mrrope_pro", **PATCH)
+    more = tokens(1, 20)[:, 12:]
+    whole = reference()(torch.cat([tokens(1, 12), more], dim=1)).logits[:, 12:]
+    assert_same(model(more, past_key_values=first.past_key_values).logits, whole)
+
+
+def test_the_scale_follows_the_text() -> None:
+    options = {"scale": "auto", "max_scale": 4.0}
+    text = tokens(2, 150)
+    assert_same(logits(fused(**options), input_ids=text), logits(reference(**options), input_ids=text))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_compiled_in_one_graph(family: str, dynamo: Any) -> None:
+    model = fused(family)
+    want = logits(model)
+    assert_same(logits(torch.compile(model, fullgraph=True, backend="aot_eager")), want)
+
+
+# --- weights ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpatch_puts_everything_back(family: str) -> None:
+    model = tiny_model(family)
+    before = Snapshot(model)
+    want = logits(model)
+    mrrope.patch(model, "yarn", scale=4.0, fuse_projection=True)
+    logits(model)
+    mrrope.unpatch(model)
+    before.assert_untouched()
+    assert torch.equal(logits(model), want)
+    storages = [parameter.untyped_storage() for parameter in model.parameters()]
+    assert all(
+        storage.nbytes() == parameter.nbytes for storage, parameter in zip(storages, model.parameters(), strict=True)
+    ), "every parameter has memory of its own again"
+
+
+def test_weights_take_no_more_memory() -> None:
+    model = tiny_model("llama")
+
+    def memory() -> int:
+        tensors = [*model.parameters(), *model.buffers()]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    before = memory()
+    mrrope.patch(model, "rope", fuse_projection=True)
+    tables = sum(buffer.nbytes for name, buffer in model.named_buffers() if name.endswith("packed_table"))
+    assert memory() == before + tables
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["save_pretrained", "torch.save"])
+def test_weights_are_saved_as_if_unpatched(safe: bool, tmp_path: Path) -> None:
+    model = tiny_model("qwen2")
+    want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plain = logits(model)
+    mrrope.patch(model, "mrrope_pro", **PATCH, fuse_projection=True)
+    assert model.state_dict().keys() == want.keys()
+    if safe:
+        model.save_pretrained(tmp_path)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(logits(loaded), plain)
+        found = loaded.state_dict()
+    else:
+        torch.save(model.state_dict(), tmp_path / "weights.pt")
+        found = torch.load(tmp_path / "weights.pt")
+    assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_load_into_a_patched_model(assign: bool) -> None:
+    model, other = fused("qwen2"), reference("qwen2")
+    for parameter in other.parameters():
+        parameter.mul_(1.5)
+    assert relative(logits(model), logits(other)) > 1e-3
+    model.load_state_dict(other.state_dict(), assign=assign)
+    assert_same(logits(model), logits(other))
+    assert_fused(model)
+
+
+def test_weights_changed_in_place_are_used() -> None:
+    model, other = fused(), reference()
+    for changed in (model, other):
+        changed.model.layers[0].self_attn.k_proj.weight.mul_(-2.0)
+    assert_same(logits(model), logits(other))
+    assert_fused(model)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_projection_put_in_later_is_used(bias: bool) -> None:
+    model, other = fused(), reference()
+    for changed in (model, other):
+        torch.manual_seed(0)
+        attention = changed.model.layers[0].self_attn
+        attention.k_proj = nn.Linear(attention.k_proj.in_features, attention.k_proj.out_features, bias)
+    assert_same(logits(model), logits(other))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+def test_casting_a_patched_model(family: str) -> None:
+    model = fused(family).to(torch.bfloat16)
+    assert_same(logits(model), logits(reference(family).to(torch.bfloat16)))
+    assert_fused(model)
+    for attention in attentions(model):
+        for name in SIDE_BY_SIDE.values():
+            buffer = attention._buffers.get(name)
+            assert buffer is None or buffer.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_stand_on_their_own(how: Callable[[Any], Any]) -> None:
+    model = fused()
+    want = logits(model)
+    other = how(model)
+    for parameter in model.parameters():
+        parameter.zero_()
+    assert_same(logits(other), want)
+    assert_fused(other)
+    mrrope.unpatch(other)
+    assert not attentions(other)
+
+
+# --- patching again ---
+
+
+def test_patched_anew_without() -> None:
+    model = fused()
+    mrrope.patch(model, "mrrope_pro", **PATCH)
+    assert not attentions(model)
+    assert_same(logits(model), logits(reference()))
+
+
+def test_a_block_leaves_it_fused() -> None:
+    model = fused()
+    want = logits(model)
+    with mrrope.patched(model, "rope"):
+        assert not attentions(model)
+    assert torch.equal(logits(model), want)
+    assert_fused(model)
+
+
+def test_a_block_that_fuses() -> None:
+    model = reference()
+    with mrrope.patched(model, "mrrope_pro", **PATCH, fuse_projection=True):
+        assert_fused(model)
+    assert not attentions(model)
+    assert_same(logits(model), logits(reference()))
+
+
+# --- where its own code projects ---
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_training(family: str) -> None:
+    model, other = fused(family).train(), reference(family).train()
+    with torch.enable_grad():
+        assert_same_gradients(gradients(model), gradients(other))
+
+
+def test_weights_without_gradients_are_fused_in_training() -> None:
+    models = [fused().train(), reference().train()]
+    for model in models:
+        for layer in model.model.layers:
+            layer.self_attn.requires_grad_(False)
+    with torch.enable_grad():
+        assert_same_gradients(*map(gradients, models))
+        assert_fused(models[0])
+
+
+def test_hooks_on_a_projection_see_it() -> None:
+    model = fused()
+    seen = []
+    projection = model.model.layers[0].self_attn.k_proj
+    handle = projection.register_forward_hook(lambda module, args, output: seen.append(output))
+    assert_same(logits(model), logits(reference()))
+    assert len(seen) == 1
+    handle.remove()
+    assert_fused(model)
+
+
+def test_autocast() -> None:
+    models = fused(), reference()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(*(logits(model).to(torch.bfloat16) for model in models))
+
+
+def test_adapters_put_in_later() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    found = []
+    for model in (fused(), reference()):
+        torch.manual_seed(0)
+        found.append(logits(peft.get_peft_model(model, config)))
+    assert_same(*found)
+
+
+# --- what is refused ---
+
+
+def with_quantized_projections() -> PreTrainedModel:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.k_proj = Quantized(layer.self_attn.k_proj)
+    return model
+
+
+def with_adapters() -> PreTrainedModel:
+    peft = pytest.importorskip("peft")
+    model = tiny_model("llama")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    return model
+
+
+def with_clipping() -> PreTrainedModel:
+    model = tiny_model("olmo")
+    model.config.clip_qkv = 8.0
+    return model
+
+
+def with_one_bias() -> PreTrainedModel:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.bias = nn.Parameter(torch.zeros(layer.self_attn.q_proj.out_features))
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
+    "norms": (lambda: tiny_model("qwen3"), "Qwen3Attention has a q_norm, which stands between"),
+    "quantized": (with_quantized_projections, "LlamaAttention has a k_proj that is quantised or wrapped: .*Quantized"),
+    "adapters": (with_adapters, "LlamaAttention has a q_proj that is quantised or wrapped: peft.*Linear"),
+    "clipping": (with_clipping, "OlmoAttention gives other results with its projection fused"),
+    "one bias": (with_one_bias, "LlamaAttention has a bias in q_proj only"),
+    "other names": (lambda: tiny_model("gpt_neox"), "none of its modules takes position_embeddings and has q_proj"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    make, why = REFUSED[case]
+    model = make()
+    before = Snapshot(model)
+    with pytest.raises(ValueError, match=f"fuse_projection must be False for {type(model).__name__}: {why}"):
+        mrrope.patch(model, "yarn", scale=4.0, fuse_projection=True)
+    before.assert_untouched()
+
+
+def test_refused_again_leaves_it_patched() -> None:
+    model = reference("qwen3")
+    want = logits(model)
+    with pytest.raises(ValueError, match="fuse_projection must be False"):
+        mrrope.patch(model, "yarn", scale=2.0, fuse_projection=True)
+    assert torch.equal(logits(model), want)

@@ -1,0 +1,381 @@
+"""qkv_rotary: right against float64, differentiable, and a good citizen of PyTorch."""
+
+import math
+
+import pytest
+import torch
+from cases import DTYPES, LAYOUTS, PAIRINGS, table_of
+from reference import TOLERANCES, rotated
+from test_errors import assert_refused
+from torch.autograd import gradcheck, gradgradcheck
+from torch.library import opcheck
+from torch.nn.functional import linear
+
+import mrrope
+
+OP = torch.ops.mrrope.qkv_rotary.default
+LARGEST = 2**31 - 1
+
+
+class Call:
+    """One call: random tensors and a table."""
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        batch: int = 2,
+        tokens: int = 5,
+        inputs: int = 24,
+        heads: tuple[int, int] = (4, 2),
+        head_dim: int = 16,
+        rotary_dim: int | None = None,
+        layout: str = "bhsd",
+        bias: bool = True,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+        self.heads, self.layout = heads, layout
+        rows = (tokens,) if layout == "thd" else (batch, tokens)
+        outputs = (heads[0] + 2 * heads[1]) * head_dim
+        self.x = random(*rows, inputs)
+        self.weight = random(outputs, inputs)
+        self.bias = random(outputs) if bias else None
+        self.positions = torch.randint(0, LARGEST, rows, generator=generator).to(device)
+        self.positions.view(-1)[-1] = LARGEST
+        self.table = table_of("mrrope_pro", rotary_dim or head_dim)
+
+    def run(self, **options):
+        given = self.x, self.weight, self.bias, self.positions, self.table, *self.heads
+        return mrrope.qkv_rotary(*given, **{"layout": self.layout} | options)
+
+    def op_arguments(self, pairing: str = "halves"):
+        packed = self.table.packed(self.x.device)
+        return self.x, self.weight, self.bias, self.positions, packed, *self.heads, pairing
+
+    def exact(self, pairing: str = "halves"):
+        """(q, k, v) in float64, and how large what was summed up for each component was."""
+        x, weight = (t.detach().cpu().double() for t in (self.x, self.weight))
+        bias = torch.zeros(len(weight), dtype=torch.float64) if self.bias is None else self.bias.detach().cpu().double()
+        results = []
+        for product in (linear(x, weight, bias), linear(x.abs(), weight.abs(), bias.abs())):
+            parts = product.unflatten(-1, (self.heads[0] + 2 * self.heads[1], -1)).split(
+                [self.heads[0], self.heads[1], self.heads[1]], dim=-2
+            )
+            results.append([part.transpose(1, 2) if self.layout == "bhsd" else part for part in parts])
+        projected, sizes = results
+        turned = [rotated(part, self.positions, self.table, self.layout, pairing) for part in projected[:2]]
+        return [*turned, projected[2]], projected, sizes
+
+    def assert_right(self, found, pairing: str = "halves") -> None:
+        """Every component within a rounding of the product, one of the rotation, and what sums are off in float."""
+        expected, projected, sizes = self.exact(pairing)
+        dtype = self.x.dtype
+        tolerance = TOLERANCES[dtype]
+        arithmetic = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * (self.x.shape[-1] + 16)
+        for i, (got, want) in enumerate(zip(found, expected, strict=True)):
+            assert (got.shape, got.dtype, got.device) == (want.shape, dtype, self.x.device)
+            # A pair's norm bounds what its rotation makes of the errors of both.
+            spread = partner_norm(projected[i], self.table.rotary_dim, pairing) if i < 2 else projected[i].abs()
+            size = partner_norm(sizes[i], self.table.rotary_dim, pairing) if i < 2 else sizes[i]
+            gain = self.table.attention_factor if i < 2 else 1.0
+            allowed = gain * (tolerance.rounding * spread + (arithmetic + tolerance.arithmetic) * size)
+            allowed = allowed + tolerance.rounding * want.abs() + torch.finfo(dtype).smallest_normal
+            excess = (got.detach().cpu().double() - want).abs() - allowed
+            assert (excess <= 0).all(), f"{'qkv'[i]}: {(excess > 0).sum()} off, by up to {excess.max():.3g} too much"
+
+
+def partner_norm(x: torch.Tensor, rotary_dim: int, pairing: str) -> torch.Tensor:
+    """The norm of every component's pair; of components that do not turn, their size."""
+    turning, tail = x[..., :rotary_dim], x[..., rotary_dim:]
+    if pairing == "halves":
+        first, second = turning.chunk(2, dim=-1)
+        norms = torch.hypot(first, second).repeat(*[1] * (x.dim() - 1), 2)
+    else:
+        norms = torch.hypot(turning[..., ::2], turning[..., 1::2]).repeat_interleave(2, dim=-1)
+    return torch.cat([norms, tail.abs()], dim=-1)
+
+
+# --- numbers ---
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_against_float64(device, dtype, layout, pairing):
+    for rotary_dim, bias in ((16, True), (8, False)):
+        call = Call(device, dtype, layout=layout, rotary_dim=rotary_dim, bias=bias)
+        call.assert_right(call.run(pairing=pairing), pairing)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1025, 2048])
+def test_many_rows(cuda, dtype, pairing, tokens):
+    """As many as are rotated inside the product on a GPU that can."""
+    for rotary_dim in (128, 64):
+        call = Call(cuda, dtype, 1, tokens, inputs=256, heads=(4, 2), head_dim=128, rotary_dim=rotary_dim)
+        call.assert_right(call.run(pairing=pairing), pairing)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_kernel_rounds_once(cuda, dtype):
+    """In Frobenius norm, over many components: product and rotation apart would round twice."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are for sm_90a")
+    call = Call(cuda, dtype, 1, 1000, inputs=512, heads=(4, 1), head_dim=128)
+    for kernel, name in enumerate(torch.ops.mrrope.qkv_rotary_kernels.default()):
+        pairing = name.split()[0]
+        for work in (0, 1) if "divisible" in name else (0,):
+            arguments = call.op_arguments(pairing)
+            packed = torch.ops.mrrope.qkv_rotary_planned.default(*arguments, [kernel, 4, 0, work])
+            found = mrrope.projection.split_qkv(packed, *call.heads)
+            found = [part.transpose(1, 2) for part in found]
+            call.assert_right(found, pairing)
+            for got, want in zip(found, call.exact(pairing)[0], strict=True):
+                error = float((got.cpu().double() - want).norm() / want.norm())
+                assert error < TOLERANCES[dtype].frobenius, name
+
+
+def test_the_same_as_product_and_rotation(device):
+    call = Call(device, torch.float64)
+    product = linear(call.x, call.weight, call.bias).unflatten(-1, (8, 16)).transpose(1, 2)
+    q, k, v = call.run()
+    want_q, want_k = mrrope.rotary(product[:, :4], product[:, 4:6], call.positions, call.table)
+    for got, want in ((q, want_q), (k, want_k), (v, product[:, 6:])):
+        torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-14)
+
+
+def test_results_are_views_of_one_tensor(device):
+    q, k, v = Call(device).run()
+    assert len({part.untyped_storage().data_ptr() for part in (q, k, v)}) == 1
+
+
+@pytest.mark.parametrize("shape", ["row", "broadcast"])
+def test_positions_for_all_sequences(device, shape):
+    call = Call(device)
+    call.positions = call.positions[0] if shape == "row" else call.positions[:1]
+    got = call.run()
+    call.positions = call.positions.view(1, -1).expand(2, -1).contiguous()
+    for a, b in zip(got, call.run(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_int32_positions(device):
+    call = Call(device)
+    want = call.run()
+    call.positions = call.positions.int()
+    for got, expected in zip(call.run(), want, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_table_for_each_sequence(device):
+    call = Call(device)
+    tables = [table_of("rope", 16), table_of("yarn", 16)]
+    call.table = tables
+    together = call.run()
+    for i, table in enumerate(tables):
+        call.table = table
+        for got, want in zip(together, call.run(), strict=True):
+            torch.testing.assert_close(got[i], want[i], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("memory", ["transposed", "sliced", "padded"])
+def test_any_strides(device, memory):
+    call = Call(device)
+    want = call.run()
+    if memory == "transposed":
+        call.x = call.x.transpose(0, 1).contiguous().transpose(0, 1)
+        call.weight = call.weight.t().contiguous().t()
+    elif memory == "sliced":
+        call.x = call.x.repeat_interleave(2, dim=1)[:, ::2]
+        call.bias = call.bias.repeat_interleave(2)[::2]
+    else:
+        call.x = torch.cat([call.x, call.x], dim=-1)[..., : call.x.shape[-1]]
+        call.weight = torch.cat([call.weight, call.weight], dim=1)[:, : call.weight.shape[1]]
+    for got, expected in zip(call.run(), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens(device, tokens):
+    call = Call(device, tokens=1)
+    call.x, call.positions = call.x[:, :tokens], call.positions[:, :tokens]
+    found = call.run()
+    assert [tuple(part.shape) for part in found] == [(2, heads, tokens, 16) for heads in (4, 2, 2)]
+    if tokens:
+        call.assert_right(found)
+
+
+# --- weights ---
+
+
+def test_interleaved_weights_give_the_same_scores(device):
+    """The same q and k in another order: their products are what they were."""
+    call = Call(device, torch.float64, rotary_dim=8)
+    q, k, v = call.run()
+    for name in ("weight", "bias"):
+        parts = mrrope.unpack_qkv(getattr(call, name), *call.heads)
+        both = [mrrope.interleave_heads(p, n, 8) for p, n in zip(parts, call.heads, strict=False)]
+        setattr(call, name, mrrope.pack_qkv(*both, parts[2]))
+    q2, k2, v2 = call.run(pairing="interleaved")
+    torch.testing.assert_close(q2[:, ::2] @ k2.mT, q[:, ::2] @ k.mT, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(q2, q)
+    assert torch.equal(v2, v)
+
+
+@pytest.mark.parametrize("rotary_dim", [None, 2, 6, 16])
+def test_interleaving_is_undone(rotary_dim):
+    weight = torch.randn(4 * 16, 3)
+    interleaved = mrrope.interleave_heads(weight, 4, rotary_dim)
+    half = (rotary_dim or 16) // 2
+    assert torch.equal(interleaved[16], weight[16])
+    assert torch.equal(interleaved[17], weight[16 + half])
+    assert torch.equal(mrrope.deinterleave_heads(interleaved, 4, rotary_dim), weight)
+
+
+def test_packing_is_undone():
+    q, k, v = torch.randn(32, 3), torch.randn(8, 3), torch.randn(8, 3)
+    for got, want in zip(mrrope.unpack_qkv(mrrope.pack_qkv(q, k, v), 4, 1), (q, k, v), strict=True):
+        assert torch.equal(got, want)
+
+
+# --- gradients ---
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients(device, layout, pairing):
+    call = Call(device, torch.float64, tokens=2, inputs=3, heads=(2, 1), head_dim=6, rotary_dim=4, layout=layout)
+    packed = call.table.packed(call.x.device)
+
+    def run(x, weight, bias):
+        return OP(x, weight, bias, call.positions, packed, *call.heads, pairing)
+
+    leaves = [t.requires_grad_() for t in (call.x, call.weight, call.bias)]
+    assert gradcheck(run, leaves)
+    assert gradgradcheck(run, leaves)
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
+def test_only_what_is_wanted_gets_a_gradient(device, wanted):
+    call = Call(device)
+    getattr(call, wanted).requires_grad_()
+    sum(part.sum() for part in call.run()).backward()
+    for name in ("x", "weight", "bias"):
+        assert (getattr(call, name).grad is not None) == (name == wanted)
+
+
+# --- PyTorch ---
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_opcheck(device, layout):
+    call = Call(device, layout=layout)
+    opcheck(OP, call.op_arguments())
+    x, weight, bias, *rest = call.op_arguments("interleaved")
+    opcheck(OP, (x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), *rest))
+
+
+def test_compiles_whole(device):
+    call = Call(device)
+    want = call.run()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def compiled(x, positions):
+        q, k, v = mrrope.qkv_rotary(x, call.weight, call.bias, positions, call.table, *call.heads)
+        return q * 2, k, v
+
+    for tokens in (5, 3):
+        got = compiled(call.x[:, :tokens], call.positions[:, :tokens])
+        torch.testing.assert_close(got[0], want[0][:, :, :tokens] * 2)
+        torch.testing.assert_close(got[2], want[2][:, :, :tokens])
+
+
+@pytest.mark.parametrize("tokens", [4, 2048])
+def test_captured_in_a_graph(cuda, tokens):
+    call = Call(cuda, torch.bfloat16, 1, tokens, inputs=256, head_dim=128)
+    want = call.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call.run()
+    for part in got:
+        part.fill_(math.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    for part, expected in zip(got, want, strict=True):
+        assert torch.equal(part, expected)
+
+
+# --- errors ---
+
+ERRORS = {
+    "x of one dimension": ({"x": torch.ones(24)}, ValueError, "x must be [batch, tokens, inputs]", "1 dimensions"),
+    "x of integers": ({"x": torch.ones(2, 5, 24).int()}, TypeError, "x must be float64", "Int"),
+    "x no tensor": ({"x": 3}, TypeError, "x must be a tensor", "int"),
+    "weight of three dimensions": ({"weight": torch.ones(2, 2, 2)}, ValueError, "weight must be [outputs, inputs]"),
+    "weight of another dtype": ({"weight": torch.ones(128, 24).half()}, TypeError, "weight must have x's dtype Float"),
+    "weight of other inputs": (
+        {"weight": torch.ones(128, 25)},
+        ValueError,
+        "weight must be [outputs, 24]",
+        "[128, 25]",
+    ),
+    "weight of other heads": ({"weight": torch.ones(129, 24)}, ValueError, "a multiple of 8", "129 rows"),
+    "bias no tensor": ({"bias": 1.0}, TypeError, "bias must be a tensor or None", "float"),
+    "bias of two dimensions": (
+        {"bias": torch.ones(128, 1)},
+        ValueError,
+        "bias must be [outputs] or None",
+        "2 dimensions",
+    ),
+    "bias of another size": ({"bias": torch.ones(127)}, ValueError, "bias must be [128]", "[127]"),
+    "bias of another dtype": (
+        {"bias": torch.ones(128).double()},
+        TypeError,
+        "bias must have x's dtype Float",
+        "Double",
+    ),
+    "positions of floats": ({"positions": torch.ones(5)}, TypeError, "positions must be int32 or int64"),
+    "positions of another length": ({"positions": torch.ones(4).long()}, ValueError, "positions must be [5]", "[4]"),
+    "table no table": ({"table": "yarn"}, TypeError, "table must be"),
+    "table too wide": ({"table": table_of("yarn", 18)}, ValueError, "rotary_dim must be at most head_dim", "18"),
+    "no heads of q": ({"num_q_heads": 0}, ValueError, "num_q_heads must be at least 1, got 0"),
+    "no heads of k": ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1, got 0"),
+    "unknown layout": ({"layout": "sbhd"}, ValueError, "layout must be one of bhsd, bshd, thd", "'sbhd'"),
+    "layout of other x": ({"layout": "thd"}, ValueError, "x must be [tokens, inputs] for layout thd", "3 dimensions"),
+    "unknown pairing": (
+        {"pairing": "quarters"},
+        ValueError,
+        "pairing must be one of halves, interleaved",
+        "'quarters'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_argument(name):
+    changed, error, *texts = ERRORS[name]
+    call = Call()
+    given = {name: getattr(call, name) for name in ("x", "weight", "bias", "positions", "table")}
+    given |= {"num_q_heads": 4, "num_kv_heads": 2} | changed
+    assert_refused(lambda: mrrope.qkv_rotary(**given), error, *texts)
+
+
+def test_errors_of_weights():
+    weight = torch.ones(12, 3)
+    assert_refused(lambda: mrrope.interleave_heads(weight, 5), ValueError, "multiple of num_heads (5)", "12")
+    for rotary_dim in (0, 3, 14):
+        assert_refused(
+            lambda rotary_dim=rotary_dim: mrrope.interleave_heads(weight, 1, rotary_dim),
+            ValueError,
+            "rotary_dim must be even and from 2 to 12",
+            f"got {rotary_dim}",
+        )
+    assert_refused(lambda: mrrope.pack_qkv(weight, weight[:, :2], weight), ValueError, "k must have q's inputs, (3,)")
+    assert_refused(lambda: mrrope.pack_qkv(weight, weight[:3], weight), ValueError, "v must have k's shape (3, 3)")
+    assert_refused(lambda: mrrope.unpack_qkv(weight, 3, 1), ValueError, "a multiple of 5 rows", "got 12")
