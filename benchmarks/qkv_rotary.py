@@ -239,11 +239,11 @@ def plan_name(buffers: Buffers, pairing: str) -> str:
 
 
 def name_of(plan: tuple[int, ...]) -> str:
-    kernel, swizzle, raster, work = plan
+    kernel, swizzle, raster = plan
     if kernel < 0:
         return "apart"
     name: str = torch.ops.mrrope.qkv_rotary_kernels.default()[kernel]
-    return f"{name}, swizzle {swizzle}, along {('rows', 'columns')[raster]}{', divided' if work else ''}"
+    return f"{name}, swizzle {swizzle}, along {('rows', 'columns')[raster]}"
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -278,9 +278,8 @@ def plans(only: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     for kernel, name in enumerate(torch.ops.mrrope.qkv_rotary_kernels.default()):
         if not re.search(only, name):
             continue
-        works = (0, 1) if "divisible" in name else (0,)
-        for swizzle, raster, work in itertools.product(SWIZZLES, (0, 1), works):
-            yield name.split()[0], (kernel, swizzle, raster, work)
+        for swizzle, raster in itertools.product(SWIZZLES, (0, 1)):
+            yield name.split()[0], (kernel, swizzle, raster)
 
 
 def sweep(geometry: Geometry, rows: int, only: str) -> dict[str, Any]:
@@ -300,7 +299,7 @@ def sweep(geometry: Geometry, rows: int, only: str) -> dict[str, Any]:
     for pairing, plan in plans(only):
         name = name_of(plan)
         try:
-            kind = name.split(",")[0] + (", divided" if plan[3] else "")
+            kind = name.split(",")[0]
             if kind not in errors:
                 print(f"{'first run':>12}  {kind:60}", end="\r", flush=True)  # should it never end, it is known which
                 errors[kind] = relative_error(planned(buffers, weight, pairing, plan), buffers, weight, pairing)

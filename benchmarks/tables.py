@@ -20,7 +20,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/speed.md", "docs/following.md", "docs/study.md")
+PAGES = ("README.md", "docs/speed.md", "docs/following.md", "docs/projection.md", "docs/study.md")
+FEWEST_ROWS = 512
+"""Of a projection; with fewer, the product and the rotation are done apart by far."""
 STUDY, SMALL_MODELS = "study.json", "small_models.json"
 STUDY_SCALES = (2, 4, 8, 16)
 HEAD_DIMS = (64, 128)
@@ -142,6 +144,35 @@ def rescale() -> list[str]:
             [str(row["tokens"])]
             + [f"{microseconds(row['seconds'][what])} us" for what in ("copy", "turn", "nothing to turn")]
             for row in rows_of("rescale_cuda.json")
+        ],
+    )
+
+
+def projection() -> list[str]:
+    """The projection that rotates, beside cuBLAS; every kernel by its best way through the tiles."""
+    kernels = ("halves 128x128 pingpong computed", "halves 128x128 pingpong tabled")
+
+    def best(row: Row, name: str, to: str) -> float:
+        return min(value for plan, value in row[to].items() if plan.startswith(name))
+
+    rows = [row for row in rows_of("qkv_rotary_plans.json") if row["rows"] >= FEWEST_ROWS]
+    return table(
+        [
+            "rows x outputs x inputs",
+            "cuBLAS, us",
+            "then rotary",
+            "cosines computed",
+            "cosines tabled",
+            "best / then rotary",
+        ],
+        [
+            [
+                f"{row['name']} ({row['geometry']})",
+                *(microseconds(row["seconds"][name]) for name in ("cuBLAS", "cuBLAS, then rotary")),
+                *(microseconds(best(row, name, "seconds")) for name in kernels),
+                f"{min(best(row, name, 'to apart') for name in kernels):.3f}",
+            ]
+            for row in sorted(rows, key=lambda row: row["geometry"])
         ],
     )
 
@@ -285,7 +316,18 @@ def small_models(task: str, head_dim: int) -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     **{
         function.__name__: function
-        for function in (rotary, rotary_ratios, host, cache, norm, model, rescale, study_evolution, small_training)
+        for function in (
+            rotary,
+            rotary_ratios,
+            host,
+            cache,
+            norm,
+            model,
+            rescale,
+            projection,
+            study_evolution,
+            small_training,
+        )
     },
     **{f"study_perplexity_{scale}": partial(study_perplexity, scale) for scale in STUDY_SCALES},
     **{f"study_tasks_{scale}": partial(study_tasks, scale) for scale in STUDY_SCALES},

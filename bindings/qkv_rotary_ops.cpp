@@ -185,20 +185,19 @@ Tensor qkv_rotary_cuda_op(const Tensor& x, const Tensor& weight, const Bias& bia
     return project_then_rotate<Cuda>(x, weight, bias, positions, table, heads, pairing);
 }
 
-// The same by a plan of the caller's: [kernel, swizzle, raster, work], for measuring.
+// The same by a plan of the caller's: [kernel, swizzle, raster], for measuring.
 Tensor qkv_rotary_planned(const Tensor& x, const Tensor& weight, const Bias& bias, const Tensor& positions,
                           const Tensor& table, int64_t q_heads, int64_t kv_heads, c10::string_view pairing,
                           at::IntArrayRef plan) {
     const HeadCounts heads{q_heads, kv_heads};
     check_kinds(x, weight, bias, positions, table, heads, pairing);
     check_sizes(x, weight, bias, heads);
-    TORCH_CHECK_VALUE(plan.size() == 4, "plan must be [kernel, swizzle, raster, work], got ", plan);
+    TORCH_CHECK_VALUE(plan.size() == 3, "plan must be [kernel, swizzle, raster], got ", plan);
     TORCH_CHECK_VALUE(has_plain_form(x, weight, bias, positions, table),
                       "x, weight, positions and table must have a form that a plan can take");
     const QkvRotaryPlan by{.kernel = static_cast<int>(plan[0]),
                            .swizzle = static_cast<int>(plan[1]),
-                           .raster = plan[2] == 0 ? QkvRotaryPlan::Raster::rows : QkvRotaryPlan::Raster::columns,
-                           .work = plan[3] == 0 ? QkvRotaryPlan::Work::tiles : QkvRotaryPlan::Work::divided_tiles};
+                           .raster = plan[2] == 0 ? QkvRotaryPlan::Raster::rows : QkvRotaryPlan::Raster::columns};
     return project_and_rotate(x, weight, positions, table, heads, pairing,
                               shaped_args(x, weight, bias, table, heads, pairing), by);
 }
@@ -208,7 +207,7 @@ std::vector<int64_t> qkv_rotary_plan(const Tensor& x, const Tensor& weight, cons
     if (!has_plain_form(x, weight, bias, positions, table)) return {QkvRotaryPlan::apart, 1, 0, 0};
     const c10::cuda::CUDAGuard guard(x.device());
     const QkvRotaryPlan plan = plan_qkv_rotary_cuda(shaped_args(x, weight, bias, table, {q_heads, kv_heads}, pairing));
-    return {plan.kernel, plan.swizzle, static_cast<int64_t>(plan.raster), static_cast<int64_t>(plan.work)};
+    return {plan.kernel, plan.swizzle, static_cast<int64_t>(plan.raster)};
 }
 
 std::vector<std::string> qkv_rotary_kernels() {

@@ -13,11 +13,9 @@
 #include <cutlass/gemm/collective/builders/sm90_gmma_builder.inl>
 #include <cutlass/gemm/kernel/gemm_universal_decl.h>
 #include <cutlass/gemm/kernel/tile_scheduler.hpp>
-#include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_cooperative.hpp>
 #include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp>
 // clang-format on
 
-#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -35,22 +33,14 @@ namespace mrrope {
 template <int kernel, class Element>
 struct QkvProjection {
     static constexpr QkvKernel form = qkv_kernels[kernel];
-    static constexpr bool is_pingpong = form.schedule == Schedule::pingpong;
-    using Tile = cute::Shape<cute::Int<form.tile_rows>, cute::Int<form.tile_columns>, cute::_64>;
-    using Cluster = std::conditional_t<form.shares_weights, cute::Shape<cute::_2, cute::_1, cute::_1>,
-                                       cute::Shape<cute::_1, cute::_2, cute::_1>>;
+    using Tile = cute::Shape<cute::Int<qkv_tile>, cute::Int<qkv_tile>, cute::_64>;
+    using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;  // two blocks, tiles below each other, share the weights
     using Rotation = RotatingEpilogue<Element, form.pairing, form.phases>;
 
-    using RowsAtATime = std::conditional_t<is_pingpong, cute::_64, cute::_128>;
-    using EpilogueTile = cute::Shape<RowsAtATime, cute::Int<columns_at_a_time(form.pairing)>>;
-    static constexpr int epilogue_steps =
-        form.tile_rows * form.tile_columns / (RowsAtATime::value * columns_at_a_time(form.pairing));
-    // A result of 128 x 128 in shared memory is as large as a stage of weights that could be there instead.
-    static constexpr int stored_stages =
-        !is_pingpong && form.pairing == Pairing::halves ? 1 : std::min(epilogue_steps, 2);
-    static constexpr int elements_a_visit = columns_at_a_time(form.pairing) / 2;
+    static constexpr int columns = columns_at_a_time(form.pairing);
+    using EpilogueTile = cute::Shape<cute::_64, cute::Int<columns>>;
     using EpiloguePolicy = cutlass::epilogue::Sm90TmaWarpSpecialized<
-        /*StagesC=*/1, stored_stages, elements_a_visit, /*ReuseSmemC=*/false, /*DelayTmaStore=*/true>;
+        /*StagesC=*/1, /*StagesD=*/2, /*FragmentSize=*/columns / 2, /*ReuseSmemC=*/false, /*DelayTmaStore=*/true>;
     using Epilogue = typename cutlass::epilogue::collective::detail::Sm90TmaBuilderImpl<
         Tile, EpilogueTile, float, float, void, cutlass::layout::RowMajor, 8, Element, cutlass::layout::RowMajor, 8,
         Rotation, EpiloguePolicy>::CollectiveOp;
@@ -59,12 +49,9 @@ struct QkvProjection {
         cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor, 8, Element,
         cutlass::layout::ColumnMajor, 8, float, Tile, Cluster,
         cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
-        std::conditional_t<is_pingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-                           cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp;
-
-    using Scheduler = std::conditional_t<form.schedule == Schedule::divisible, cutlass::gemm::StreamKScheduler,
-                                         cutlass::gemm::PersistentScheduler>;
-    using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, Scheduler>;
+        cutlass::gemm::KernelTmaWarpSpecializedPingpong>::CollectiveOp;
+    using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue,
+                                                        cutlass::gemm::PersistentScheduler>;
 
     // The table of cosines and sines comes first in the workspace, what CUTLASS needs after it.
     static size_t table_bytes(const QkvRotaryArgs& args) {
@@ -95,11 +82,6 @@ struct QkvProjection {
         arguments.scheduler.max_swizzle_size = plan.swizzle;
         using Order = decltype(arguments.scheduler.raster_order);
         arguments.scheduler.raster_order = plan.raster == QkvRotaryPlan::Raster::rows ? Order::AlongM : Order::AlongN;
-        if constexpr (form.schedule == Schedule::divisible) {
-            using Mode = decltype(arguments.scheduler.decomposition_mode);
-            arguments.scheduler.decomposition_mode =
-                plan.work == QkvRotaryPlan::Work::divided_tiles ? Mode::StreamK : Mode::DataParallel;
-        }
         arguments.hw_info.sm_count = multiprocessors_of_current_device();
         return arguments;
     }

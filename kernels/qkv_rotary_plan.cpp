@@ -8,76 +8,47 @@ namespace mrrope {
 namespace {
 
 using Raster = QkvRotaryPlan::Raster;
-using Work = QkvRotaryPlan::Work;
 
-// What one unit of a kernel's tiles costs beside the others, when the chip is full of them; and how its tiles are best
-// walked through. To be measured by benchmarks/qkv_rotary.py --plans: until then every unit costs the same, so that the
-// kernel whose waves leave the least of the chip idle is chosen, of equals the first.
-struct Measured {
-    double cost;
-    int swizzle;
-    Raster raster;
-};
-constexpr Measured measured[] = {
-    {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows},
-    {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows},
-    {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows}, {1.0, 8, Raster::rows},
-};
-static_assert(sizeof(measured) / sizeof(measured[0]) == qkv_kernel_count);
+// Fused where there are tiles for so many rounds of the whole chip, and the last round leaves little of it idle.
+// cuBLAS has kernels for few rows that these are not. Microseconds on an H200, bfloat16, the best way through the tiles
+// of each (benchmarks/results/qkv_rotary_plans.json):
+//     rows x outputs x inputs   rounds   cuBLAS   then rotary   computed   tabled
+//       512 x 6144 x 4096         1.5     36.3        40.6        48.9      49.3
+//      1024 x 6144 x 4096         2.9     71.6        78.6        77.2      79.0
+//      2048 x 6144 x 4096         5.8      145         157         149       150
+//      8192 x 6144 x 4096          23      591         636         610       602
+//     32768 x 6144 x 4096          93     2426        2586        2464      2412
+//      2048 x 2560 x 2048         2.4     30.4        36.5        42.7      46.2
+//      8192 x 2560 x 2048         9.7      120         138         135       149
+//     32768 x 2560 x 2048          39      486         562         510       549
+//      2048 x 1280 x 8192         1.2     57.4        62.3        91.9      94.4
+//      8192 x 1280 x 8192         4.8      235         245         251       254
+//     32768 x 1280 x 8192          19     1018        1061        1026      1029
+constexpr double least_rounds = 5.5;
+constexpr double most_idle = 0.08;
 
-// Below these, the product and the rotation apart are faster: cuBLAS has kernels for few rows that these are not, and
-// the rotation of so few is no memory pass. From a trial on an H200 with another epilogue, bfloat16, microseconds:
-//     rows x outputs x inputs    cuBLAS    fused    rotary apart
-//        16 x 6144 x 4096         22.5     34.6        2.1
-//       256 x 6144 x 4096         28.5     33.4        3.3
-//      2048 x 6144 x 4096          146      148         13
-//      8192 x 6144 x 4096          603      626         45
-//     32768 x 6144 x 4096    2430-2500     2505        163
-//      8192 x 2560 x 2048          123      129         20
-//      8192 x 1280 x 8192          245      263         10
-constexpr int64_t least_rows_to_fuse = 1024;
-constexpr int most_inputs_per_output = 4;
+// Writing cosines and sines first pays where products take long and rows are many.
+constexpr int inputs_for_tabled = 4096;
+constexpr int64_t rows_for_tabled = 8192;
 
-// Of kernels that divide the tiles of the last wave, a wave need not be whole. What is divided has to be added up
-// again.
-constexpr double cost_of_dividing = 1.05;
-
-int64_t tiles_of(const QkvKernel& kernel, const QkvRotaryShape& shape) {
-    return ceil_div(shape.rows, kernel.tile_rows) * ceil_div(shape.outputs, kernel.tile_columns);
+bool fills(const QkvRotaryShape& shape, const QkvDevice& device) {
+    const int64_t tiles = tiles_of(shape);
+    const int64_t places = ceil_div(tiles, device.multiprocessors) * device.multiprocessors;
+    return static_cast<double>(tiles) >= least_rounds * device.multiprocessors &&
+           static_cast<double>(places) <= (1 + most_idle) * static_cast<double>(tiles);
 }
 
-struct Candidate {
-    QkvRotaryPlan plan;
-    double cost = std::numeric_limits<double>::infinity();
-};
-
-Candidate candidate(int index, const QkvRotaryShape& shape, const QkvDevice& device) {
-    const QkvKernel& kernel = qkv_kernels[index];
-    const Measured& by = measured[index];
-    Candidate found{.plan = {.kernel = index, .swizzle = by.swizzle, .raster = by.raster, .work = Work::tiles}};
-    const double area = static_cast<double>(kernel.tile_rows) * kernel.tile_columns * by.cost;
-    found.cost = static_cast<double>(waves_of(kernel, shape, device)) * area;
-    if (kernel.schedule == Schedule::divisible) {
-        const double divided =
-            static_cast<double>(tiles_of(kernel, shape)) / device.multiprocessors * area * cost_of_dividing;
-        if (divided < found.cost) {
-            found.cost = divided;
-            found.plan.work = Work::divided_tiles;
-        }
+int kernel_for(Pairing pairing, Phases phases) {
+    for (int index = 0; index < qkv_kernel_count; ++index) {
+        if (qkv_kernels[index].pairing == pairing && qkv_kernels[index].phases == phases) return index;
     }
-    return found;
+    return QkvRotaryPlan::apart;
 }
 
 }  // namespace
 
 std::string describe(const QkvKernel& kernel) {
-    std::string name = kernel.pairing == Pairing::halves ? "halves " : "interleaved ";
-    name += std::to_string(kernel.tile_rows) + "x" + std::to_string(kernel.tile_columns);
-    switch (kernel.schedule) {
-        case Schedule::pingpong: name += " pingpong"; break;
-        case Schedule::cooperative: name += " cooperative"; break;
-        case Schedule::divisible: name += " divisible"; break;
-    }
+    const std::string name = kernel.pairing == Pairing::halves ? "halves" : "interleaved";
     return name + (kernel.phases == Phases::computed ? " computed" : " tabled");
 }
 
@@ -110,22 +81,22 @@ bool can_fuse(const QkvRotaryShape& shape, const QkvDevice& device) {
     return shape.head_dim % columns == 0 && shape.rotary_dim % columns == 0;
 }
 
-int64_t waves_of(const QkvKernel& kernel, const QkvRotaryShape& shape, const QkvDevice& device) {
-    return ceil_div(tiles_of(kernel, shape), device.multiprocessors);
+int64_t tiles_of(const QkvRotaryShape& shape) {
+    return ceil_div(shape.rows, qkv_tile) * ceil_div(shape.outputs, qkv_tile);
 }
 
 QkvRotaryPlan plan_qkv_rotary(const QkvRotaryShape& shape, const QkvDevice& device) {
-    if (!can_fuse(shape, device) || shape.rows < least_rows_to_fuse ||
-        shape.inputs > static_cast<int64_t>(most_inputs_per_output) * shape.outputs) {
-        return {};
+    if (!can_fuse(shape, device) || !fills(shape, device)) return {};
+    const bool tabled =
+        shape.pairing == Pairing::halves && shape.inputs >= inputs_for_tabled && shape.rows >= rows_for_tabled;
+    if (tabled) {
+        return {.kernel = kernel_for(shape.pairing, Phases::tabled),
+                .swizzle = shape.outputs >= 4096 ? 8 : 2,
+                .raster = Raster::columns};
     }
-    Candidate best;
-    for (int index = 0; index < qkv_kernel_count; ++index) {
-        if (qkv_kernels[index].pairing != shape.pairing) continue;
-        const Candidate found = candidate(index, shape, device);
-        if (found.cost < best.cost) best = found;
-    }
-    return best.plan;
+    return {.kernel = kernel_for(shape.pairing, Phases::computed),
+            .swizzle = 1,
+            .raster = shape.rows < rows_for_tabled ? Raster::rows : Raster::columns};
 }
 
 }  // namespace mrrope

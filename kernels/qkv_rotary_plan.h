@@ -9,37 +9,28 @@
 
 namespace mrrope {
 
-// How the two warp groups of a block share its work: each has a tile of its own, and rotates it while the other
-// multiplies; or both multiply one tile and then rotate it; or that, with tiles that can be divided along the inputs.
-enum class Schedule { pingpong, cooperative, divisible };
-
 // Where cosines and sines come from: from positions and frequencies, where a pair is rotated; or from a table of a row
 // for each position, which a small kernel writes first.
 enum class Phases { computed, tabled };
 
 struct QkvKernel {
     Pairing pairing;
-    int tile_rows;
-    int tile_columns;
-    Schedule schedule;
     Phases phases;
-    // Two blocks share what they both read: tiles below each other the weights, tiles beside each other x.
-    bool shares_weights = true;
 };
 
-// The kernels that are compiled.
+// The kernels that are compiled. Others were measured on an H200 and were slower in every case, or faster by less than
+// 1 %: tiles of 64 x 256, 256 x 128, 128 x 160, 256 x 160 and 128 x 256, two warp groups at one tile, and tiles divided
+// along the inputs (benchmarks/results/qkv_rotary_plans.json).
 inline constexpr QkvKernel qkv_kernels[] = {
-    {Pairing::halves, 128, 128, Schedule::pingpong, Phases::computed},
-    {Pairing::halves, 128, 128, Schedule::pingpong, Phases::tabled},
-    {Pairing::halves, 64, 256, Schedule::pingpong, Phases::computed},
-    {Pairing::halves, 128, 256, Schedule::divisible, Phases::tabled},
-    {Pairing::halves, 256, 128, Schedule::cooperative, Phases::tabled, /*shares_weights=*/false},
-    {Pairing::interleaved, 128, 128, Schedule::pingpong, Phases::computed},
-    {Pairing::interleaved, 128, 160, Schedule::pingpong, Phases::computed},
-    {Pairing::interleaved, 256, 160, Schedule::cooperative, Phases::tabled},
-    {Pairing::interleaved, 128, 256, Schedule::divisible, Phases::tabled},
+    {Pairing::halves, Phases::computed},
+    {Pairing::halves, Phases::tabled},
+    {Pairing::interleaved, Phases::computed},
 };
 inline constexpr int qkv_kernel_count = sizeof(qkv_kernels) / sizeof(qkv_kernels[0]);
+
+// The rows and columns of a tile. Each of a block's two warp groups has one of its own, and rotates it while the other
+// multiplies.
+inline constexpr int qkv_tile = 128;
 
 // Columns that a kernel rotates at a time. Pairs of `halves` pairing lie up to half a head apart.
 constexpr int columns_at_a_time(Pairing pairing) {
@@ -70,8 +61,7 @@ struct QkvDevice {
 // Whether a kernel of this pairing can do such a call at all.
 bool can_fuse(const QkvRotaryShape& shape, const QkvDevice& device);
 
-// How many times every multiprocessor has a tile to do.
-int64_t waves_of(const QkvKernel& kernel, const QkvRotaryShape& shape, const QkvDevice& device);
+int64_t tiles_of(const QkvRotaryShape& shape);
 
 QkvRotaryPlan plan_qkv_rotary(const QkvRotaryShape& shape, const QkvDevice& device);
 

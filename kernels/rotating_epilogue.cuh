@@ -95,11 +95,6 @@ struct RotatingEpilogue {
             CosSin<float> by[2][count];
         };
 
-        // Heads beside each other turn alike: with several in a tile, all turns of the thread are known before the
-        // first, and take the registers that it leaves.
-        static constexpr bool keeps_turns = pairing == Pairing::halves && column_steps > 1 && row_steps == 1;
-        Turns<2> kept[keeps_turns ? groups / 2 : 1];
-
         CUTLASS_DEVICE Callbacks(const Params& params, int first_row, int first_column, int t)
             : params(params), first_row(first_row), first_column(first_column), t(t) {}
 
@@ -111,13 +106,6 @@ struct RotatingEpilogue {
                 for (int step = 0; step < row_steps; ++step) {
                     CUTLASS_PRAGMA_UNROLL
                     for (int r = 0; r < 2; ++r) position[step][r] = params.positions(row_of(step, r));
-                }
-            }
-            if constexpr (keeps_turns) {
-                if (first_column >= params.rotated_columns) return;
-                CUTLASS_PRAGMA_UNROLL
-                for (int g = 0; g < groups / 2; ++g) {
-                    if (16 * g < params.rotary_dim) kept[g] = turns_of<2>(8 * g + 2 * t, 0);
                 }
             }
         }
@@ -222,7 +210,7 @@ struct RotatingEpilogue {
             }
             CUTLASS_PRAGMA_UNROLL
             for (int g = 0; g < distance; ++g) {
-                const Turns<2> turns = keeps_turns ? kept[keeps_turns ? g : 0] : turns_of<2>(8 * g + 2 * t, step);
+                const Turns<2> turns = turns_of<2>(8 * g + 2 * t, step);
                 CUTLASS_PRAGMA_UNROLL
                 for (int block = 0; block < blocks; ++block) {
                     if (!rotates[block]) continue;

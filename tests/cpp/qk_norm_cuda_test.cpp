@@ -162,6 +162,7 @@ TEST_F(QkNormCuda, EveryHoldingKernel) {
         for (const Pairing pairing : both_pairings) {
             for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
                 for (const auto& [heads_per_thread, tables] : {std::pair{1, 1}, {2, 1}, {4, 1}, {2, 3}}) {
+                    if (over == NormOver::all_heads && heads_per_thread == 1) continue;  // there is no such kernel
                     NormCaseOptions o;
                     o.over = over;
                     o.rotary.dtype = dtype;

@@ -290,16 +290,6 @@ TEST_F(QkvRotaryCuda, EveryWayThroughTheTiles) {
     }
 }
 
-TEST_F(QkvRotaryCuda, DividedTiles) {
-    for (const Pairing pairing : both_pairings) {
-        const Projection projection({.pairing = pairing, .tokens = 300, .inputs = 2048, .with_bias = true});
-        for (int kernel = 0; kernel < qkv_kernel_count; ++kernel) {
-            if (qkv_kernels[kernel].pairing != pairing || qkv_kernels[kernel].schedule != Schedule::divisible) continue;
-            projection.run_and_expect({.kernel = kernel, .work = QkvRotaryPlan::Work::divided_tiles});
-        }
-    }
-}
-
 TEST_F(QkvRotaryCuda, KernelsRefuseWhatTheyCannotDo) {
     QkvRotaryArgs args;
     args.x_stride = args.weight_stride = args.inputs = 128;

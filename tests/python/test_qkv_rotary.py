@@ -130,15 +130,12 @@ def test_every_kernel_rounds_once(cuda, dtype):
     call = Call(cuda, dtype, 1, 1000, inputs=512, heads=(4, 1), head_dim=128)
     for kernel, name in enumerate(torch.ops.mrrope.qkv_rotary_kernels.default()):
         pairing = name.split()[0]
-        for work in (0, 1) if "divisible" in name else (0,):
-            arguments = call.op_arguments(pairing)
-            packed = torch.ops.mrrope.qkv_rotary_planned.default(*arguments, [kernel, 4, 0, work])
-            found = mrrope.projection.split_qkv(packed, *call.heads)
-            found = [part.transpose(1, 2) for part in found]
-            call.assert_right(found, pairing)
-            for got, want in zip(found, call.exact(pairing)[0], strict=True):
-                error = float((got.cpu().double() - want).norm() / want.norm())
-                assert error < TOLERANCES[dtype].frobenius, name
+        packed = torch.ops.mrrope.qkv_rotary_planned.default(*call.op_arguments(pairing), [kernel, 4, 0])
+        found = [part.transpose(1, 2) for part in mrrope.projection.split_qkv(packed, *call.heads)]
+        call.assert_right(found, pairing)
+        for got, want in zip(found, call.exact(pairing)[0], strict=True):
+            error = float((got.cpu().double() - want).norm() / want.norm())
+            assert error < TOLERANCES[dtype].frobenius, name
 
 
 def test_the_same_as_product_and_rotation(device):

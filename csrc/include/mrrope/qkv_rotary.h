@@ -39,15 +39,13 @@ struct QkvRotaryArgs {
 
 // How one call is laid over the GPU.
 struct QkvRotaryPlan {
-    enum class Raster { rows, columns };       // which way neighbouring tiles lie
-    enum class Work { tiles, divided_tiles };  // whether the tiles of an unfilled last wave are divided among all
+    enum class Raster { rows, columns };  // which way neighbouring tiles lie
 
     static constexpr int apart = -1;
 
     int kernel = apart;  // of qkv_kernels; or a plain matrix product, and the rotation after it
     int swizzle = 1;     // tiles that are walked through in blocks of so many
     Raster raster = Raster::rows;
-    Work work = Work::tiles;
 };
 
 // The names of the kernels that plans count.
