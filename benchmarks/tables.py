@@ -172,7 +172,7 @@ def projection() -> list[str]:
                 *(microseconds(best(row, name, "seconds")) for name in kernels),
                 f"{min(best(row, name, 'to apart') for name in kernels):.3f}",
             ]
-            for row in sorted(rows, key=lambda row: row["geometry"])
+            for row in sorted(rows, key=lambda one: (one["geometry"], one["rows"]))
         ],
     )
 
@@ -329,6 +329,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
             small_training,
         )
     },
+    **{function.__name__: function for function in (study_evolution, small_training)},
     **{f"study_perplexity_{scale}": partial(study_perplexity, scale) for scale in STUDY_SCALES},
     **{f"study_tasks_{scale}": partial(study_tasks, scale) for scale in STUDY_SCALES},
     **{
