@@ -153,7 +153,8 @@ def projection() -> list[str]:
     kernels = ("halves 128x128 pingpong computed", "halves 128x128 pingpong tabled")
 
     def best(row: Row, name: str, to: str) -> float:
-        return min(value for plan, value in row[to].items() if plan.startswith(name))
+        values: dict[str, float] = row[to]
+        return min(value for plan, value in values.items() if plan.startswith(name))
 
     rows = [row for row in rows_of("qkv_rotary_plans.json") if row["rows"] >= FEWEST_ROWS]
     return table(

@@ -664,3 +664,29 @@ def test_a_gguf_file_is_read(tmp_path: Path) -> None:
     # A model that has learnt to read: one that guesses would need ln 49152 = 10.8.
     assert figures.whole < 5
     assert figures.second_half < 5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first", "on_gpu", "capability", "prefers"),
+    [
+        (8192, 0, True, 9, True),
+        (8191, 0, True, 9, False),
+        (8192, 1, True, 9, False),
+        (8192, 0, True, 8, False),
+        (8192, 0, False, 9, False),
+    ],
+)
+def test_long_texts_read_whole_go_to_the_faster_attention(
+    tokens: int, first: int, on_gpu: bool, capability: int, prefers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ways stay allowed: not every model's heads can go there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    rows = SimpleNamespace(shape=(1, tokens), is_cuda=on_gpu, device="cuda")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        with reading.fast_attention(rows, first):
+            assert torch.backends.cuda.cudnn_sdp_enabled() == prefers
+            assert torch.backends.cuda.flash_sdp_enabled()
+            assert torch.backends.cuda.math_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
