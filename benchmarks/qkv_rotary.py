@@ -348,23 +348,12 @@ def sweep_all(deadline: float, only: str) -> Iterator[dict[str, Any]]:
 # --- a model ---
 
 
-def measure_model(layers: int, tokens: int, device: str) -> dict[str, Any]:
+def measure_model(layers: int, tokens: int) -> dict[str, Any]:
     """Prefill of a Llama-3-8B-shaped model, random weights: as it is, patched, and with the projection fused."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from model import llama
 
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )
-    with torch.device(device):
-        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
-    text = torch.randint(0, 128000, (1, tokens), device=device)
+    model = llama(layers)
+    text = torch.randint(0, 128000, (1, tokens), device="cuda")
     kinds: dict[str, dict[str, bool] | None]
     kinds = {"stock": None, "patched": {}, "fuse_projection": {"fuse_projection": True}}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -431,7 +420,7 @@ def main() -> None:
     deadline = time.monotonic() + options.seconds
     rows: list[dict[str, Any]] = []
     if options.model:
-        measured: Iterator[dict[str, Any]] = iter([measure_model(options.model, 8192, "cuda")])
+        measured: Iterator[dict[str, Any]] = iter([measure_model(options.model, 8192)])
     else:
         by_plans = options.plans is not None
         measured = sweep_all(deadline, options.plans) if by_plans else measure_all("cuda", deadline)

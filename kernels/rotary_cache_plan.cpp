@@ -10,10 +10,6 @@ bool starts_aligned(const HeadsView& view, int element_size, int written_size) {
             starts_aligned(view.out, view.out_strides, written_size, access_bytes / element_size * written_size));
 }
 
-// What a thread takes, by how many threads there would be with one head and full vectors each, as for rotary_kernel.
-constexpr int64_t threads_for_full_vectors = 1 << 16;
-constexpr int64_t threads_for_two_heads = 1 << 17;
-
 }  // namespace
 
 HeadGroups head_groups(const RotaryCacheArgs& args, int heads_per_thread) {

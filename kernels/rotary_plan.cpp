@@ -32,8 +32,6 @@ bool starts_aligned(const HeadsView& view, int element_size) {
 //         4 x 40                1.226   1.288    1.308
 //        16 x 40                1.971   1.750    1.890
 constexpr int64_t threads_for_vectors = 1 << 11;
-constexpr int64_t threads_for_full_vectors = 1 << 16;
-constexpr int64_t threads_for_two_heads = 1 << 17;
 constexpr int64_t threads_for_four_heads = 1 << 21;
 
 int choose_vector(const RotaryShape& shape, int64_t threads, int full) {

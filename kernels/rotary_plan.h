@@ -37,6 +37,11 @@ constexpr int rotary_resident_blocks(int heads_per_thread) {
     return heads_per_thread == 4 ? of_four_heads : 8;
 }
 
+// What a thread takes, by how many threads there would be with one head and full vectors each; measured in
+// rotary_plan.cpp.
+inline constexpr int64_t threads_for_full_vectors = 1 << 16;
+inline constexpr int64_t threads_for_two_heads = 1 << 17;
+
 // The one kernel there is for tokens with several positions.
 inline constexpr int heads_per_thread_with_rows = 2;
 
