@@ -67,8 +67,12 @@ void check_kinds(const Tensor& x, const Tensor& weight, const Bias& bias, const 
 void check_sizes(const Tensor& x, const Tensor& weight, const Bias& bias, HeadCounts heads) {
     TORCH_CHECK_VALUE(weight.size(1) == x.size(-1), "weight must be [outputs, ", x.size(-1), "] for x of ", x.sizes(),
                       ", got ", weight.sizes());
-    const int64_t all_heads = heads.q + 2 * heads.kv;
     const int64_t outputs = weight.size(0);
+    // Before they are added up: the sum of any two numbers may be none.
+    TORCH_CHECK_VALUE(heads.q <= outputs && heads.kv <= outputs,
+                      "num_q_heads and num_kv_heads must be no more than weight's ", outputs, " rows, got ", heads.q,
+                      " and ", heads.kv);
+    const int64_t all_heads = heads.q + 2 * heads.kv;
     TORCH_CHECK_VALUE(outputs % all_heads == 0 && outputs > 0, "weight must have a row for every component of ",
                       heads.q, " heads of q and ", heads.kv, " each of k and v, a multiple of ", all_heads, ", got ",
                       outputs, " rows");
@@ -143,12 +147,15 @@ QkvRotaryArgs shaped_args(const Tensor& x, const Tensor& weight, const Bias& bia
     return args;
 }
 
-// Whether the fused kernels read such tensors: rows that follow each other, and one table and position a token.
+// Whether the fused kernels read such tensors: rows that follow each other and do not overlap, and one table and
+// position a token.
 bool has_plain_form(const Tensor& x, const Tensor& weight, const Bias& bias, const Tensor& positions,
                     const Tensor& table) {
     const bool rows_follow = x.dim() == 2 || x.size(0) == 1 || x.stride(0) == x.size(1) * row_stride_of(x);
-    return rows_follow && x.stride(-1) == 1 && weight.stride(-1) == 1 && (!bias || bias->stride(0) == 1) &&
-           table.dim() <= 2 && table.numel() == table.size(-1) && positions.dim() <= 2;
+    const bool rows_apart = row_stride_of(x) >= x.size(-1) && weight.stride(0) >= weight.size(1);
+    return rows_follow && rows_apart && x.stride(-1) == 1 && weight.stride(-1) == 1 &&
+           (!bias || bias->stride(0) == 1) && (table.dim() == 1 || table.dim() == 2) &&
+           table.numel() == table.size(-1) && positions.dim() <= 2;
 }
 
 Tensor project_and_rotate(const Tensor& x, const Tensor& weight, const Tensor& positions, const Tensor& table,
@@ -204,7 +211,7 @@ Tensor qkv_rotary_planned(const Tensor& x, const Tensor& weight, const Bias& bia
 
 std::vector<int64_t> qkv_rotary_plan(const Tensor& x, const Tensor& weight, const Bias& bias, const Tensor& positions,
                                      const Tensor& table, int64_t q_heads, int64_t kv_heads, c10::string_view pairing) {
-    if (!has_plain_form(x, weight, bias, positions, table)) return {QkvRotaryPlan::apart, 1, 0, 0};
+    if (!has_plain_form(x, weight, bias, positions, table)) return {QkvRotaryPlan::apart, 1, 0};
     const c10::cuda::CUDAGuard guard(x.device());
     const QkvRotaryPlan plan = plan_qkv_rotary_cuda(shaped_args(x, weight, bias, table, {q_heads, kv_heads}, pairing));
     return {plan.kernel, plan.swizzle, static_cast<int64_t>(plan.raster)};

@@ -69,7 +69,7 @@ QkvRotaryShape shape_of(const QkvRotaryArgs& args) {
 }
 
 bool can_fuse(const QkvRotaryShape& shape, const QkvDevice& device) {
-    if (!device.has_wgmma || !shape.aligned || shape.inputs % 8 != 0) return false;
+    if (!device.has_wgmma || !shape.aligned || shape.inputs < 8 || shape.inputs % 8 != 0) return false;
     if (shape.dtype != DType::bfloat16 && shape.dtype != DType::float16) return false;
     // Rows and threads are counted in 32 bits.
     if (shape.rows < 1 || shape.rows > std::numeric_limits<int32_t>::max() / 128) return false;

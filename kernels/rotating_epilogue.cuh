@@ -32,7 +32,8 @@ struct RowPositions {
 //
 // Of a tile's accumulators, thread t of each four holds the columns 8 g + 2 t and 8 g + 2 t + 1 of every group g of 8
 // columns, in two rows, 8 apart: both of an interleaved pair, and both of (i, i + distance) where the distance is a
-// multiple of 8. No pair is ever shared between threads. Visited are ColumnsAtATime columns of these two rows at once.
+// multiple of 8. No pair is ever shared between threads. Visited are columns_at_a_time columns of these two rows at
+// once.
 template <class Element, Pairing pairing, Phases phases>
 struct RotatingEpilogue {
     static constexpr int groups = columns_at_a_time(pairing) / 8;
@@ -81,7 +82,7 @@ struct RotatingEpilogue {
         return cutlass::epilogue::fusion::detail::EmptyProducerLoadCallbacks{};
     }
 
-    template <int row_steps, int rows_a_step, int column_steps>
+    template <int row_steps, int rows_a_step>
     struct Callbacks : cutlass::epilogue::fusion::detail::EmptyConsumerStoreCallbacks {
         const Params& params;
         int first_row;     // of this thread
@@ -230,13 +231,11 @@ struct RotatingEpilogue {
         using namespace cute;
         constexpr int rows_a_step = size<0>(decltype(args.epi_tile){});
         constexpr int row_steps = size<0>(decltype(args.tile_shape_mnk){}) / rows_a_step;
-        constexpr int column_steps = size<1>(decltype(args.tile_shape_mnk){}) / size<1>(decltype(args.epi_tile){});
         // CUTLASS tells how far the thread's first element is from the end of the product.
         const int first_row = get<0>(args.problem_shape_mnkl) - get<0>(args.residue_tCcD);
         const int thread_column = get<1>(args.problem_shape_mnkl) - get<1>(args.residue_tCcD);
         const int tile_column = get<1>(args.tile_coord_mnkl) * size<1>(args.tile_shape_mnk);
-        return Callbacks<row_steps, rows_a_step, column_steps>(*params_, first_row, tile_column,
-                                                               (thread_column - tile_column) / 2);
+        return Callbacks<row_steps, rows_a_step>(*params_, first_row, tile_column, (thread_column - tile_column) / 2);
     }
 
 private:

@@ -162,6 +162,7 @@ TEST(QkvRotaryPlan, WhatNoKernelTakesIsDoneApart) {
     EXPECT_FALSE(is_fused(with([](auto& s) { s.dtype = DType::float32; })));
     EXPECT_FALSE(is_fused(with([](auto& s) { s.aligned = false; })));
     EXPECT_FALSE(is_fused(with([](auto& s) { s.inputs = 4100; })));
+    EXPECT_FALSE(is_fused(with([](auto& s) { s.inputs = 0; })));  // would wait for a product that nobody begins
     EXPECT_FALSE(is_fused(with([](auto& s) { s.head_dim = s.rotary_dim = 96; })));
     EXPECT_FALSE(is_fused(with([](auto& s) { s.rotary_dim = 96; })));
     EXPECT_TRUE(is_fused(with([](auto& s) { s.rotary_dim = 64; })));

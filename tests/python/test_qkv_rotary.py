@@ -112,14 +112,53 @@ def test_against_float64(device, dtype, layout, pairing):
         call.assert_right(call.run(pairing=pairing), pairing)
 
 
+def assert_fused(call: Call, pairing: str = "halves") -> None:
+    """On a GPU that can, or the test would be of something else."""
+    plan = torch.ops.mrrope.qkv_rotary_plan.default(*call.op_arguments(pairing))
+    assert plan[0] >= 0 or torch.cuda.get_device_capability() != (9, 0)
+
+
+FUSED = {
+    "cosines computed": {"tokens": 2048, "inputs": 256, "heads": (32, 8)},
+    "cosines tabled": {"tokens": 8192, "inputs": 4096, "heads": (8, 2)},
+}
+"""Shapes that are rotated inside the product."""
+
+
+@pytest.mark.parametrize("shape", FUSED.values(), ids=list(FUSED))
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1025, 2048])
-def test_many_rows(cuda, dtype, pairing, tokens):
-    """As many as are rotated inside the product on a GPU that can."""
-    for rotary_dim in (128, 64):
-        call = Call(cuda, dtype, 1, tokens, inputs=256, heads=(4, 2), head_dim=128, rotary_dim=rotary_dim)
-        call.assert_right(call.run(pairing=pairing), pairing)
+def test_many_rows(cuda, dtype, pairing, shape):
+    call = Call(cuda, dtype, batch=1, head_dim=128, rotary_dim=64 if dtype == torch.float16 else 128, **shape)
+    assert_fused(call, pairing)
+    call.assert_right(call.run(pairing=pairing), pairing)
+
+
+@pytest.mark.parametrize("shape", FUSED.values(), ids=list(FUSED))
+def test_rows_with_gaps_between_them(cuda, shape):
+    call = Call(cuda, torch.bfloat16, batch=1, head_dim=128, **shape)
+    want = call.run()
+    for name in ("x", "weight"):
+        rows = getattr(call, name)
+        apart = torch.full((*rows.shape[:-1], rows.shape[-1] + 8), math.nan, dtype=rows.dtype, device=cuda)
+        apart[..., : rows.shape[-1]] = rows
+        setattr(call, name, apart[..., : rows.shape[-1]])
+    assert_fused(call)
+    for got, expected in zip(call.run(), want, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_rows_that_overlap(device):
+    """One row for all tokens, and rows that begin before the last one ends."""
+    call = Call(device)
+    row = call.x[:, :1].clone()
+    long = torch.randn(5 + call.x.shape[-1], device=device)
+    for x in (row.expand(2, 5, -1), long.unfold(0, call.x.shape[-1], 1)[None, :5].expand(2, -1, -1)):
+        call.x = x.contiguous()
+        want = call.run()
+        call.x = x
+        for got, expected in zip(call.run(), want, strict=True):
+            torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -293,9 +332,11 @@ def test_compiles_whole(device):
         torch.testing.assert_close(got[2], want[2][:, :, :tokens])
 
 
-@pytest.mark.parametrize("tokens", [4, 2048])
-def test_captured_in_a_graph(cuda, tokens):
-    call = Call(cuda, torch.bfloat16, 1, tokens, inputs=256, head_dim=128)
+@pytest.mark.parametrize("shape", [{"tokens": 4, "inputs": 256}, *FUSED.values()], ids=["apart", *FUSED])
+def test_captured_in_a_graph(cuda, shape):
+    call = Call(cuda, torch.bfloat16, batch=1, head_dim=128, **shape)
+    if shape in FUSED.values():
+        assert_fused(call)
     want = call.run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -342,6 +383,12 @@ ERRORS = {
     "table no table": ({"table": "yarn"}, TypeError, "table must be"),
     "table too wide": ({"table": table_of("yarn", 18)}, ValueError, "rotary_dim must be at most head_dim", "18"),
     "no heads of q": ({"num_q_heads": 0}, ValueError, "num_q_heads must be at least 1, got 0"),
+    "more heads than can be counted": (
+        {"num_kv_heads": 2**63 - 1},
+        ValueError,
+        "num_q_heads and num_kv_heads must be no more than weight's 128 rows",
+        "got 4 and 9223372036854775807",
+    ),
     "no heads of k": ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1, got 0"),
     "unknown layout": ({"layout": "sbhd"}, ValueError, "layout must be one of bhsd, bshd, thd", "'sbhd'"),
     "layout of other x": ({"layout": "thd"}, ValueError, "x must be [tokens, inputs] for layout thd", "3 dimensions"),
