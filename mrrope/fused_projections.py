@@ -54,14 +54,18 @@ class FusedProjection:
 
     def modules(self, attention: nn.Module) -> list[Any]:
         """The projections, as they are now."""
-        return [getattr(attention, name) for name in self.names]
+        return [getattr(attention, name, None) for name in self.names]
 
-    def link(self, attention: nn.Module) -> None:
-        """Lays the weights of three projections side by side."""
+    def link(self, attention: nn.Module) -> bool:
+        """Lays the weights of three projections side by side, if they make one; tells whether they do."""
+        self.forget(attention)
         modules = self.modules(attention)
-        if len(modules) == 1 or any(module.weight.is_meta for module in modules):
-            return
-        with torch.no_grad():
+        if not self._fits(modules):
+            return False
+        if len(modules) == 1:
+            return True
+        # Parameters made in inference mode could never be trained again.
+        with torch.inference_mode(False), torch.no_grad():
             for kind, name in SIDE_BY_SIDE.items():
                 parameters = [getattr(module, kind) for module in modules]
                 if parameters[0] is None:
@@ -71,13 +75,14 @@ class FusedProjection:
                 parts = unpack_qkv(packed, self.num_q_heads, self.num_kv_heads)
                 for parameter, part in zip(parameters, parts, strict=True):
                     parameter.data = part
+        return True
 
     def unlink(self, attention: nn.Module) -> None:
         """Gives every projection's weights memory of their own again."""
         self.forget(attention)
         if len(self.names) == 1:
             return
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for module in self.modules(attention):
                 for parameter in module.parameters(recurse=False) if isinstance(module, nn.Linear) else ():
                     parameter.data = parameter.detach().clone()
@@ -89,18 +94,22 @@ class FusedProjection:
             attention._non_persistent_buffers_set.discard(name)
 
     def is_linked(self, attention: nn.Module) -> bool:
-        """Whether the projections' weights still lie side by side: moving or replacing them parts them."""
+        """Whether the projections' weights lie side by side: moving, copying or replacing them parts them."""
         modules = self.modules(attention)
+        if not self._fits(modules):
+            return False
         if len(modules) == 1:
             return True
         for kind, name in SIDE_BY_SIDE.items():
             parameters = [getattr(module, kind) for module in modules]
-            if parameters[0] is None:
-                continue
             packed = attention._buffers.get(name)
-            place = 0 if packed is None else packed.data_ptr()
+            if (packed is None) != (parameters[0] is None):
+                return False
+            if packed is None or torch.compiler.is_compiling():
+                continue  # where code is compiled, addresses are not known
+            place = packed.data_ptr()
             for parameter in parameters:
-                if parameter is None or parameter.data_ptr() != place:
+                if parameter.data_ptr() != place:
                     return False
                 place += parameter.nbytes
         return True
@@ -120,24 +129,30 @@ class FusedProjection:
         has_gradients = torch.is_grad_enabled() and len(modules) > 1
         if x.dim() != 3 or torch.is_autocast_enabled(x.device.type):
             return False
-        if not all(_is_plain(module, x) for module in modules) or not self._fits(modules):
+        if not all(_is_plain(module, x) for module in modules):
             return False
         if has_gradients and any(p.requires_grad for module in modules for p in module.parameters(recurse=False)):
             return False
-        if not torch.compiler.is_compiling() and not self.is_linked(attention):
-            self.link(attention)
-        return True
+        return self.is_linked(attention) or (not torch.compiler.is_compiling() and self.link(attention))
 
     def _fits(self, modules: list[Any]) -> bool:
-        """Whether projections, any of which may be another by now, still make one."""
+        """Whether projections, any of which may be another by now, make one."""
+        if not all(type(module) is nn.Linear and not module.weight.is_meta for module in modules):
+            return False
         if len(modules) == 1:
             return True
         q, k, v = (module.weight.shape for module in modules)
+        first = modules[0].weight
         return (
             q[0] * self.num_kv_heads == k[0] * self.num_q_heads
             and q[1] == k[1]
             and k == v
             and len({module.bias is None for module in modules}) == 1
+            and all(
+                p.dtype == first.dtype and p.device == first.device
+                for module in modules
+                for p in module.parameters(recurse=False)
+            )
         )
 
 
@@ -226,7 +241,7 @@ def class_that_fuses(original: type[nn.Module]) -> type[nn.Module]:
         if projection is not None:
             projection.forget(self)
         original._apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
-        if projection is not None and all(type(module) is nn.Linear for module in projection.modules(self)):
+        if projection is not None:
             projection.link(self)
         return self
 
@@ -246,9 +261,15 @@ class UnfusableProjectionError(Exception):
     """Why the op cannot project for a model's attention modules."""
 
 
-def projections_fused_in(module: nn.Module) -> bool:
-    """Whether :func:`fuse_projections` changed this attention module."""
-    return PROJECTION in vars(module)
+def projections_fused_in(module: nn.Module) -> FusedProjection | None:
+    """How :func:`fuse_projections` changed this attention module, if it did."""
+    return vars(module).get(PROJECTION)
+
+
+def fuse_again(module: nn.Module, projection: FusedProjection) -> None:
+    """Undoes :func:`restore_projections`; whatever the projections are by now, every call looks at them anyway."""
+    projection.link(module)
+    attention_calls.run_on_stand_ins(module, PROJECTION, projection, class_that_fuses)
 
 
 def restore_projections(module: nn.Module) -> None:
@@ -315,6 +336,15 @@ def _why_not(attention: nn.Module, names: tuple[str, ...]) -> str | None:
             return f"has a {name} that is quantised or wrapped: {kind}, where a plain torch.nn.Linear is needed"
         if module.weight.dtype not in FLOATING or attention_calls.is_sharded(module.weight) or module.weight.is_meta:
             return f"has a {name} whose weights are not all there: {module.weight.dtype} on {module.weight.device}"
+    first, *others = (
+        (f"{name}.{kind}", parameter)
+        for name in names
+        for kind, parameter in getattr(attention, name).named_parameters()
+    )
+    for other, parameter in others:
+        if (parameter.dtype, parameter.device) != (first[1].dtype, first[1].device):
+            kinds = (f"{name} of {p.dtype} on {p.device}" for name, p in (first, (other, parameter)))
+            return f"has a {' and a '.join(kinds)}, where all must be alike"
     biases = {name for name in names if getattr(attention, name).bias is not None}
     if biases and len(biases) < len(names):
         return f"has a bias in {' and '.join(sorted(biases))} only"

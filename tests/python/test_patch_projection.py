@@ -61,7 +61,7 @@ def reference(family: str = "llama", **options: Any) -> PreTrainedModel:
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if projections_fused_in(module)]
+    return [module for module in model.modules() if projections_fused_in(module) is not None]
 
 
 def calls(model: nn.Module, **inputs: Any) -> dict[str, int]:
@@ -211,6 +211,61 @@ def test_a_projection_put_in_later_is_used(bias: bool) -> None:
     assert_same(logits(model), logits(other))
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_biases_taken_away_are_not_added(how: str, dynamo: Any) -> None:
+    model, other = fused("qwen2"), reference("qwen2")
+    for changed in (model, other):
+        torch.manual_seed(0)
+        for layer in changed.model.layers:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                nn.init.normal_(getattr(layer.self_attn, name).bias)
+    assert_same(logits(model), logits(other))
+    for changed in (model, other):
+        for layer in changed.model.layers:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                getattr(layer.self_attn, name).bias = None
+    assert_same(logits(torch.compile(model, backend="aot_eager") if how == "compiled" else model), logits(other))
+    assert_fused(model)
+
+
+@pytest.mark.parametrize("replaced", ["no bias", "another dtype", "another class", "other inputs"])
+def test_moving_a_model_with_a_projection_put_in_later(replaced: str) -> None:
+    model = fused("qwen2")
+    attention = model.model.layers[0].self_attn
+    old = attention.k_proj
+    new = {
+        "no bias": lambda: nn.Linear(old.in_features, old.out_features, bias=False),
+        "another dtype": lambda: nn.Linear(old.in_features, old.out_features, dtype=torch.float64),
+        "another class": lambda: nn.Sequential(old),
+        "other inputs": lambda: nn.Linear(old.in_features + 1, old.out_features),
+    }
+    attention.k_proj = new[replaced]()
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    model.to("cpu")
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == dtypes
+    model.to(torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("step", ["patch", "unpatch", "call after a copy", "load and call"])
+def test_inference_mode_leaves_parameters_trainable(step: str) -> None:
+    model = tiny_model("llama") if step == "patch" else fused()
+    if step == "call after a copy":
+        model = copy.deepcopy(model)
+    if step == "load and call":
+        model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    with torch.inference_mode():
+        if step == "patch":
+            mrrope.patch(model, "yarn", scale=4.0, fuse_projection=True)
+        if step == "unpatch":
+            mrrope.unpatch(model)
+        logits(model)
+    assert [name for name, parameter in model.named_parameters() if parameter.is_inference()] == []
+    if step != "patch":  # a table made in inference mode cannot be trained by, with or without fuse_projection
+        with torch.enable_grad():
+            gradients(model)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
 def test_casting_a_patched_model(family: str) -> None:
     model = fused(family).to(torch.bfloat16)
@@ -260,6 +315,35 @@ def test_a_block_that_fuses() -> None:
         assert_fused(model)
     assert not attentions(model)
     assert_same(logits(model), logits(reference()))
+
+
+def with_adapters_later(model: PreTrainedModel) -> None:
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+
+
+def with_another_class_later(model: PreTrainedModel) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = type("Own", (nn.Linear,), {})(attention.q_proj.in_features, attention.q_proj.out_features)
+
+
+def with_a_hook_later(model: PreTrainedModel) -> None:
+    model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("change", [with_adapters_later, with_another_class_later, with_a_hook_later])
+def test_a_fused_model_that_could_not_be_fused_now_stays_as_it_is(change: Callable[[PreTrainedModel], None]) -> None:
+    model = fused()
+    change(model)
+    want, were_fused = logits(model), attentions(model)
+    with pytest.raises(ValueError, match="fuse_projection must be False for LlamaForCausalLM: LlamaAttention"):
+        mrrope.patch(model, "yarn", scale=2.0, fuse_projection=True)
+    assert attentions(model) == were_fused
+    assert torch.equal(logits(model), want)
+    with mrrope.patched(model, "rope"):
+        assert not attentions(model)
+    assert attentions(model) == were_fused
+    assert torch.equal(logits(model), want)
 
 
 # --- where its own code projects ---
@@ -339,12 +423,23 @@ def with_one_bias() -> PreTrainedModel:
     return model
 
 
+def with_mixed_dtypes() -> PreTrainedModel:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.half()
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "norms": (lambda: tiny_model("qwen3"), "Qwen3Attention has a q_norm, which stands between"),
     "quantized": (with_quantized_projections, "LlamaAttention has a k_proj that is quantised or wrapped: .*Quantized"),
     "adapters": (with_adapters, "LlamaAttention has a q_proj that is quantised or wrapped: peft.*Linear"),
     "clipping": (with_clipping, "OlmoAttention gives other results with its projection fused"),
     "one bias": (with_one_bias, "LlamaAttention has a bias in q_proj only"),
+    "mixed dtypes": (
+        with_mixed_dtypes,
+        "LlamaAttention has a q_proj.weight of torch.float16 on cpu and a k_proj.weight of torch.float32 on cpu",
+    ),
     "other names": (lambda: tiny_model("gpt_neox"), "none of its modules takes position_embeddings and has q_proj"),
 }
 
