@@ -15,6 +15,7 @@ projects by its own code, and what it gives is rotated after.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -64,8 +65,7 @@ class FusedProjection:
             return False
         if len(modules) == 1:
             return True
-        # Parameters made in inference mode could never be trained again.
-        with torch.inference_mode(False), torch.no_grad():
+        with _as_made(modules[0].weight):
             for kind, name in SIDE_BY_SIDE.items():
                 parameters = [getattr(module, kind) for module in modules]
                 if parameters[0] is None:
@@ -82,9 +82,9 @@ class FusedProjection:
         self.forget(attention)
         if len(self.names) == 1:
             return
-        with torch.inference_mode(False), torch.no_grad():
-            for module in self.modules(attention):
-                for parameter in module.parameters(recurse=False) if isinstance(module, nn.Linear) else ():
+        for module in self.modules(attention):
+            for parameter in module.parameters(recurse=False) if isinstance(module, nn.Linear) else ():
+                with _as_made(parameter):
                     parameter.data = parameter.detach().clone()
 
     def forget(self, attention: nn.Module) -> None:
@@ -156,6 +156,13 @@ class FusedProjection:
         )
 
 
+@contextlib.contextmanager
+def _as_made(parameter: torch.Tensor) -> Iterator[None]:
+    """Where a parameter can be given other memory: what gets it in another mode can be neither trained nor run."""
+    with torch.inference_mode(parameter.is_inference()), torch.no_grad():
+        yield
+
+
 def _is_plain(module: Any, x: torch.Tensor) -> bool:
     return (
         type(module) is nn.Linear
@@ -191,9 +198,9 @@ class OneCall:
         if self.parts is None or x is not self.x:
             result: torch.Tensor = getattr(self.attention, name)(x)
             return result
-        part = self.projection.names.index(name)
-        self.table.rotated.update("qk" if len(self.parts) == 1 else ("q", "k", "")[part])
-        return self.parts[part]
+        part = self.parts[self.projection.names.index(name)]
+        self.table.hand_out(name.removesuffix("_proj"), part)
+        return part
 
     def _project_all(self, x: torch.Tensor) -> list[torch.Tensor]:
         projection = self.projection
@@ -325,7 +332,7 @@ def _fuse(attention: nn.Module, rotaries: list[TableRotaryEmbedding]) -> Iterato
     projection.unlink(attention)
     # Layers that do not rotate, as some models have, project as they did.
     if found != {"does not rotate"}:
-        yield "gives other results with its projection fused: something stands between it and the rotation"
+        yield "does more between its projection and the rotation than split heads, or gives other results with both fused"
 
 
 def _why_not(attention: nn.Module, names: tuple[str, ...]) -> str | None:
@@ -348,9 +355,6 @@ def _why_not(attention: nn.Module, names: tuple[str, ...]) -> str | None:
     biases = {name for name in names if getattr(attention, name).bias is not None}
     if biases and len(biases) < len(names):
         return f"has a bias in {' and '.join(sorted(biases))} only"
-    for name, child in attention.named_children():
-        if name[0] in "qk" and "norm" in name.lower() and not isinstance(child, nn.Identity):
-            return f"has a {name}, which stands between the projection and the rotation"
     if not attention_calls.can_be_tried(attention):
         return "cannot be tried by itself: it has hooks, or takes more than hidden states and position embeddings"
     return None
@@ -389,11 +393,25 @@ def _heads_of(attention: nn.Module, names: tuple[str, ...]) -> tuple[int, int] |
 
 
 class TriedProjection(TableAfterProjection):
-    """Keeps what q and k were rotated to."""
+    """Sees whether the rotation gets what the op gave, untouched, and keeps what q and k were rotated to."""
 
     def __init__(self, table: torch.Tensor) -> None:
         super().__init__(table)
+        self.given: dict[str, tuple[torch.Tensor, int]] = {}
+        self.untouched: set[str] = set()
         self.turned: list[torch.Tensor] = []
+
+    def hand_out(self, roles: str, x: torch.Tensor) -> None:
+        super().hand_out(roles, x)
+        self.given |= dict.fromkeys(roles, (x, x._version))
+
+    def take(self, role: str, heads: torch.Tensor) -> bool:
+        is_rotated = super().take(role, heads)
+        if is_rotated:
+            x, version = self.given[role]
+            if x.untyped_storage().data_ptr() == heads.untyped_storage().data_ptr() and heads._version == version:
+                self.untouched.add(role)
+        return is_rotated
 
     def give(self, turned: list[torch.Tensor]) -> None:
         self.turned.extend(turned)
@@ -402,6 +420,7 @@ class TriedProjection(TableAfterProjection):
 Outcome = Literal["the same", "other", "does not rotate"]
 
 
+@torch.inference_mode(mode=False)  # where tensors do not tell whether they were written to
 @torch.no_grad()
 def _tried(attention: nn.Module, projection: FusedProjection, rotary: TableRotaryEmbedding) -> set[Outcome]:
     """What comes of fusing an attention module's projection, by trying, for each kind of layer."""
@@ -437,7 +456,7 @@ def _outcome(
         plain, fused = tables
         if not plain.turned:
             return "does not rotate"
-        if fused.rotated != {"q", "k"} or len(plain.turned) != len(fused.turned):
+        if fused.untouched != {"q", "k"} or len(plain.turned) != len(fused.turned):
             return "other"
         if not all(agree(got, want) for got, want in zip(fused.turned, plain.turned, strict=True)):
             return "other"

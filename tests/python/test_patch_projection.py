@@ -23,6 +23,8 @@ from test_patch_in_use import assert_same_gradients, assert_same_text, generated
 from test_patch_norms import Calls, Quantized
 from tiny_models import tiny_model, tokens
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 FAMILIES = {
     "llama": "three projections",
@@ -266,6 +268,16 @@ def test_inference_mode_leaves_parameters_trainable(step: str) -> None:
             gradients(model)
 
 
+def test_a_model_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = tiny_model("llama")
+        want = logits(model)
+        mrrope.patch(model, "mrrope_pro", **PATCH, fuse_projection=True)
+        assert_fused(model)
+        assert_same(logits(model), logits(reference()))
+        assert torch.equal(logits(mrrope.unpatch(model)), want)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
 def test_casting_a_patched_model(family: str) -> None:
     model = fused(family).to(torch.bfloat16)
@@ -383,6 +395,32 @@ def test_autocast() -> None:
         assert_same(*(logits(model).to(torch.bfloat16) for model in models))
 
 
+class SometimesRotatingAttention(LlamaAttention):
+    """Leaves longer texts as they are."""
+
+    def forward(self, hidden_states: Any, position_embeddings: Any = None, attention_mask: Any = None, **_: Any) -> Any:
+        rows = hidden_states.shape[:-1]
+        q, k, v = (
+            project(hidden_states).view(*rows, -1, self.head_dim).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if rows[1] <= 8:
+            q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        output, _ = modeling_llama.eager_attention_forward(self, q, k, v, attention_mask, scaling=self.scaling)
+        return self.o_proj(output.reshape(*rows, -1)), None
+
+
+def test_a_call_that_does_not_rotate_raises() -> None:
+    models = tiny_model("llama"), tiny_model("llama")
+    for model, fuse_projection in zip(models, (True, False), strict=True):
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = SometimesRotatingAttention
+        mrrope.patch(model, "mrrope_pro", **PATCH, fuse_projection=fuse_projection)
+    assert_same(*(logits(model, input_ids=tokens(1, 4)) for model in models))
+    with pytest.raises(RuntimeError, match="the projection rotated k and q, which this call does not rotate"):
+        logits(models[0], input_ids=tokens(1, 12))
+
+
 def test_adapters_put_in_later() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -430,11 +468,35 @@ def with_mixed_dtypes() -> PreTrainedModel:
     return model
 
 
+class NormingAttention(LlamaAttention):
+    """Norms by names that nobody knows, with weights that commute with the rotation until others are loaded."""
+
+    def forward(self, hidden_states: Any, position_embeddings: Any = None, attention_mask: Any = None, **_: Any) -> Any:
+        rows = hidden_states.shape[:-1]
+        q, k, v = (
+            project(hidden_states).view(*rows, -1, self.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k, v = (x.transpose(1, 2) for x in (self.first(q), self.second(k), v))
+        q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        output, _ = modeling_llama.eager_attention_forward(self, q, k, v, attention_mask, scaling=self.scaling)
+        return self.o_proj(output.reshape(*rows, -1)), None
+
+
+def with_norms_of_ones() -> PreTrainedModel:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = NormingAttention
+        for name in ("first", "second"):
+            setattr(layer.self_attn, name, modeling_llama.LlamaRMSNorm(layer.self_attn.head_dim))
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
-    "norms": (lambda: tiny_model("qwen3"), "Qwen3Attention has a q_norm, which stands between"),
+    "norms": (lambda: tiny_model("qwen3"), "Qwen3Attention does more between its projection and the rotation"),
+    "norms of ones": (with_norms_of_ones, "NormingAttention does more between its projection and the rotation"),
     "quantized": (with_quantized_projections, "LlamaAttention has a k_proj that is quantised or wrapped: .*Quantized"),
     "adapters": (with_adapters, "LlamaAttention has a q_proj that is quantised or wrapped: peft.*Linear"),
-    "clipping": (with_clipping, "OlmoAttention gives other results with its projection fused"),
+    "clipping": (with_clipping, "OlmoAttention does more between its projection and the rotation"),
     "one bias": (with_one_bias, "LlamaAttention has a bias in q_proj only"),
     "mixed dtypes": (
         with_mixed_dtypes,
@@ -450,7 +512,8 @@ def test_refused(case: str) -> None:
     model = make()
     before = Snapshot(model)
     with pytest.raises(ValueError, match=f"fuse_projection must be False for {type(model).__name__}: {why}"):
-        mrrope.patch(model, "yarn", scale=4.0, fuse_projection=True)
+        # Without an attention factor: norms take that away, and would be noticed by it.
+        mrrope.patch(model, "ntk", scale=4.0, fuse_projection=True)
     before.assert_untouched()
 
 
