@@ -19,6 +19,7 @@ import contextlib
 import functools
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,7 +31,7 @@ from mrrope import attention_calls
 from mrrope.attention_calls import StandIn, agree, random
 from mrrope.conventions import Convention, TableAfterProjection
 from mrrope.embeddings import TableRotaryEmbedding, UnfusableError, functions_in
-from mrrope.projection import pack_qkv, unpack_qkv
+from mrrope.projection import pack_qkv, split_qkv, unpack_qkv
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class FusedProjection:
                 if parameters[0] is None:
                     continue
                 packed = pack_qkv(*(parameter.detach() for parameter in parameters))
+                if all(parameter.is_shared() for parameter in parameters):
+                    packed.share_memory_()  # type: ignore[no-untyped-call]
                 attention.register_buffer(name, packed, persistent=False)
                 parts = unpack_qkv(packed, self.num_q_heads, self.num_kv_heads)
                 for parameter, part in zip(parameters, parts, strict=True):
@@ -83,9 +86,11 @@ class FusedProjection:
         if len(self.names) == 1:
             return
         for module in self.modules(attention):
-            for parameter in module.parameters(recurse=False) if isinstance(module, nn.Linear) else ():
-                with _as_made(parameter):
-                    parameter.data = parameter.detach().clone()
+            for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+                # What wraps a projection, as adapters do, may have parameters of other kinds.
+                if type(parameter) is nn.Parameter and parameter.untyped_storage().nbytes() > parameter.nbytes:
+                    with _as_made(parameter):
+                        parameter.data = parameter.detach().clone()
 
     def forget(self, attention: nn.Module) -> None:
         """Drops the buffers; the parameters keep the memory as long as they need it."""
@@ -127,7 +132,7 @@ class FusedProjection:
         """Whether the op may do the projections' work on ``x``."""
         modules = self.modules(attention)
         has_gradients = torch.is_grad_enabled() and len(modules) > 1
-        if x.dim() != 3 or torch.is_autocast_enabled(x.device.type):
+        if x.dim() != 3 or x.device.type == "meta" or torch.is_autocast_enabled(x.device.type):
             return False
         if not all(_is_plain(module, x) for module in modules):
             return False
@@ -211,9 +216,19 @@ class OneCall:
         )
         if len(projection.names) == 1:
             return [packed]
-        head_dim = packed.shape[-1] // (heads[0] + 2 * heads[1])
-        k, v = heads[0] * head_dim, (heads[0] + heads[1]) * head_dim
-        return [packed[..., :k], packed[..., k:v], packed[..., v:]]
+        return [part.flatten(-2) for part in split_qkv(packed, *heads)]
+
+
+class ProjectionInOneCall(StandIn):
+    """Hands out its part of what one op does for all; else a projection as it is."""
+
+    def __init__(self, module: nn.Module, call: OneCall, name: str) -> None:
+        super().__init__(module)
+        object.__setattr__(self, "_mrrope_call", call)
+        object.__setattr__(self, "_mrrope_name", name)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mrrope_call.project(self._mrrope_name, x)  # type: ignore[no-any-return]
 
 
 class WithOneProjection(StandIn):
@@ -225,9 +240,8 @@ class WithOneProjection(StandIn):
 
     def __getattr__(self, name: str) -> Any:
         call: OneCall = vars(self)["_mrrope_call"]
-        if name in call.projection.names:
-            return functools.partial(call.project, name)
-        return super().__getattr__(name)
+        value = super().__getattr__(name)
+        return ProjectionInOneCall(value, call, name) if name in call.projection.names else value
 
 
 def _begin(
@@ -252,7 +266,15 @@ def class_that_fuses(original: type[nn.Module]) -> type[nn.Module]:
             projection.link(self)
         return self
 
+    def set_state(self: nn.Module, state: Any) -> None:
+        # So does copying it; a compiled copy could not lay them side by side any more.
+        original.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        projection: FusedProjection | None = vars(self).get(PROJECTION)
+        if projection is not None and not projection.is_linked(self):
+            projection.link(self)
+
     fusing._apply = applied  # type: ignore[method-assign]
+    fusing.__setstate__ = set_state  # type: ignore[method-assign]
     return fusing
 
 
@@ -297,7 +319,10 @@ def fuse_projections(model: nn.Module) -> None:
         raise UnfusableProjectionError(
             "none of its modules takes position_embeddings and has q_proj, k_proj and v_proj, or qkv_proj"
         )
+    uses = Counter(parameter for attention in candidates for parameter in _projected_by(attention))
     for attention in candidates:
+        if any(uses[parameter] > 1 for parameter in _projected_by(attention)):
+            raise UnfusableProjectionError(f"{type(attention).__name__} has projections that share their weights")
         for why in _fuse(attention, rotaries):
             raise UnfusableProjectionError(f"{type(attention).__name__} {why}")
     if not any(map(projections_fused_in, candidates)):
@@ -309,9 +334,19 @@ def _may_be_attention(module: nn.Module) -> bool:
     return has_projections and "position_embeddings" in inspect.signature(type(module).forward).parameters
 
 
+def _names_in(attention: nn.Module) -> tuple[str, ...]:
+    return next(names for names in FORMS if all(hasattr(attention, name) for name in names))
+
+
+def _projected_by(attention: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of all projections, one by one."""
+    for name in _names_in(attention):
+        yield from getattr(attention, name).parameters()
+
+
 def _fuse(attention: nn.Module, rotaries: list[TableRotaryEmbedding]) -> Iterator[str]:
     """Fuses one attention module's projections, or tells why not."""
-    names = next(names for names in FORMS if all(hasattr(attention, name) for name in names))
+    names = _names_in(attention)
     if why := _why_not(attention, names):
         yield why
         return
@@ -332,7 +367,7 @@ def _fuse(attention: nn.Module, rotaries: list[TableRotaryEmbedding]) -> Iterato
     projection.unlink(attention)
     # Layers that do not rotate, as some models have, project as they did.
     if found != {"does not rotate"}:
-        yield "does more between its projection and the rotation than split heads, or gives other results with both fused"
+        yield "does more than split heads between its projection and the rotation, or gives other results fused"
 
 
 def _why_not(attention: nn.Module, names: tuple[str, ...]) -> str | None:
@@ -432,6 +467,12 @@ def _tried(attention: nn.Module, projection: FusedProjection, rotary: TableRotar
         return {_outcome(attention, projection, hidden_states, *packed) for packed in embeddings}
 
 
+def _large_scale(modules: list[Any], hidden_states: torch.Tensor) -> float:
+    """By how much to multiply hidden states, so that their dtype still holds what is projected and rotated."""
+    largest = max(float(module(hidden_states).abs().max()) for module in modules)
+    return min(1e3, torch.finfo(hidden_states.dtype).max / (4 * max(largest, 1.0)))
+
+
 def _outcome(
     attention: nn.Module,
     projection: FusedProjection,
@@ -440,7 +481,7 @@ def _outcome(
     packed: torch.Tensor,
 ) -> Outcome:
     # Large ones too, where models that clip q and k would clip. What comes after them is then no measure.
-    for scale in (1.0, 1e3):
+    for scale in (1.0, _large_scale(projection.modules(attention), hidden_states)):
         tables, outputs = [], []
         for is_fused in (False, True):
             table = TriedProjection(packed)

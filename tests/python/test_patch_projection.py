@@ -103,6 +103,17 @@ def test_other_dtypes(family: str, dtype: torch.dtype) -> None:
     assert_same(*map(logits, models))
 
 
+def test_large_weights_in_float16() -> None:
+    models = []
+    for fuse_projection in (True, False):
+        model = tiny_model("llama").half()
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.mul_(2000.0)
+        models.append(mrrope.patch(model, "yarn", scale=4.0, fuse_projection=fuse_projection))
+    assert_fused(models[0])
+    assert_same(*map(logits, models))
+
+
 @pytest.mark.parametrize("strategy", ["greedy", "beams"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
 def test_generate(family: str, strategy: str) -> None:
@@ -302,6 +313,44 @@ def test_copies_stand_on_their_own(how: Callable[[Any], Any]) -> None:
     assert not attentions(other)
 
 
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_compiled_copy_sees_weights_loaded_later(how: Callable[[Any], Any], dynamo: Any) -> None:
+    model, other = how(fused("qwen2")), reference("qwen2")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same(logits(compiled), logits(other))
+    for parameter in other.parameters():
+        parameter.mul_(1.5)
+    model.load_state_dict(other.state_dict())
+    assert_same(logits(compiled), logits(other))
+
+
+def test_a_saved_model(tmp_path: Path) -> None:
+    model = fused()
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert_same(logits(loaded), logits(model))
+    assert_fused(loaded)
+
+
+def test_memory_shared_with_other_processes_stays_shared() -> None:
+    model = fused("qwen2").share_memory()
+    assert [name for name, parameter in model.named_parameters() if not parameter.is_shared()] == []
+    assert_same(logits(model), logits(reference("qwen2")))
+    assert_fused(model)
+
+
+def test_without_memory() -> None:
+    model = fused().to("meta")
+    assert logits(model, input_ids=tokens(1, 12).to("meta")).shape == (1, 12, model.config.vocab_size)
+
+
+def test_unpatched_projections_own_their_memory_under_adapters() -> None:
+    model = fused()
+    with_adapters_later(model)
+    mrrope.unpatch(model)
+    assert [name for name, p in model.named_parameters() if p.untyped_storage().nbytes() != p.nbytes] == []
+
+
 # --- patching again ---
 
 
@@ -421,6 +470,22 @@ def test_a_call_that_does_not_rotate_raises() -> None:
         logits(models[0], input_ids=tokens(1, 12))
 
 
+class LookingAttention(LlamaAttention):
+    """Asks a projection for its dtype."""
+
+    def forward(self, hidden_states: Any, position_embeddings: Any = None, attention_mask: Any = None, **_: Any) -> Any:
+        return super().forward(hidden_states.to(self.q_proj.weight.dtype), position_embeddings, attention_mask)
+
+
+def test_projections_can_be_looked_at() -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = LookingAttention
+    mrrope.patch(model, "mrrope_pro", **PATCH, fuse_projection=True)
+    assert_fused(model)
+    assert_same(logits(model), logits(reference()))
+
+
 def test_adapters_put_in_later() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -468,6 +533,13 @@ def with_mixed_dtypes() -> PreTrainedModel:
     return model
 
 
+def with_shared_projections() -> PreTrainedModel:
+    model = tiny_model("llama")
+    first, second = model.model.layers[:2]
+    second.self_attn.k_proj = first.self_attn.k_proj
+    return model
+
+
 class NormingAttention(LlamaAttention):
     """Norms by names that nobody knows, with weights that commute with the rotation until others are loaded."""
 
@@ -492,12 +564,19 @@ def with_norms_of_ones() -> PreTrainedModel:
 
 
 REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
-    "norms": (lambda: tiny_model("qwen3"), "Qwen3Attention does more between its projection and the rotation"),
-    "norms of ones": (with_norms_of_ones, "NormingAttention does more between its projection and the rotation"),
+    "norms": (
+        lambda: tiny_model("qwen3"),
+        "Qwen3Attention does more than split heads between its projection and the rotation",
+    ),
+    "norms of ones": (
+        with_norms_of_ones,
+        "NormingAttention does more than split heads between its projection and the rotation",
+    ),
     "quantized": (with_quantized_projections, "LlamaAttention has a k_proj that is quantised or wrapped: .*Quantized"),
     "adapters": (with_adapters, "LlamaAttention has a q_proj that is quantised or wrapped: peft.*Linear"),
-    "clipping": (with_clipping, "OlmoAttention does more between its projection and the rotation"),
+    "clipping": (with_clipping, "OlmoAttention does more than split heads between its projection and the rotation"),
     "one bias": (with_one_bias, "LlamaAttention has a bias in q_proj only"),
+    "shared": (with_shared_projections, "LlamaAttention has projections that share their weights"),
     "mixed dtypes": (
         with_mixed_dtypes,
         "LlamaAttention has a q_proj.weight of torch.float16 on cpu and a k_proj.weight of torch.float32 on cpu",
