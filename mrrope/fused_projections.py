@@ -71,9 +71,7 @@ class FusedProjection:
                 parameters = [getattr(module, kind) for module in modules]
                 if parameters[0] is None:
                     continue
-                packed = pack_qkv(*(parameter.detach() for parameter in parameters))
-                if all(parameter.is_shared() for parameter in parameters):
-                    packed.share_memory_()  # type: ignore[no-untyped-call]
+                packed = _shared_as(parameters, pack_qkv(*(parameter.detach() for parameter in parameters)))
                 attention.register_buffer(name, packed, persistent=False)
                 parts = unpack_qkv(packed, self.num_q_heads, self.num_kv_heads)
                 for parameter, part in zip(parameters, parts, strict=True):
@@ -90,7 +88,7 @@ class FusedProjection:
                 # What wraps a projection, as adapters do, may have parameters of other kinds.
                 if type(parameter) is nn.Parameter and parameter.untyped_storage().nbytes() > parameter.nbytes:
                     with _as_made(parameter):
-                        parameter.data = parameter.detach().clone()
+                        parameter.data = _shared_as([parameter], parameter.detach().clone())
 
     def forget(self, attention: nn.Module) -> None:
         """Drops the buffers; the parameters keep the memory as long as they need it."""
@@ -142,7 +140,7 @@ class FusedProjection:
 
     def _fits(self, modules: list[Any]) -> bool:
         """Whether projections, any of which may be another by now, make one."""
-        if not all(type(module) is nn.Linear and not module.weight.is_meta for module in modules):
+        if not all(type(module) is nn.Linear and _is_here(module.weight) for module in modules):
             return False
         if len(modules) == 1:
             return True
@@ -161,6 +159,17 @@ class FusedProjection:
         )
 
 
+def _is_here(weight: torch.Tensor) -> bool:
+    """Whether a weight's values lie in this process's memory, as they are: not sharded, quantised or left out."""
+    return type(weight) in (nn.Parameter, torch.Tensor) and not weight.is_meta
+
+
+def _shared_as(parameters: list[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    """Values to be the parameters' own, in memory that other processes see, if that is where those are."""
+    is_shared = all(parameter.is_shared() for parameter in parameters)  # type: ignore[no-untyped-call]
+    return values.share_memory_() if is_shared else values  # type: ignore[no-untyped-call]
+
+
 @contextlib.contextmanager
 def _as_made(parameter: torch.Tensor) -> Iterator[None]:
     """Where a parameter can be given other memory: what gets it in another mode can be neither trained nor run."""
@@ -175,7 +184,6 @@ def _is_plain(module: Any, x: torch.Tensor) -> bool:
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
         and not nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
-        and type(module.weight) in (nn.Parameter, torch.Tensor)
         and module.weight.dtype == x.dtype
         and module.weight.device == x.device
     )

@@ -241,7 +241,16 @@ def test_biases_taken_away_are_not_added(how: str, dynamo: Any) -> None:
     assert_fused(model)
 
 
-@pytest.mark.parametrize("replaced", ["no bias", "another dtype", "another class", "other inputs"])
+class OwnTensor(torch.Tensor):
+    """As quantised and sharded weights are."""
+
+
+def with_weight(module: nn.Linear, weight: torch.Tensor) -> nn.Linear:
+    module.weight = nn.Parameter(weight)
+    return module
+
+
+@pytest.mark.parametrize("replaced", ["no bias", "another dtype", "another class", "another tensor", "other inputs"])
 def test_moving_a_model_with_a_projection_put_in_later(replaced: str) -> None:
     model = fused("qwen2")
     attention = model.model.layers[0].self_attn
@@ -250,11 +259,13 @@ def test_moving_a_model_with_a_projection_put_in_later(replaced: str) -> None:
         "no bias": lambda: nn.Linear(old.in_features, old.out_features, bias=False),
         "another dtype": lambda: nn.Linear(old.in_features, old.out_features, dtype=torch.float64),
         "another class": lambda: nn.Sequential(old),
+        "another tensor": lambda: with_weight(old, old.weight.detach().clone().as_subclass(OwnTensor)),
         "other inputs": lambda: nn.Linear(old.in_features + 1, old.out_features),
     }
     attention.k_proj = new[replaced]()
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     model.to("cpu")
+    assert not attention._buffers, "nothing lies side by side"
     assert {name: parameter.dtype for name, parameter in model.named_parameters()} == dtypes
     model.to(torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -337,6 +348,8 @@ def test_memory_shared_with_other_processes_stays_shared() -> None:
     assert [name for name, parameter in model.named_parameters() if not parameter.is_shared()] == []
     assert_same(logits(model), logits(reference("qwen2")))
     assert_fused(model)
+    mrrope.unpatch(model)
+    assert [name for name, parameter in model.named_parameters() if not parameter.is_shared()] == []
 
 
 def test_without_memory() -> None:
