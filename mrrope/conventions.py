@@ -124,11 +124,29 @@ class NotedTable:
 
 
 class TableAfterProjection(NotedTable):
-    """What the projection rotated by this table already, q or k by its role."""
+    """What the projection rotated by this table already, and the model's own rotation is still to pass on."""
 
     def __init__(self, table: torch.Tensor) -> None:
         super().__init__(table)
         self.rotated: set[str] = set()
+
+    def hand_out(self, roles: str, x: torch.Tensor) -> None:
+        """Takes note that ``x``, which is q, k, v or several of them by its roles, comes from the op."""
+        self.rotated.update({"q", "k"}.intersection(roles))
+
+    def take(self, role: str, heads: torch.Tensor) -> bool:
+        """Whether ``heads`` come rotated."""
+        is_rotated = role in self.rotated
+        self.rotated.discard(role)
+        return is_rotated
+
+    def expect_nothing_waiting(self) -> None:
+        """Raises where a projection rotated for a rotation that did not happen."""
+        if self.rotated:
+            raise RuntimeError(
+                f"the projection rotated {' and '.join(sorted(self.rotated))}, which this call does not rotate by "
+                "itself: mrrope.patch the model without fuse_projection, and report this"
+            )
 
 
 class TableAfterNorms(NotedTable):
@@ -219,7 +237,7 @@ def fused(original: Apply, form: CallForm, convention: Convention) -> Apply:
         if isinstance(table, TableAfterNorms):
             turned = _rotate_after_norms(convention, form, heads, positions, table, layout)
         elif isinstance(table, TableAfterProjection):
-            turned = _rotate_after_projection(convention, form, heads, positions, table, layout)
+            turned = _rotate_after_projection(convention, heads, positions, table, layout)
         else:
             turned = convention.rotate(heads, positions, table, layout)
         return turned[0] if len(form.heads) == 1 else tuple(turned)
@@ -254,16 +272,16 @@ def _rotate_after_norms(
 
 def _rotate_after_projection(
     convention: Convention,
-    form: CallForm,
     heads: list[torch.Tensor],
     positions: torch.Tensor,
     table: TableAfterProjection,
     layout: str,
 ) -> list[torch.Tensor]:
     roles = ["q", "k"][: len(heads)]
-    left = [x for role, x in zip(roles, heads, strict=True) if role not in table.rotated]
+    are_rotated = [table.take(role, x) for role, x in zip(roles, heads, strict=True)]
+    left = [x for x, is_rotated in zip(heads, are_rotated, strict=True) if not is_rotated]
     turning = iter(convention.rotate(left, positions, table.table, layout) if left else [])
-    turned = [x if role in table.rotated else next(turning) for role, x in zip(roles, heads, strict=True)]
+    turned = [x if is_rotated else next(turning) for x, is_rotated in zip(heads, are_rotated, strict=True)]
     table.give(turned)
     return turned
 

@@ -15,9 +15,11 @@ projects by its own code, and what it gives is rotated after.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,7 +31,7 @@ from mrrope import attention_calls
 from mrrope.attention_calls import StandIn, agree, random
 from mrrope.conventions import Convention, TableAfterProjection
 from mrrope.embeddings import TableRotaryEmbedding, UnfusableError, functions_in
-from mrrope.projection import pack_qkv, unpack_qkv
+from mrrope.projection import pack_qkv, split_qkv, unpack_qkv
 
 logger = logging.getLogger(__name__)
 
@@ -54,33 +56,39 @@ class FusedProjection:
 
     def modules(self, attention: nn.Module) -> list[Any]:
         """The projections, as they are now."""
-        return [getattr(attention, name) for name in self.names]
+        return [getattr(attention, name, None) for name in self.names]
 
-    def link(self, attention: nn.Module) -> None:
-        """Lays the weights of three projections side by side."""
+    def link(self, attention: nn.Module) -> bool:
+        """Lays the weights of three projections side by side, if they make one; tells whether they do."""
+        self.forget(attention)
         modules = self.modules(attention)
-        if len(modules) == 1 or any(module.weight.is_meta for module in modules):
-            return
-        with torch.no_grad():
+        if not self._fits(modules):
+            return False
+        if len(modules) == 1:
+            return True
+        with _as_made(modules[0].weight):
             for kind, name in SIDE_BY_SIDE.items():
                 parameters = [getattr(module, kind) for module in modules]
                 if parameters[0] is None:
                     continue
-                packed = pack_qkv(*(parameter.detach() for parameter in parameters))
+                packed = _shared_as(parameters, pack_qkv(*(parameter.detach() for parameter in parameters)))
                 attention.register_buffer(name, packed, persistent=False)
                 parts = unpack_qkv(packed, self.num_q_heads, self.num_kv_heads)
                 for parameter, part in zip(parameters, parts, strict=True):
                     parameter.data = part
+        return True
 
     def unlink(self, attention: nn.Module) -> None:
         """Gives every projection's weights memory of their own again."""
         self.forget(attention)
         if len(self.names) == 1:
             return
-        with torch.no_grad():
-            for module in self.modules(attention):
-                for parameter in module.parameters(recurse=False) if isinstance(module, nn.Linear) else ():
-                    parameter.data = parameter.detach().clone()
+        for module in self.modules(attention):
+            for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+                # What wraps a projection, as adapters do, may have parameters of other kinds.
+                if type(parameter) is nn.Parameter and parameter.untyped_storage().nbytes() > parameter.nbytes:
+                    with _as_made(parameter):
+                        parameter.data = _shared_as([parameter], parameter.detach().clone())
 
     def forget(self, attention: nn.Module) -> None:
         """Drops the buffers; the parameters keep the memory as long as they need it."""
@@ -89,18 +97,22 @@ class FusedProjection:
             attention._non_persistent_buffers_set.discard(name)
 
     def is_linked(self, attention: nn.Module) -> bool:
-        """Whether the projections' weights still lie side by side: moving or replacing them parts them."""
+        """Whether the projections' weights lie side by side: moving, copying or replacing them parts them."""
         modules = self.modules(attention)
+        if not self._fits(modules):
+            return False
         if len(modules) == 1:
             return True
         for kind, name in SIDE_BY_SIDE.items():
             parameters = [getattr(module, kind) for module in modules]
-            if parameters[0] is None:
-                continue
             packed = attention._buffers.get(name)
-            place = 0 if packed is None else packed.data_ptr()
+            if (packed is None) != (parameters[0] is None):
+                return False
+            if packed is None or torch.compiler.is_compiling():
+                continue  # where code is compiled, addresses are not known
+            place = packed.data_ptr()
             for parameter in parameters:
-                if parameter is None or parameter.data_ptr() != place:
+                if parameter.data_ptr() != place:
                     return False
                 place += parameter.nbytes
         return True
@@ -118,27 +130,51 @@ class FusedProjection:
         """Whether the op may do the projections' work on ``x``."""
         modules = self.modules(attention)
         has_gradients = torch.is_grad_enabled() and len(modules) > 1
-        if x.dim() != 3 or torch.is_autocast_enabled(x.device.type):
+        if x.dim() != 3 or x.device.type == "meta" or torch.is_autocast_enabled(x.device.type):
             return False
-        if not all(_is_plain(module, x) for module in modules) or not self._fits(modules):
+        if not all(_is_plain(module, x) for module in modules):
             return False
         if has_gradients and any(p.requires_grad for module in modules for p in module.parameters(recurse=False)):
             return False
-        if not torch.compiler.is_compiling() and not self.is_linked(attention):
-            self.link(attention)
-        return True
+        return self.is_linked(attention) or (not torch.compiler.is_compiling() and self.link(attention))
 
     def _fits(self, modules: list[Any]) -> bool:
-        """Whether projections, any of which may be another by now, still make one."""
+        """Whether projections, any of which may be another by now, make one."""
+        if not all(type(module) is nn.Linear and _is_here(module.weight) for module in modules):
+            return False
         if len(modules) == 1:
             return True
         q, k, v = (module.weight.shape for module in modules)
+        first = modules[0].weight
         return (
             q[0] * self.num_kv_heads == k[0] * self.num_q_heads
             and q[1] == k[1]
             and k == v
             and len({module.bias is None for module in modules}) == 1
+            and all(
+                p.dtype == first.dtype and p.device == first.device
+                for module in modules
+                for p in module.parameters(recurse=False)
+            )
         )
+
+
+def _is_here(weight: torch.Tensor) -> bool:
+    """Whether a weight's values lie in this process's memory, as they are: not sharded, quantised or left out."""
+    return type(weight) in (nn.Parameter, torch.Tensor) and not weight.is_meta
+
+
+def _shared_as(parameters: list[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    """Values to be the parameters' own, in memory that other processes see, if that is where those are."""
+    is_shared = all(parameter.is_shared() for parameter in parameters)  # type: ignore[no-untyped-call]
+    return values.share_memory_() if is_shared else values  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _as_made(parameter: torch.Tensor) -> Iterator[None]:
+    """Where a parameter can be given other memory: what gets it in another mode can be neither trained nor run."""
+    with torch.inference_mode(parameter.is_inference()), torch.no_grad():
+        yield
 
 
 def _is_plain(module: Any, x: torch.Tensor) -> bool:
@@ -148,7 +184,6 @@ def _is_plain(module: Any, x: torch.Tensor) -> bool:
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
         and not nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
-        and type(module.weight) in (nn.Parameter, torch.Tensor)
         and module.weight.dtype == x.dtype
         and module.weight.device == x.device
     )
@@ -176,9 +211,9 @@ class OneCall:
         if self.parts is None or x is not self.x:
             result: torch.Tensor = getattr(self.attention, name)(x)
             return result
-        part = self.projection.names.index(name)
-        self.table.rotated.update("qk" if len(self.parts) == 1 else ("q", "k", "")[part])
-        return self.parts[part]
+        part = self.parts[self.projection.names.index(name)]
+        self.table.hand_out(name.removesuffix("_proj"), part)
+        return part
 
     def _project_all(self, x: torch.Tensor) -> list[torch.Tensor]:
         projection = self.projection
@@ -189,9 +224,19 @@ class OneCall:
         )
         if len(projection.names) == 1:
             return [packed]
-        head_dim = packed.shape[-1] // (heads[0] + 2 * heads[1])
-        k, v = heads[0] * head_dim, (heads[0] + heads[1]) * head_dim
-        return [packed[..., :k], packed[..., k:v], packed[..., v:]]
+        return [part.flatten(-2) for part in split_qkv(packed, *heads)]
+
+
+class ProjectionInOneCall(StandIn):
+    """Hands out its part of what one op does for all; else a projection as it is."""
+
+    def __init__(self, module: nn.Module, call: OneCall, name: str) -> None:
+        super().__init__(module)
+        object.__setattr__(self, "_mrrope_call", call)
+        object.__setattr__(self, "_mrrope_name", name)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mrrope_call.project(self._mrrope_name, x)  # type: ignore[no-any-return]
 
 
 class WithOneProjection(StandIn):
@@ -203,9 +248,8 @@ class WithOneProjection(StandIn):
 
     def __getattr__(self, name: str) -> Any:
         call: OneCall = vars(self)["_mrrope_call"]
-        if name in call.projection.names:
-            return functools.partial(call.project, name)
-        return super().__getattr__(name)
+        value = super().__getattr__(name)
+        return ProjectionInOneCall(value, call, name) if name in call.projection.names else value
 
 
 def _begin(
@@ -226,11 +270,19 @@ def class_that_fuses(original: type[nn.Module]) -> type[nn.Module]:
         if projection is not None:
             projection.forget(self)
         original._apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
-        if projection is not None and all(type(module) is nn.Linear for module in projection.modules(self)):
+        if projection is not None:
             projection.link(self)
         return self
 
+    def set_state(self: nn.Module, state: Any) -> None:
+        # So does copying it; a compiled copy could not lay them side by side any more.
+        original.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        projection: FusedProjection | None = vars(self).get(PROJECTION)
+        if projection is not None and not projection.is_linked(self):
+            projection.link(self)
+
     fusing._apply = applied  # type: ignore[method-assign]
+    fusing.__setstate__ = set_state  # type: ignore[method-assign]
     return fusing
 
 
@@ -246,9 +298,15 @@ class UnfusableProjectionError(Exception):
     """Why the op cannot project for a model's attention modules."""
 
 
-def projections_fused_in(module: nn.Module) -> bool:
-    """Whether :func:`fuse_projections` changed this attention module."""
-    return PROJECTION in vars(module)
+def projections_fused_in(module: nn.Module) -> FusedProjection | None:
+    """How :func:`fuse_projections` changed this attention module, if it did."""
+    return vars(module).get(PROJECTION)
+
+
+def fuse_again(module: nn.Module, projection: FusedProjection) -> None:
+    """Undoes :func:`restore_projections`; whatever the projections are by now, every call looks at them anyway."""
+    projection.link(module)
+    attention_calls.run_on_stand_ins(module, PROJECTION, projection, class_that_fuses)
 
 
 def restore_projections(module: nn.Module) -> None:
@@ -269,7 +327,10 @@ def fuse_projections(model: nn.Module) -> None:
         raise UnfusableProjectionError(
             "none of its modules takes position_embeddings and has q_proj, k_proj and v_proj, or qkv_proj"
         )
+    uses = Counter(parameter for attention in candidates for parameter in _projected_by(attention))
     for attention in candidates:
+        if any(uses[parameter] > 1 for parameter in _projected_by(attention)):
+            raise UnfusableProjectionError(f"{type(attention).__name__} has projections that share their weights")
         for why in _fuse(attention, rotaries):
             raise UnfusableProjectionError(f"{type(attention).__name__} {why}")
     if not any(map(projections_fused_in, candidates)):
@@ -281,9 +342,19 @@ def _may_be_attention(module: nn.Module) -> bool:
     return has_projections and "position_embeddings" in inspect.signature(type(module).forward).parameters
 
 
+def _names_in(attention: nn.Module) -> tuple[str, ...]:
+    return next(names for names in FORMS if all(hasattr(attention, name) for name in names))
+
+
+def _projected_by(attention: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of all projections, one by one."""
+    for name in _names_in(attention):
+        yield from getattr(attention, name).parameters()
+
+
 def _fuse(attention: nn.Module, rotaries: list[TableRotaryEmbedding]) -> Iterator[str]:
     """Fuses one attention module's projections, or tells why not."""
-    names = next(names for names in FORMS if all(hasattr(attention, name) for name in names))
+    names = _names_in(attention)
     if why := _why_not(attention, names):
         yield why
         return
@@ -304,7 +375,7 @@ def _fuse(attention: nn.Module, rotaries: list[TableRotaryEmbedding]) -> Iterato
     projection.unlink(attention)
     # Layers that do not rotate, as some models have, project as they did.
     if found != {"does not rotate"}:
-        yield "gives other results with its projection fused: something stands between it and the rotation"
+        yield "does more than split heads between its projection and the rotation, or gives other results fused"
 
 
 def _why_not(attention: nn.Module, names: tuple[str, ...]) -> str | None:
@@ -315,12 +386,18 @@ def _why_not(attention: nn.Module, names: tuple[str, ...]) -> str | None:
             return f"has a {name} that is quantised or wrapped: {kind}, where a plain torch.nn.Linear is needed"
         if module.weight.dtype not in FLOATING or attention_calls.is_sharded(module.weight) or module.weight.is_meta:
             return f"has a {name} whose weights are not all there: {module.weight.dtype} on {module.weight.device}"
+    first, *others = (
+        (f"{name}.{kind}", parameter)
+        for name in names
+        for kind, parameter in getattr(attention, name).named_parameters()
+    )
+    for other, parameter in others:
+        if (parameter.dtype, parameter.device) != (first[1].dtype, first[1].device):
+            kinds = (f"{name} of {p.dtype} on {p.device}" for name, p in (first, (other, parameter)))
+            return f"has a {' and a '.join(kinds)}, where all must be alike"
     biases = {name for name in names if getattr(attention, name).bias is not None}
     if biases and len(biases) < len(names):
         return f"has a bias in {' and '.join(sorted(biases))} only"
-    for name, child in attention.named_children():
-        if name[0] in "qk" and "norm" in name.lower() and not isinstance(child, nn.Identity):
-            return f"has a {name}, which stands between the projection and the rotation"
     if not attention_calls.can_be_tried(attention):
         return "cannot be tried by itself: it has hooks, or takes more than hidden states and position embeddings"
     return None
@@ -359,11 +436,25 @@ def _heads_of(attention: nn.Module, names: tuple[str, ...]) -> tuple[int, int] |
 
 
 class TriedProjection(TableAfterProjection):
-    """Keeps what q and k were rotated to."""
+    """Sees whether the rotation gets what the op gave, untouched, and keeps what q and k were rotated to."""
 
     def __init__(self, table: torch.Tensor) -> None:
         super().__init__(table)
+        self.given: dict[str, tuple[torch.Tensor, int]] = {}
+        self.untouched: set[str] = set()
         self.turned: list[torch.Tensor] = []
+
+    def hand_out(self, roles: str, x: torch.Tensor) -> None:
+        super().hand_out(roles, x)
+        self.given |= dict.fromkeys(roles, (x, x._version))
+
+    def take(self, role: str, heads: torch.Tensor) -> bool:
+        is_rotated = super().take(role, heads)
+        if is_rotated:
+            x, version = self.given[role]
+            if x.untyped_storage().data_ptr() == heads.untyped_storage().data_ptr() and heads._version == version:
+                self.untouched.add(role)
+        return is_rotated
 
     def give(self, turned: list[torch.Tensor]) -> None:
         self.turned.extend(turned)
@@ -372,6 +463,7 @@ class TriedProjection(TableAfterProjection):
 Outcome = Literal["the same", "other", "does not rotate"]
 
 
+@torch.inference_mode(mode=False)  # where tensors do not tell whether they were written to
 @torch.no_grad()
 def _tried(attention: nn.Module, projection: FusedProjection, rotary: TableRotaryEmbedding) -> set[Outcome]:
     """What comes of fusing an attention module's projection, by trying, for each kind of layer."""
@@ -383,6 +475,12 @@ def _tried(attention: nn.Module, projection: FusedProjection, rotary: TableRotar
         return {_outcome(attention, projection, hidden_states, *packed) for packed in embeddings}
 
 
+def _large_scale(modules: list[Any], hidden_states: torch.Tensor) -> float:
+    """By how much to multiply hidden states, so that their dtype still holds what is projected and rotated."""
+    largest = max(float(module(hidden_states).abs().max()) for module in modules)
+    return min(1e3, torch.finfo(hidden_states.dtype).max / (4 * max(largest, 1.0)))
+
+
 def _outcome(
     attention: nn.Module,
     projection: FusedProjection,
@@ -391,7 +489,7 @@ def _outcome(
     packed: torch.Tensor,
 ) -> Outcome:
     # Large ones too, where models that clip q and k would clip. What comes after them is then no measure.
-    for scale in (1.0, 1e3):
+    for scale in (1.0, _large_scale(projection.modules(attention), hidden_states)):
         tables, outputs = [], []
         for is_fused in (False, True):
             table = TriedProjection(packed)
@@ -407,7 +505,7 @@ def _outcome(
         plain, fused = tables
         if not plain.turned:
             return "does not rotate"
-        if fused.rotated != {"q", "k"} or len(plain.turned) != len(fused.turned):
+        if fused.untouched != {"q", "k"} or len(plain.turned) != len(fused.turned):
             return "other"
         if not all(agree(got, want) for got, want in zip(fused.turned, plain.turned, strict=True)):
             return "other"

@@ -23,7 +23,9 @@ from mrrope.embeddings import (
 )
 from mrrope.following import Follower, GenerateKnowingLengths
 from mrrope.fused_projections import (
+    FusedProjection,
     UnfusableProjectionError,
+    fuse_again,
     fuse_projections,
     projections_fused_in,
     restore_projections,
@@ -50,8 +52,8 @@ def patch(
     Args:
         model: any model of transformers with rotary position embeddings; patched already, it is patched anew.
         method: a method's name, for a table from the model's own base, rotary dimension and trained length; or a ready
-            :class:`FrequencyTable`, the path of its JSON, or the name of one that comes with the package (none does
-            yet); with ``scale="auto"`` also a list of those, one a step.
+            :class:`FrequencyTable`, the path of its JSON, or the name of one that comes with the package; with
+            ``scale="auto"`` also a list of those, one a step.
         scale: by how much to extend the context, with a method's name; or ``"auto"``: every sequence is read with the
             smallest scale of a ladder that covers its length, 1 (the model as it is), 2, 4, and so on. A sequence that
             outgrows its scale has its cached keys turned to the next, and goes on.
@@ -144,7 +146,7 @@ def unpatch(model: Model) -> Model:
 @contextlib.contextmanager
 def patched(model: Model, method: Step | Sequence[Step], **options: Any) -> Iterator[Model]:
     """:func:`patch` for the length of a ``with`` block; a model that comes patched leaves as it came."""
-    before = _state_of(model) if isinstance(model, nn.Module) else Patches([], fuse_projection=False)
+    before = _state_of(model) if isinstance(model, nn.Module) else Patches([], [])
     patch(model, method, **options)
     try:
         yield model
@@ -188,11 +190,12 @@ class Patches:
     """What :func:`patch` did to a model, to be done again."""
 
     ladders: list[tuple[nn.Module, Ladders]]
-    fuse_projection: bool
+    projections: list[tuple[nn.Module, FusedProjection]]
 
 
 def _state_of(model: nn.Module) -> Patches:
-    return Patches(list(_ladders_in(model)), any(map(projections_fused_in, model.modules())))
+    found = ((module, projections_fused_in(module)) for module in model.modules())
+    return Patches(list(_ladders_in(model)), [(module, fused) for module, fused in found if fused is not None])
 
 
 def _restore(model: nn.Module, before: Patches) -> None:
@@ -200,8 +203,8 @@ def _restore(model: nn.Module, before: Patches) -> None:
         unpatch(model)
     for rotary, ladders in before.ladders:
         _put_in(model, rotary, ladders)
-    if before.fuse_projection:
-        fuse_projections(model)
+    for module, projection in before.projections:
+        fuse_again(module, projection)
 
 
 def _put_in(model: nn.Module, rotary: nn.Module, ladders: Ladders) -> str | None:

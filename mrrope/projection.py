@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mrrope.rotation import _table
+from mrrope.rotation import packed_table
 from mrrope.tables import FrequencyTable
 
 LAYOUTS = ("bhsd", "bshd", "thd")
@@ -57,7 +57,7 @@ def qkv_rotary(
         form = "[tokens, inputs]" if layout == "thd" else "[batch, tokens, inputs]"
         raise ValueError(f"x must be {form} for layout {layout}, got a tensor of {x.dim()} dimensions")
     packed = torch.ops.mrrope.qkv_rotary.default(
-        x, weight, bias, positions, _table(table, x.device), num_q_heads, num_kv_heads, pairing
+        x, weight, bias, positions, packed_table(table, x.device), num_q_heads, num_kv_heads, pairing
     )
     q, k, v = split_qkv(packed, num_q_heads, num_kv_heads)
     if layout == "bhsd":
@@ -71,8 +71,7 @@ def split_qkv(
     """The heads of q, of k and of v in rows that hold them all, as views ``[..., heads, head_dim]``."""
     count = num_q_heads + 2 * num_kv_heads
     heads = packed.view(*packed.shape[:-1], count, packed.shape[-1] // count)
-    k, v = num_q_heads, num_q_heads + num_kv_heads
-    return heads[..., :k, :], heads[..., k:v, :], heads[..., v:, :]
+    return _parts(heads, -2, num_q_heads, num_kv_heads)
 
 
 def pack_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -80,7 +79,10 @@ def pack_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
     :func:`unpack_qkv` gives them back.
     """
-    for name, part in (("k", k), ("v", v)):
+    for name, part in (("q", q), ("k", k), ("v", v)):
+        _require_rows(name, part)
+        if (part.dtype, part.device) != (q.dtype, q.device):
+            raise TypeError(f"{name} must be {q.dtype} on {q.device}, as q is, got {part.dtype} on {part.device}")
         if part.shape[1:] != q.shape[1:]:
             raise ValueError(f"{name} must have q's inputs, {tuple(q.shape[1:])}, got {tuple(part.shape[1:])}")
     if k.shape != v.shape:
@@ -92,14 +94,21 @@ def unpack_qkv(
     packed: torch.Tensor, num_q_heads: int, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The three parts of packed weights, or of a packed bias, as views: the inverse of :func:`pack_qkv`."""
+    _require_rows("packed", packed)
+    _require_heads("num_q_heads", num_q_heads)
+    _require_heads("num_kv_heads", num_kv_heads)
     head_dim, rest = divmod(packed.shape[0], num_q_heads + 2 * num_kv_heads)
     if rest:
         raise ValueError(
             f"packed must have a multiple of {num_q_heads + 2 * num_kv_heads} rows for {num_q_heads} heads of q and "
             f"{num_kv_heads} each of k and v, got {packed.shape[0]}"
         )
-    k, v = num_q_heads * head_dim, (num_q_heads + num_kv_heads) * head_dim
-    return packed[:k], packed[k:v], packed[v:]
+    return _parts(packed, 0, num_q_heads * head_dim, num_kv_heads * head_dim)
+
+
+def _parts(packed: torch.Tensor, dim: int, q: int, kv: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of q, k and v along ``dim``, that may be written to each by itself: those of torch.split may not."""
+    return packed.narrow(dim, 0, q), packed.narrow(dim, q, kv), packed.narrow(dim, q + kv, kv)
 
 
 def interleave_heads(weight: torch.Tensor, num_heads: int, rotary_dim: int | None = None) -> torch.Tensor:
@@ -118,6 +127,8 @@ def deinterleave_heads(weight: torch.Tensor, num_heads: int, rotary_dim: int | N
 
 
 def _reordered(weight: torch.Tensor, num_heads: int, rotary_dim: int | None, *, interleaves: bool) -> torch.Tensor:
+    _require_rows("weight", weight)
+    _require_heads("num_heads", num_heads)
     head_dim, rest = divmod(weight.shape[0], num_heads)
     if rest:
         raise ValueError(f"weight must have a multiple of num_heads ({num_heads}) rows, got {weight.shape[0]}")
@@ -128,3 +139,17 @@ def _reordered(weight: torch.Tensor, num_heads: int, rotary_dim: int | None, *, 
     pairs = order[:rotary_dim].view(2, -1) if interleaves else order[:rotary_dim].view(-1, 2)
     order = torch.cat([pairs.t().flatten(), order[rotary_dim:]])
     return weight.view(num_heads, head_dim, *weight.shape[1:])[:, order].flatten(0, 1)
+
+
+def _require_rows(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.dim() == 0:
+        raise ValueError(f"{name} must have rows, got a tensor of 0 dimensions")
+
+
+def _require_heads(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")

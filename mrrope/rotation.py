@@ -75,10 +75,11 @@ def _arguments(
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if k is not None and not isinstance(k, torch.Tensor):
         raise TypeError(f"k must be a tensor or None, got {type(k).__name__}")
-    return [q] if k is None else [q, k], positions, _table(table, q.device)
+    return [q] if k is None else [q, k], positions, packed_table(table, q.device)
 
 
-def _table(table: FrequencyTable | Sequence[FrequencyTable], device: torch.device) -> torch.Tensor:
+def packed_table(table: FrequencyTable | Sequence[FrequencyTable], device: torch.device) -> torch.Tensor:
+    """What the ops take for a table, or for several."""
     if isinstance(table, (list, tuple)):
         return packed_stack(table, device)
     return _require_table("table", table).packed(device)

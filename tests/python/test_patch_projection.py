@@ -23,6 +23,8 @@ from test_patch_in_use import assert_same_gradients, assert_same_text, generated
 from test_patch_norms import Calls, Quantized
 from tiny_models import tiny_model, tokens
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 FAMILIES = {
     "llama": "three projections",
@@ -61,7 +63,7 @@ def reference(family: str = "llama", **options: Any) -> PreTrainedModel:
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if projections_fused_in(module)]
+    return [module for module in model.modules() if projections_fused_in(module) is not None]
 
 
 def calls(model: nn.Module, **inputs: Any) -> dict[str, int]:
@@ -97,6 +99,17 @@ def test_layers_that_do_not_rotate_project_as_they_did() -> None:
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_other_dtypes(family: str, dtype: torch.dtype) -> None:
     models = [mrrope.patch(tiny_model(family).to(dtype), "yarn", scale=4.0, fuse_projection=f) for f in (True, False)]
+    assert_fused(models[0])
+    assert_same(*map(logits, models))
+
+
+def test_large_weights_in_float16() -> None:
+    models = []
+    for fuse_projection in (True, False):
+        model = tiny_model("llama").half()
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.mul_(2000.0)
+        models.append(mrrope.patch(model, "yarn", scale=4.0, fuse_projection=fuse_projection))
     assert_fused(models[0])
     assert_same(*map(logits, models))
 
@@ -211,6 +224,82 @@ def test_a_projection_put_in_later_is_used(bias: bool) -> None:
     assert_same(logits(model), logits(other))
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_biases_taken_away_are_not_added(how: str, dynamo: Any) -> None:
+    model, other = fused("qwen2"), reference("qwen2")
+    for changed in (model, other):
+        torch.manual_seed(0)
+        for layer in changed.model.layers:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                nn.init.normal_(getattr(layer.self_attn, name).bias)
+    assert_same(logits(model), logits(other))
+    for changed in (model, other):
+        for layer in changed.model.layers:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                getattr(layer.self_attn, name).bias = None
+    assert_same(logits(torch.compile(model, backend="aot_eager") if how == "compiled" else model), logits(other))
+    assert_fused(model)
+
+
+class OwnTensor(torch.Tensor):
+    """As quantised and sharded weights are."""
+
+
+def with_weight(module: nn.Linear, weight: torch.Tensor) -> nn.Linear:
+    module.weight = nn.Parameter(weight)
+    return module
+
+
+@pytest.mark.parametrize("replaced", ["no bias", "another dtype", "another class", "another tensor", "other inputs"])
+def test_moving_a_model_with_a_projection_put_in_later(replaced: str) -> None:
+    model = fused("qwen2")
+    attention = model.model.layers[0].self_attn
+    old = attention.k_proj
+    new = {
+        "no bias": lambda: nn.Linear(old.in_features, old.out_features, bias=False),
+        "another dtype": lambda: nn.Linear(old.in_features, old.out_features, dtype=torch.float64),
+        "another class": lambda: nn.Sequential(old),
+        "another tensor": lambda: with_weight(old, old.weight.detach().clone().as_subclass(OwnTensor)),
+        "other inputs": lambda: nn.Linear(old.in_features + 1, old.out_features),
+    }
+    attention.k_proj = new[replaced]()
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    model.to("cpu")
+    assert not attention._buffers, "nothing lies side by side"
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == dtypes
+    model.to(torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("step", ["patch", "unpatch", "call after a copy", "load and call"])
+def test_inference_mode_leaves_parameters_trainable(step: str) -> None:
+    model = tiny_model("llama") if step == "patch" else fused()
+    if step == "call after a copy":
+        model = copy.deepcopy(model)
+    if step == "load and call":
+        model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    with torch.inference_mode():
+        if step == "patch":
+            mrrope.patch(model, "yarn", scale=4.0, fuse_projection=True)
+        if step == "unpatch":
+            mrrope.unpatch(model)
+        logits(model)
+    assert [name for name, parameter in model.named_parameters() if parameter.is_inference()] == []
+    if step != "patch":  # a table made in inference mode cannot be trained by, with or without fuse_projection
+        with torch.enable_grad():
+            gradients(model)
+
+
+def test_a_model_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = tiny_model("llama")
+        want = logits(model)
+        mrrope.patch(model, "mrrope_pro", **PATCH, fuse_projection=True)
+        assert_fused(model)
+        assert_same(logits(model), logits(reference()))
+        assert torch.equal(logits(mrrope.unpatch(model)), want)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
 def test_casting_a_patched_model(family: str) -> None:
     model = fused(family).to(torch.bfloat16)
@@ -233,6 +322,46 @@ def test_copies_stand_on_their_own(how: Callable[[Any], Any]) -> None:
     assert_fused(other)
     mrrope.unpatch(other)
     assert not attentions(other)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_compiled_copy_sees_weights_loaded_later(how: Callable[[Any], Any], dynamo: Any) -> None:
+    model, other = how(fused("qwen2")), reference("qwen2")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same(logits(compiled), logits(other))
+    for parameter in other.parameters():
+        parameter.mul_(1.5)
+    model.load_state_dict(other.state_dict())
+    assert_same(logits(compiled), logits(other))
+
+
+def test_a_saved_model(tmp_path: Path) -> None:
+    model = fused()
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert_same(logits(loaded), logits(model))
+    assert_fused(loaded)
+
+
+def test_memory_shared_with_other_processes_stays_shared() -> None:
+    model = fused("qwen2").share_memory()
+    assert [name for name, parameter in model.named_parameters() if not parameter.is_shared()] == []
+    assert_same(logits(model), logits(reference("qwen2")))
+    assert_fused(model)
+    mrrope.unpatch(model)
+    assert [name for name, parameter in model.named_parameters() if not parameter.is_shared()] == []
+
+
+def test_without_memory() -> None:
+    model = fused().to("meta")
+    assert logits(model, input_ids=tokens(1, 12).to("meta")).shape == (1, 12, model.config.vocab_size)
+
+
+def test_unpatched_projections_own_their_memory_under_adapters() -> None:
+    model = fused()
+    with_adapters_later(model)
+    mrrope.unpatch(model)
+    assert [name for name, p in model.named_parameters() if p.untyped_storage().nbytes() != p.nbytes] == []
 
 
 # --- patching again ---
@@ -260,6 +389,35 @@ def test_a_block_that_fuses() -> None:
         assert_fused(model)
     assert not attentions(model)
     assert_same(logits(model), logits(reference()))
+
+
+def with_adapters_later(model: PreTrainedModel) -> None:
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+
+
+def with_another_class_later(model: PreTrainedModel) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = type("Own", (nn.Linear,), {})(attention.q_proj.in_features, attention.q_proj.out_features)
+
+
+def with_a_hook_later(model: PreTrainedModel) -> None:
+    model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("change", [with_adapters_later, with_another_class_later, with_a_hook_later])
+def test_a_fused_model_that_could_not_be_fused_now_stays_as_it_is(change: Callable[[PreTrainedModel], None]) -> None:
+    model = fused()
+    change(model)
+    want, were_fused = logits(model), attentions(model)
+    with pytest.raises(ValueError, match="fuse_projection must be False for LlamaForCausalLM: LlamaAttention"):
+        mrrope.patch(model, "yarn", scale=2.0, fuse_projection=True)
+    assert attentions(model) == were_fused
+    assert torch.equal(logits(model), want)
+    with mrrope.patched(model, "rope"):
+        assert not attentions(model)
+    assert attentions(model) == were_fused
+    assert torch.equal(logits(model), want)
 
 
 # --- where its own code projects ---
@@ -297,6 +455,48 @@ def test_autocast() -> None:
     models = fused(), reference()
     with torch.autocast("cpu", torch.bfloat16):
         assert_same(*(logits(model).to(torch.bfloat16) for model in models))
+
+
+class SometimesRotatingAttention(LlamaAttention):
+    """Leaves longer texts as they are."""
+
+    def forward(self, hidden_states: Any, position_embeddings: Any = None, attention_mask: Any = None, **_: Any) -> Any:
+        rows = hidden_states.shape[:-1]
+        q, k, v = (
+            project(hidden_states).view(*rows, -1, self.head_dim).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if rows[1] <= 8:
+            q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        output, _ = modeling_llama.eager_attention_forward(self, q, k, v, attention_mask, scaling=self.scaling)
+        return self.o_proj(output.reshape(*rows, -1)), None
+
+
+def test_a_call_that_does_not_rotate_raises() -> None:
+    models = tiny_model("llama"), tiny_model("llama")
+    for model, fuse_projection in zip(models, (True, False), strict=True):
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = SometimesRotatingAttention
+        mrrope.patch(model, "mrrope_pro", **PATCH, fuse_projection=fuse_projection)
+    assert_same(*(logits(model, input_ids=tokens(1, 4)) for model in models))
+    with pytest.raises(RuntimeError, match="the projection rotated k and q, which this call does not rotate"):
+        logits(models[0], input_ids=tokens(1, 12))
+
+
+class LookingAttention(LlamaAttention):
+    """Asks a projection for its dtype."""
+
+    def forward(self, hidden_states: Any, position_embeddings: Any = None, attention_mask: Any = None, **_: Any) -> Any:
+        return super().forward(hidden_states.to(self.q_proj.weight.dtype), position_embeddings, attention_mask)
+
+
+def test_projections_can_be_looked_at() -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = LookingAttention
+    mrrope.patch(model, "mrrope_pro", **PATCH, fuse_projection=True)
+    assert_fused(model)
+    assert_same(logits(model), logits(reference()))
 
 
 def test_adapters_put_in_later() -> None:
@@ -339,12 +539,61 @@ def with_one_bias() -> PreTrainedModel:
     return model
 
 
+def with_mixed_dtypes() -> PreTrainedModel:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.half()
+    return model
+
+
+def with_shared_projections() -> PreTrainedModel:
+    model = tiny_model("llama")
+    first, second = model.model.layers[:2]
+    second.self_attn.k_proj = first.self_attn.k_proj
+    return model
+
+
+class NormingAttention(LlamaAttention):
+    """Norms by names that nobody knows, with weights that commute with the rotation until others are loaded."""
+
+    def forward(self, hidden_states: Any, position_embeddings: Any = None, attention_mask: Any = None, **_: Any) -> Any:
+        rows = hidden_states.shape[:-1]
+        q, k, v = (
+            project(hidden_states).view(*rows, -1, self.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k, v = (x.transpose(1, 2) for x in (self.first(q), self.second(k), v))
+        q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        output, _ = modeling_llama.eager_attention_forward(self, q, k, v, attention_mask, scaling=self.scaling)
+        return self.o_proj(output.reshape(*rows, -1)), None
+
+
+def with_norms_of_ones() -> PreTrainedModel:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = NormingAttention
+        for name in ("first", "second"):
+            setattr(layer.self_attn, name, modeling_llama.LlamaRMSNorm(layer.self_attn.head_dim))
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
-    "norms": (lambda: tiny_model("qwen3"), "Qwen3Attention has a q_norm, which stands between"),
+    "norms": (
+        lambda: tiny_model("qwen3"),
+        "Qwen3Attention does more than split heads between its projection and the rotation",
+    ),
+    "norms of ones": (
+        with_norms_of_ones,
+        "NormingAttention does more than split heads between its projection and the rotation",
+    ),
     "quantized": (with_quantized_projections, "LlamaAttention has a k_proj that is quantised or wrapped: .*Quantized"),
     "adapters": (with_adapters, "LlamaAttention has a q_proj that is quantised or wrapped: peft.*Linear"),
-    "clipping": (with_clipping, "OlmoAttention gives other results with its projection fused"),
+    "clipping": (with_clipping, "OlmoAttention does more than split heads between its projection and the rotation"),
     "one bias": (with_one_bias, "LlamaAttention has a bias in q_proj only"),
+    "shared": (with_shared_projections, "LlamaAttention has projections that share their weights"),
+    "mixed dtypes": (
+        with_mixed_dtypes,
+        "LlamaAttention has a q_proj.weight of torch.float16 on cpu and a k_proj.weight of torch.float32 on cpu",
+    ),
     "other names": (lambda: tiny_model("gpt_neox"), "none of its modules takes position_embeddings and has q_proj"),
 }
 
@@ -355,7 +604,8 @@ def test_refused(case: str) -> None:
     model = make()
     before = Snapshot(model)
     with pytest.raises(ValueError, match=f"fuse_projection must be False for {type(model).__name__}: {why}"):
-        mrrope.patch(model, "yarn", scale=4.0, fuse_projection=True)
+        # Without an attention factor: norms take that away, and would be noticed by it.
+        mrrope.patch(model, "ntk", scale=4.0, fuse_projection=True)
     before.assert_untouched()
 
 

@@ -423,3 +423,29 @@ def test_errors_of_weights():
     assert_refused(lambda: mrrope.pack_qkv(weight, weight[:, :2], weight), ValueError, "k must have q's inputs, (3,)")
     assert_refused(lambda: mrrope.pack_qkv(weight, weight[:3], weight), ValueError, "v must have k's shape (3, 3)")
     assert_refused(lambda: mrrope.unpack_qkv(weight, 3, 1), ValueError, "a multiple of 5 rows", "got 12")
+
+
+@pytest.mark.parametrize("number", [0, -4])
+def test_heads_of_weights_are_counted_from_one(number):
+    weight = torch.ones(12, 3)
+    expected = f"must be at least 1, got {number}"
+    assert_refused(lambda: mrrope.unpack_qkv(weight, number, 1), ValueError, f"num_q_heads {expected}")
+    assert_refused(lambda: mrrope.unpack_qkv(weight, 1, number), ValueError, f"num_kv_heads {expected}")
+    assert_refused(lambda: mrrope.interleave_heads(weight, number), ValueError, f"num_heads {expected}")
+    assert_refused(lambda: mrrope.deinterleave_heads(weight, number), ValueError, f"num_heads {expected}")
+
+
+def test_weights_must_be_alike():
+    weight = torch.ones(12, 3)
+    assert_refused(lambda: mrrope.pack_qkv(None, weight, weight), TypeError, "q must be a tensor, got NoneType")
+    assert_refused(lambda: mrrope.pack_qkv(weight, weight, [1]), TypeError, "v must be a tensor, got list")
+    assert_refused(
+        lambda: mrrope.pack_qkv(weight, weight.half(), weight.half()),
+        TypeError,
+        "k must be torch.float32 on cpu, as q is, got torch.float16 on cpu",
+    )
+    one = torch.tensor(1.0)
+    assert_refused(lambda: mrrope.pack_qkv(one, one, one), ValueError, "q must have rows", "0 dimensions")
+    assert_refused(lambda: mrrope.unpack_qkv("w", 1, 1), TypeError, "packed must be a tensor, got str")
+    assert_refused(lambda: mrrope.unpack_qkv(weight, 4.0, 1), TypeError, "num_q_heads must be an int, got float")
+    assert_refused(lambda: mrrope.interleave_heads(None, 1), TypeError, "weight must be a tensor, got NoneType")
