@@ -5,8 +5,8 @@
         [--chunk 524288] [--output benchmarks/results/study]
 
 MODEL, TEXTS and HELD_OUT as benchmarks/quality/calibration.py takes them; its results, with the tables and journals
-beside them, bring the calibrated table of each scale, and what it measured on the same documents is not measured
-again. At the scales of --evolve an evolutionary search reads as many tokens as the calibration did, of the same
+beside them, bring the calibrated table of each scale, and what it measured is not measured again if it had the same
+--documents. At the scales of --evolve an evolutionary search reads as many tokens as the calibration did, of the same
 documents of TEXTS, and its table is compared with the others.
 
 What matters most comes first; after --minutes it stops and keeps what it has. Run again, it goes on. It writes
@@ -320,8 +320,7 @@ def scale_studies(
     assert trained.original_max_position is not None
     for scale in options.scales:
         lengths = lengths_up_to(trained.original_max_position, scale)
-        count = len(found[scale].documents("held_out")) if scale in found else options.documents
-        documents = long_documents(options.held_out, tokenizer, lengths[-1], count)
+        documents = long_documents(options.held_out, tokenizer, lengths[-1], options.documents)
         part = results.part(f"{scale:g}")
         part.data |= {"lengths": lengths, "documents": [document.name for document in documents]}
         tables = contenders(trained, scale)
@@ -333,6 +332,8 @@ def scale_studies(
 
 def run(options: argparse.Namespace, model: Any, tokenizer: Any) -> Results:
     """As much of the study as there is time for."""
+    if others := set(options.evolve) - set(options.scales):
+        raise ValueError(f"--evolve must be among --scales, {options.scales}, got {sorted(others)}")
     clock = Clock(options.minutes)
     trained = trained_with(model, None)
     about = {

@@ -255,6 +255,18 @@ def test_a_study_that_is_complete_reads_nothing_again(folder: Path, whole: tuple
     assert studied(folder, output) == (data, 0)
 
 
+def test_as_many_documents_are_read_as_asked_for(folder: Path, tmp_path: Path) -> None:
+    """Also where the calibration reported on fewer; its figures then do not count."""
+    data, _ = studied(folder, tmp_path / "study", "--documents", "3", "--minutes", "0")
+    assert len(data["parts"]["2"]["documents"]) == 3
+    assert not data["parts"]["2"]["results"]
+
+
+def test_evolution_at_a_scale_that_is_not_studied(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--evolve must be among --scales, \[2.0\], got \[4.0\]"):
+        studied(folder, tmp_path / "study", "--evolve", "4")
+
+
 def test_long_texts_are_encoded_once() -> None:
     asked: list[str] = []
     plain = byte_tokenizer(begins_texts=True)
