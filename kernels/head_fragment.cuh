@@ -66,25 +66,36 @@ struct WideFragment {
     cutlass::Array<Real, Vector> first;
     cutlass::Array<Real, Vector> second;
 
-    template <bool crosses_vectors>
-    __device__ void rotate(const CosSin<Real> (&by)[Vector]) {
+    // Calls f(j, first, second) for the components of every pair j.
+    template <bool crosses_vectors, class F>
+    __device__ void for_each_pair(F&& f) {
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < Vector; ++j) {
             if constexpr (crosses_vectors) {
-                rotate_pair(first[j], second[j], by[j]);
+                f(j, first[j], second[j]);
             } else {
                 auto& vector = j < Vector / 2 ? first : second;
                 const int at = 2 * (j % (Vector / 2));
-                rotate_pair(vector[at], vector[at + 1], by[j]);
+                f(j, vector[at], vector[at + 1]);
             }
         }
     }
 
-private:
-    __device__ static void rotate_pair(Real& a, Real& b, CosSin<Real> by) {
-        const Pair<Real> turned = mrrope::rotate<Real>({a, b}, by);
-        a = turned.first;
-        b = turned.second;
+    __device__ void multiply(const WideFragment& by, Real scale = 1) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Vector; ++j) {
+            first[j] *= scale * by.first[j];
+            second[j] *= scale * by.second[j];
+        }
+    }
+
+    template <bool crosses_vectors>
+    __device__ void rotate(const CosSin<Real> (&by)[Vector]) {
+        for_each_pair<crosses_vectors>([&](int j, Real& a, Real& b) {
+            const Pair<Real> turned = mrrope::rotate<Real>({a, b}, by[j]);
+            a = turned.first;
+            b = turned.second;
+        });
     }
 };
 

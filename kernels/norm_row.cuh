@@ -93,6 +93,33 @@ struct LaneTurns {
     }
 };
 
+// Threads of a block that turn by the same angles compute them for each other, in shared memory: there when the block
+// has met. Two more for every lane, so that lanes do not wait for each other's banks.
+template <class Real, int Vector>
+struct SharedTurns {
+    static constexpr int most_pairs = 32 * Vector;  // of a head that a warp can hold
+
+    alignas(16) CosSin<Real> of[most_pairs / Vector * (Vector + 2)];
+
+    __device__ CosSin<Real>& operator[](int pair) { return of[pair + pair / Vector * 2]; }
+
+    // Calls meanwhile() when the first have been asked for.
+    template <Pairing pairing, bool looks_up, class F>
+    __device__ void compute(const RotaryArgs& args, int batch, int token, Real direction, F&& meanwhile) {
+        const int pairs = args.rotary_dim / 2;
+        const auto lane_of = [&](int pair) { return NormLane<pairing, 1>(pair, pairs); };
+        LaneTurns<1, looks_up> turns;
+        turns.ask(args, lane_of(min(threadIdx.x, pairs - 1)), batch, token);
+        meanwhile();
+        for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
+            if (pair >= blockDim.x) turns.ask(args, lane_of(pair), batch, token);
+            CosSin<Real> found[1];
+            turns.compute(found, args, lane_of(pair), batch, token, direction);
+            (*this)[pair] = found[0];
+        }
+    }
+};
+
 // q or k, as all threads of a row see it.
 template <class Element>
 struct NormView {
@@ -130,6 +157,21 @@ __device__ WideFragment<Real, Vector> with_offset(const HeadFragment<Element, Ve
     }
     return wide;
 }
+
+// The rotation of a pair whose components are multiplied by weights first: for heads that have both in common.
+template <class Real>
+struct WeightedTurn {
+    CosSin<Real> first;
+    CosSin<Real> second;
+
+    WeightedTurn() = default;
+    __device__ WeightedTurn(Real first_weight, Real second_weight, CosSin<Real> by)
+        : first{first_weight * by.cos, first_weight * by.sin}, second{second_weight * by.cos, second_weight * by.sin} {}
+
+    __device__ Pair<Real> operator()(Real a, Real b) const {
+        return {multiply_add(a, first.cos, -(b * second.sin)), multiply_add(b, second.cos, a * first.sin)};
+    }
+};
 
 // Two sums, so that a thread need not wait for each product before the next.
 template <class Real, int Vector>

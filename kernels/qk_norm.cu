@@ -4,9 +4,12 @@
 namespace mrrope {
 
 void qk_norm_rotary_cuda(const QkNormArgs& args, CUstream_st* stream) {
+    qk_norm_rotary_cuda(args, plan_qk_norm(shape_of(args)), stream);
+}
+
+void qk_norm_rotary_cuda(const QkNormArgs& args, const QkNormPlan& plan, CUstream_st* stream) {
     const QkNormShape shape = shape_of(args);
     if (shape.batch == 0 || shape.tokens == 0 || shape.q_heads + shape.k_heads == 0) return;
-    const QkNormPlan plan = plan_qk_norm(shape);
     const RotaryPlan slices{.tokens_per_launch = plan.tokens_per_launch};
     with_element(args.rotary.dtype, [&](auto element) {
         for_each_launch(args.rotary, slices, [&](const RotaryArgs& rotary) {

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <stdexcept>
+#include <type_traits>
+#include <variant>
 
 #include "dependent_launch.cuh"
 #include "norm_row.cuh"
@@ -68,6 +70,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     constexpr int Vector = 16 / sizeof(Element);
     using Lane = NormLane<pairing, Vector>;
     using Fragment = HeadFragment<Element, Vector>;
+    using Wide = WideFragment<Real, Vector>;
     constexpr bool over_head = over == NormOver::head;
     const RotaryArgs& args = launch.args.rotary;
     const auto place = NormPlace::find<over>(launch);
@@ -77,7 +80,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     const int64_t in_step = place.groups * view.in_strides.head;
     const auto holds = [&](int j) { return place.works && place.group + j * place.groups < view.heads; };
     // As in rotary_kernel: a call of few threads lasts little longer than the way to memory and back.
-    if constexpr (HeadsPerThread == 1) {
+    if constexpr (HeadsPerThread <= 2) {
         const bool never = launch.threads < 0;
         compute_before_wait(never, in + lane.first());
         compute_before_wait(never, in + lane.second());
@@ -86,65 +89,104 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     }
     wait_for_previous_kernel();
 
-    LaneTurns<Vector, looks_up> turns;
-    turns.ask(args, lane, place.batch, place.token);
-    Fragment fragments[HeadsPerThread];
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < HeadsPerThread; ++j) {
-        fragments[j] = Fragment{};
-        if (holds(j)) fragments[j].load(in + j * in_step, lane);
-    }
+    constexpr int held = norm_heads_held(HeadsPerThread);
     // Over all heads every head has weights of its own: those of more than two would take too many registers while the
     // sum is waited for.
-    constexpr int weights_asked_for = over_head ? 1 : 2;
-    const auto weights_of = [&](int j) {
-        Fragment found{};
-        const int64_t head = over_head ? 0 : place.group + j * place.groups;
-        if (holds(j)) found.load(view.weight + head * args.head_dim, lane);
-        return found;
+    constexpr int weights_held = over_head ? 1 : 2;
+    Fragment fragments[held];
+    Fragment weights[weights_held];
+    const auto load_head = [&](int j) {
+        fragments[j % held] = Fragment{};
+        if (holds(j)) fragments[j % held].load(in + j * in_step, lane);
     };
-    Fragment weights[weights_asked_for];
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < weights_asked_for; ++j) weights[j] = weights_of(j);
+    const auto load_weights = [&](int j) {
+        weights[j % weights_held] = Fragment{};
+        const int64_t head = over_head ? 0 : place.group + j * place.groups;
+        if (holds(j)) weights[j % weights_held].load(view.weight + head * args.head_dim, lane);
+    };
+    const auto load_first = [&] {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < held; ++j) load_head(j);
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < weights_held; ++j) load_weights(j);
+    };
 
+    // What leads to the angles is asked for first, since loads are answered in their order.
+    const Real direction = args.conjugate ? Real(-1) : Real(1);
     CosSin<Real> by[Vector];
-    turns.compute(by, args, lane, place.batch, place.token, args.conjugate ? Real(-1) : Real(1));
-    let_next_kernel_start();
-    Real sums[HeadsPerThread];
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < HeadsPerThread; ++j) {
-        const WideFragment<Real, Vector> wide = fragments[j].widened();
-        sums[j] = sum_of_products(wide, wide);
-    }
-    if constexpr (over_head) {
-        sum_over_team(sums, launch.plan.team);
+    // Less to compute, but more to wait for: for many tokens.
+    constexpr bool shares_turns = !over_head && HeadsPerThread == 4;
+    __shared__ std::conditional_t<shares_turns, SharedTurns<Real, Vector>, std::monostate> shared_turns;
+    if constexpr (shares_turns) {
+        shared_turns.template compute<pairing, looks_up>(args, place.batch, place.token, direction, load_first);
     } else {
-        Real all[1] = {0};
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < HeadsPerThread; ++j) all[0] += sums[j];
-        sum_over_block(all);
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < HeadsPerThread; ++j) sums[j] = all[0];
+        LaneTurns<Vector, looks_up> turns;
+        turns.ask(args, lane, place.batch, place.token);
+        load_first();
+        turns.compute(by, args, lane, place.batch, place.token, direction);
+    }
+    let_next_kernel_start();
+    // Worth its registers where many heads follow.
+    constexpr bool weighs_turns = over_head && HeadsPerThread == 8;
+    WeightedTurn<Real> weighted[weighs_turns ? Vector : 1];
+    if constexpr (weighs_turns) {
+        with_offset(weights[0], launch.numbers.weight_offset)
+            .template for_each_pair<Lane::crosses_vectors>(
+                [&](int i, Real a, Real b) { weighted[i] = WeightedTurn<Real>(a, b, by[i]); });
     }
 
     Element* out = view.out + offset_of(view.out_strides, place.batch, place.token, place.group);
     const int64_t out_step = place.groups * view.out_strides.head;
     CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < HeadsPerThread; ++j) {
-        if (!holds(j)) break;
-        const Real scale = launch.numbers.inverse_rms(sums[j], place.is_q);
-        const int own = over_head ? 0 : j;
-        const auto weight =
-            with_offset(own < weights_asked_for ? weights[own] : weights_of(j), launch.numbers.weight_offset);
-        WideFragment<Real, Vector> wide = fragments[j].widened();
+    for (int first = 0; first < HeadsPerThread; first += held) {
+        Real sums[held];
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Vector; ++i) {
-            wide.first[i] *= scale * weight.first[i];
-            wide.second[i] *= scale * weight.second[i];
+        for (int j = 0; j < held; ++j) {
+            const Wide wide = fragments[j].widened();
+            sums[j] = sum_of_products(wide, wide);
         }
-        wide.template rotate<Lane::crosses_vectors>(by);
-        fragments[j].narrow(wide);
-        fragments[j].store(out + j * out_step, lane);
+        if constexpr (over_head) {
+            sum_over_team(sums, launch.plan.team);
+        } else {
+            Real all[1] = {0};
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < held; ++j) all[0] += sums[j];
+            sum_over_block(all);
+            const Real scale = launch.numbers.inverse_rms(all[0], place.is_q);
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < Vector; ++i) {
+                if constexpr (shares_turns) by[i] = lane.turns() ? shared_turns[lane.pair(i)] : CosSin<Real>{1, 0};
+                by[i] = {by[i].cos * scale, by[i].sin * scale};
+            }
+        }
+
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = first; j < first + held; ++j) {
+            if (!holds(j)) break;
+            Wide wide = fragments[j % held].widened();
+            const Real offset = launch.numbers.weight_offset;
+            if constexpr (weighs_turns) {
+                const Real scale = launch.numbers.inverse_rms(sums[j % held], place.is_q);
+                wide.template for_each_pair<Lane::crosses_vectors>([&](int i, Real& a, Real& b) {
+                    const Pair<Real> turned = weighted[i](a, b);
+                    a = scale * turned.first;
+                    b = scale * turned.second;
+                });
+            } else if constexpr (over_head) {
+                const Real scale = launch.numbers.inverse_rms(sums[j % held], place.is_q);
+                wide.multiply(with_offset(weights[0], offset), scale);
+                wide.template rotate<Lane::crosses_vectors>(by);
+            } else {
+                wide.multiply(offset == Real(0) ? weights[j % weights_held].widened()
+                                                : with_offset(weights[j % weights_held], offset));
+                if (j + weights_held < HeadsPerThread) load_weights(j + weights_held);
+                wide.template rotate<Lane::crosses_vectors>(by);
+            }
+            Fragment turned;
+            turned.narrow(wide);
+            if (j + held < HeadsPerThread) load_head(j + held);
+            turned.store(out + j * out_step, lane);
+        }
     }
 }
 
@@ -214,6 +256,9 @@ auto holding_kernel(const QkNormPlan& plan, bool looks_up) {
             break;
         case 2: return qk_norm_kernel<Element, 2, pairing, over, false>;
         case 4: return qk_norm_kernel<Element, 4, pairing, over, false>;
+        case 8:
+            if constexpr (over == NormOver::head) return qk_norm_kernel<Element, 8, pairing, over, false>;
+            break;
     }
     throw std::logic_error("mrrope: no kernel norms that many heads a thread");
 }

@@ -35,26 +35,34 @@ int64_t threads_for_all_heads(const QkNormShape& shape, int lanes, int heads_per
     return ceil_div(lanes * groups, warp) * warp;
 }
 
-// Heads that share a thread share its phases, but wait for each other. Over all heads, where all wait anyway, two take
-// no longer than one. Microseconds on an H200 over all of 32 + 32 heads, bfloat16, head_dim 128, in place (successive
-// versions of the kernel):
-//     tokens    1 head       2       4
-//          1      1.67    1.52    1.92
-//         64      2.80    2.72    3.00
-//       1024      15.8    12.7    12.4
-//       8192       110    82.7    73.5
+// Heads that share a thread share its phases and wait for each other. Microseconds on an H200, bfloat16, head_dim 128,
+// in place, by heads of a thread; a copy of as many bytes beside them:
+//     tokens x heads       1       2       4       8     copy
+//        64 x 32 + 8    2.34    2.06    2.55    4.05     2.03
+//       256 x 32 + 8    3.45    3.10    3.51    4.62     3.07
+//      1024 x 32 + 8    9.80    7.31    8.19    8.56     6.89
+//      4096 x 32 + 8    33.8    24.7    24.5    25.0     21.7
+//      4096 x 32 + 32   53.0    38.5    37.1    36.6     33.8
+//      8192 x 32 + 8    65.6    47.3    46.0    45.5     41.8
+//     32768 x 32 + 8     253     181     174     169      159
+// Over all heads, where all wait for each other anyway:
+//       256 x 32 + 32           4.38    4.99             3.82
+//       512 x 32 + 32           7.27    6.43             5.88
+//      8192 x 32 + 32           78.9    71.7             65.3
 int choose_heads_per_thread(const QkNormShape& shape, int lanes) {
-    constexpr int64_t few_threads = 1 << 17;
+    constexpr int64_t threads_for_two = 1 << 12;
     constexpr int64_t threads_for_four = 1 << 20;
-    constexpr int64_t threads_for_four_of_all = 1 << 18;
+    constexpr int64_t threads_for_eight = 1 << 21;
+    constexpr int64_t most_threads_for_two_of_all = 1 << 17;
     if (shape.looks_up) return norm_heads_per_thread_with_lookup;
     const int64_t threads = shape.batch * shape.tokens * (shape.q_heads + shape.k_heads) * lanes;
     const int most_heads = std::max(shape.q_heads, shape.k_heads);
     if (shape.over == NormOver::all_heads) {
         const bool two_fit = threads_for_all_heads(shape, lanes, 2) <= norm_most_block_threads;
-        return two_fit && (most_heads <= 2 || threads < threads_for_four_of_all) ? 2 : 4;
+        return two_fit && (most_heads <= 2 || threads <= most_threads_for_two_of_all) ? 2 : 4;
     }
-    if (most_heads == 1 || threads < few_threads) return 1;
+    if (most_heads == 1 || threads < threads_for_two) return 1;
+    if (most_heads > 4 && threads >= threads_for_eight) return 8;
     return most_heads > 2 && threads >= threads_for_four ? 4 : 2;
 }
 
@@ -100,9 +108,13 @@ int64_t blocks_of(const QkNormPlan& plan, NormOver over, int64_t tokens) {
 }
 
 QkNormPlan plan_qk_norm(const QkNormShape& shape) {
+    const int lanes = lanes_that_hold(shape);
+    return plan_with(shape, lanes == 0 ? 1 : choose_heads_per_thread(shape, lanes));
+}
+
+QkNormPlan plan_with(const QkNormShape& shape, int heads_per_thread) {
     QkNormPlan plan;
     const int lanes = lanes_that_hold(shape);
-    const int heads_per_thread = lanes == 0 ? 1 : choose_heads_per_thread(shape, lanes);
     const bool fits = shape.over == NormOver::head ||
                       threads_for_all_heads(shape, lanes, heads_per_thread) <= norm_most_block_threads;
     if (lanes > 0 && fits) {
@@ -112,9 +124,14 @@ QkNormPlan plan_qk_norm(const QkNormShape& shape) {
         plan.heads_per_thread = heads_per_thread;
         plan.q_groups = groups_of(shape.q_heads, heads_per_thread);
         plan.k_groups = groups_of(shape.k_heads, heads_per_thread);
-        plan.block_threads = shape.over == NormOver::head
-                                 ? norm_block_threads
-                                 : static_cast<int>(threads_for_all_heads(shape, lanes, heads_per_thread));
+        plan.block_threads = norm_block_threads;
+        if (shape.over == NormOver::all_heads) {
+            // Blocks for q and for k are as large: none of their threads need be idle where there are heads for it.
+            const int groups = std::max(plan.q_groups, plan.k_groups);
+            plan.q_groups = std::min(shape.q_heads, groups);
+            plan.k_groups = std::min(shape.k_heads, groups);
+            plan.block_threads = static_cast<int>(threads_for_all_heads(shape, lanes, heads_per_thread));
+        }
     } else {
         plan.q_groups = rows_of(shape, shape.q_heads);
         plan.k_groups = rows_of(shape, shape.k_heads);

@@ -34,8 +34,13 @@ inline constexpr int norm_row_resident_blocks = 4;
 // What registers must leave room for.
 constexpr int norm_resident_blocks(NormOver over, int heads_per_thread, bool looks_up) {
     if (over == NormOver::all_heads) return 2;
-    if (heads_per_thread == 4 || looks_up) return 4;
+    if (heads_per_thread >= 4 || looks_up) return 4;
     return heads_per_thread == 2 ? 5 : 7;
+}
+
+// How many of a thread's heads are in registers at a time.
+constexpr int norm_heads_held(int heads_per_thread) {
+    return heads_per_thread < 4 ? heads_per_thread : 4;
 }
 
 // The one number of heads a thread where something has to be looked up, and in the backward pass.
@@ -43,14 +48,15 @@ inline constexpr int norm_heads_per_thread_with_lookup = 2;
 
 // A row is what one mean is taken of: a head, or all heads of q or of k of one token. Where heads are made of whole
 // vectors, `lanes` threads hold one head: a thread has two vectors, one from either half of the rotated part or two
-// neighbours from the rest, of `heads_per_thread` heads of q or of k. Over a head, the lanes are the first of a `team`
-// within a warp; over all heads, a row is a block's. Where threads hold nothing, a block goes through one row twice.
+// neighbours from the rest, of up to `heads_per_thread` heads of q or of k. Over a head, the lanes are the first of a
+// `team` within a warp; over all heads, a row is a block's. Where threads hold nothing, a block goes through one row
+// twice.
 struct QkNormPlan {
     bool holds = false;
     int lanes = 1;
     int team = 1;  // a power of two
     int heads_per_thread = 1;
-    int q_groups = 0;  // of heads_per_thread heads; where nothing is held, rows
+    int q_groups = 0;  // of up to heads_per_thread heads; where nothing is held, rows
     int k_groups = 0;
     int block_threads = norm_row_block_threads;
     int64_t tokens_per_launch = 0;  // as in RotaryPlan
@@ -59,6 +65,12 @@ struct QkNormPlan {
 };
 
 QkNormPlan plan_qk_norm(const QkNormShape& shape);
+
+// The same with the most heads of a thread given: 1, 2, 4 or 8, over all heads 2 or 4, with lookup 2.
+QkNormPlan plan_with(const QkNormShape& shape, int heads_per_thread);
+
+// qk_norm_rotary_cuda by a given plan.
+void qk_norm_rotary_cuda(const QkNormArgs& args, const QkNormPlan& plan, CUstream_st* stream);
 
 // The blocks of one launch: rows are shared out, teams or blocks.
 int64_t blocks_of(const QkNormPlan& plan, NormOver over, int64_t tokens);

@@ -10,8 +10,8 @@ are trained on has pass keys hidden in it, and a model that does not find 95 % o
 every scale S each method reads held-out documents, and pass keys at S times the trained length; at the scales of
 --calibrate so does a table found for the model, with other documents of HELD_OUT.
 
-Models are kept in FOLDER, figures in NAME.json, with a picture beside it; run again, it goes on. After --minutes it
-stops and keeps what it has.
+Models are kept in FOLDER, figures in NAME.json, with a picture beside it; run again, it goes on, with other head_dims or
+minutes per model, too. After --minutes it stops and keeps what it has.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def over_seeds(data: dict[str, Any], head_dim: int, scale: float, task: str, met
     return [
         by_length[max(by_length, key=int)][FIGURES[task]]
         for part in data["parts"].values()
-        if part["head_dim"] == head_dim and part["judged"]
+        if part.get("head_dim") == head_dim and part["judged"]
         if (by_length := part["results"].get(f"{task} {scale:g}", {}).get(method))
     ]
 
@@ -246,12 +246,10 @@ def run(options: argparse.Namespace) -> Results:
         "train": options.train.name,
         "train_bytes": len(text),
         "held_out": [document.name for document in documents],
-        "head_dims": options.head_dims,
         "scales": options.scales,
         "trained_length": shapes[options.head_dims[0]].trained_length,
         "trials": options.trials,
         "enough": options.enough,
-        "seconds_a_model": recipe.seconds,
     }
     results = Results.going_on(options.output.with_name(f"{options.output.name}.json"), about)
     results.data.setdefault("parts", {})
@@ -279,6 +277,8 @@ def run(options: argparse.Namespace) -> Results:
                     measure(examined, others, options, part, clock)
     except OutOfTimeError:
         stopped = f"{options.minutes:g} minutes were over"
+    known = {part["head_dim"] for part in results.data["parts"].values() if "judged" in part}
+    results.data["head_dims"] = sorted({*known, *options.head_dims})
     results.data["summary"] = summarised(results.data)
     results.finish(stopped)
     print(table(results.data))

@@ -54,8 +54,9 @@ public:
 
     template <class T>
     void upload(const std::vector<T>& values) {
-        if (!values.empty())
-            check(cudaMemcpy(memory_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+        if (values.empty()) return;
+        check(cudaMemcpy(memory_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+        check(cudaDeviceSynchronize());  // small ones may still be on their way, and our streams do not wait for them
     }
     template <class T>
     void download(std::vector<T>& values) const {

@@ -109,12 +109,16 @@ TEST(Plan, HoldsItsPromisesForEveryShape) {
                        if (plan.holds) {
                            expect_lanes(shape, plan.lanes, plan.team);
                            const int n = plan.heads_per_thread;
-                           EXPECT_TRUE(n == 1 || n == 2 || n == 4);
+                           EXPECT_TRUE(n == 1 || n == 2 || n == 4 || (n == 8 && shape.over == NormOver::head));
                            if (shape.looks_up) {
                                EXPECT_EQ(n, norm_heads_per_thread_with_lookup);
                            }
-                           EXPECT_EQ(plan.q_groups, (shape.q_heads + n - 1) / n);
-                           EXPECT_EQ(plan.k_groups, (shape.k_heads + n - 1) / n);
+                           const int fewest = (most_heads + n - 1) / n;
+                           const bool over_all = shape.over == NormOver::all_heads;
+                           for (const auto& [heads, groups] :
+                                {std::pair{shape.q_heads, plan.q_groups}, {shape.k_heads, plan.k_groups}}) {
+                               EXPECT_EQ(groups, over_all ? std::min(heads, fewest) : (heads + n - 1) / n);
+                           }
                        }
                        // Kernels count threads and blocks in 32 bits.
                        EXPECT_LE(blocks_of(plan, shape.over, plan.tokens_per_launch) * plan.block_threads,
@@ -165,7 +169,7 @@ TEST(Plan, GivesAThreadFewHeadsWhereThereAreFew) {
         shape.tokens = 1;
         EXPECT_EQ(plan_qk_norm(shape).heads_per_thread, over == NormOver::head ? 1 : 2);
         shape.tokens = 131072;
-        EXPECT_EQ(plan_qk_norm(shape).heads_per_thread, 4);
+        EXPECT_EQ(plan_qk_norm(shape).heads_per_thread, over == NormOver::head ? 8 : 4);
     }
 }
 
@@ -332,20 +336,12 @@ const std::vector<std::pair<int, int>> mirrored_heads{{0, 2}, {5, 3}, {9, 0}};
 
 TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
     for_each_shape(mirrored_heads, {6, 17, 64, 72, 80, 128}, {{2, 3}}, [](const QkNormShape& shape) {
-        for (const int heads_per_thread : {1, 2, 4}) {
-            QkNormPlan plan = plan_qk_norm(shape);
-            const bool has_kernel = shape.over == NormOver::head || heads_per_thread > 1;
-            if (plan.holds && !has_kernel) continue;
+        // Small shapes as the kernel takes them when they are large, too.
+        for (const int heads_per_thread : {1, 2, 4, 8}) {
+            const bool is_extreme = heads_per_thread == 1 || heads_per_thread == 8;
+            if (is_extreme && shape.over == NormOver::all_heads && plan_qk_norm(shape).holds) continue;
+            const QkNormPlan plan = plan_with(shape, heads_per_thread);
             if (!plan.holds && heads_per_thread > 1) continue;
-            if (plan.holds) {
-                // Small shapes as the kernel takes them when they are large.
-                plan.heads_per_thread = heads_per_thread;
-                plan.q_groups = (shape.q_heads + heads_per_thread - 1) / heads_per_thread;
-                plan.k_groups = (shape.k_heads + heads_per_thread - 1) / heads_per_thread;
-                if (shape.over == NormOver::all_heads) {
-                    plan.block_threads = plan.lanes * std::max(plan.q_groups, plan.k_groups);
-                }
-            }
             for (const Pairing pairing : both_pairings) {
                 KernelMirror kernel(shape, pairing);
                 kernel.run(plan);

@@ -117,15 +117,19 @@ def test_gradients_are_those_of_the_fixed_scale(model):
 
 
 def settled(cache):
-    """An offloaded cache fetches a layer on a stream of its own, without waiting until that layer has been put away: a
-    model of three layers is quick enough to fetch what is not there yet."""
-    put_away = cache.offload
+    """An offloaded cache fetches a layer on a stream of its own, waiting neither until that layer has been put away nor
+    until those before it have been read, whose memory it takes: with a model of three layers, or a GPU that others use,
+    too, that goes wrong."""
 
-    def put_away_and_wait(*args, **kwargs):
-        put_away(*args, **kwargs)
-        torch.cuda.synchronize()
+    def after_all_else(call):
+        def waiting(*args, **kwargs):
+            torch.cuda.synchronize()
+            call(*args, **kwargs)
+            torch.cuda.synchronize()
 
-    cache.offload = put_away_and_wait
+        return waiting
+
+    cache.offload, cache.prefetch = after_all_else(cache.offload), after_all_else(cache.prefetch)
     return cache
 
 
