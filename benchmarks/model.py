@@ -2,8 +2,8 @@
 
     python benchmarks/model.py [--layers 32] [--compiled-layers 2] [--only REGEX] [--output benchmarks/results/NAME]
 
-Random weights, bfloat16, one GPU. Stock and patched alternate, so that both see the same clocks; prints one table and
-writes NAME.json and NAME.png.
+Random weights, bfloat16, one GPU. Patched is so with and without fuse_projection. They take turns, so that all see the
+same clocks; prints one table and writes NAME.json and NAME.png.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ RESULTS = Path(__file__).parent / "results"
 PREFILL_TOKENS = (8192, 32768)
 DECODE_BATCHES = (1, 16, 64)
 CONTEXT = 1024
-ROUNDS = 7
+PREFILL_ROUNDS = 7
+DECODE_ROUNDS = 31
+"""More, since a step is short and the host's time is part of it."""
+STOCK, PATCHED, FUSED = "stock", "patched", "with fuse_projection"
 
 
 def llama(layers: int) -> Any:
@@ -75,40 +78,46 @@ def seconds(step: Step, repeats: int) -> float:
     return float(start.elapsed_time(end)) * 1e-3 / repeats
 
 
-def compare(model: Any, name: str, make: Callable[[], Step], repeats: int) -> dict[str, Any]:
-    """Stock and patched in turns: medians, peak memory, and how far the logits are apart."""
-    times: dict[str, list[float]] = {"stock": [], "patched": []}
+def patched_as(kind: str, model: Any) -> contextlib.AbstractContextManager[Any]:
+    """The model as one of the kinds has it."""
+    if kind == STOCK:
+        return contextlib.nullcontext()
+    return mrrope.patched(model, "rope", fuse_projection=kind == FUSED)
+
+
+def compare(
+    model: Any, name: str, kinds: tuple[str, ...], make: Callable[[], Step], repeats: int, rounds: int
+) -> dict[str, Any]:
+    """The kinds in turns: medians, peak memory, and how far the logits are from the stock model's."""
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
     memory: dict[str, int] = {}
     logits: dict[str, torch.Tensor] = {}
+    steps: dict[str, Step] = {}
     with torch.no_grad():
-        steps = {"stock": make()}
-        with mrrope.patched(model, "rope"):
-            steps["patched"] = make()
-
-        def run(kind: str) -> None:
-            torch.cuda.reset_peak_memory_stats()
-            times[kind].append(seconds(steps[kind], repeats))
-            memory[kind] = torch.cuda.max_memory_allocated()
-
-        torch.manual_seed(0)
-        for turn in range(ROUNDS + 2):
-            # Whoever goes second meets a warmer chip.
-            for kind in ("stock", "patched") if turn % 2 else ("patched", "stock"):
-                with mrrope.patched(model, "rope") if kind == "patched" else contextlib.nullcontext():
-                    run(kind)
-        torch.manual_seed(1)
-        logits["stock"] = make()()
-        torch.manual_seed(1)
-        with mrrope.patched(model, "rope"):
-            logits["patched"] = make()()
-    median = {kind: sorted(values[2:])[ROUNDS // 2] for kind, values in times.items()}
-    difference = (logits["patched"].float() - logits["stock"].float()).norm() / logits["stock"].float().norm()
+        for kind in kinds:
+            with patched_as(kind, model):
+                steps[kind] = make()
+        for turn in range(rounds + 2):
+            # Whoever comes later meets a warmer chip.
+            for kind in kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]:
+                with patched_as(kind, model):
+                    steps[kind]()
+                    torch.cuda.reset_peak_memory_stats()
+                    times[kind].append(seconds(steps[kind], repeats))
+                    memory[kind] = torch.cuda.max_memory_allocated()
+        for kind in kinds:
+            torch.manual_seed(1)
+            with patched_as(kind, model):
+                logits[kind] = make()().float()
+    median = {kind: sorted(values[2:])[rounds // 2] for kind, values in times.items()}
     return {
         "name": name,
         "seconds": median,
-        "ratio": median["patched"] / median["stock"],
+        "ratios": {kind: median[kind] / median[STOCK] for kind in kinds[1:]},
         "peak_bytes": memory,
-        "logits_difference": float(difference),
+        "logits_differences": {
+            kind: float((logits[kind] - logits[STOCK]).norm() / logits[STOCK].norm()) for kind in kinds[1:]
+        },
     }
 
 
@@ -120,20 +129,21 @@ def eager(model: Any, *args: Any, **kwargs: Any) -> Any:
 compiled: Forward = torch.compile(eager, dynamic=False)
 
 
-def measure(kind: str, forward: Forward, layers: int, only: str) -> list[dict[str, Any]]:
+def measure(kind: str, forward: Forward, kinds: tuple[str, ...], layers: int, only: str) -> list[dict[str, Any]]:
     """Prefill and decode of a model with that many layers, the rows whose names match ``only``."""
     model = llama(layers)
+    for_prefill, for_decode = (max(1, 16 // layers), PREFILL_ROUNDS), (max(5, 100 // layers), DECODE_ROUNDS)
     steps = {
-        f"prefill {tokens}": (functools.partial(prefill, model, forward, tokens), max(1, 16 // layers))
+        f"prefill {tokens}": (functools.partial(prefill, model, forward, tokens), *for_prefill)
         for tokens in PREFILL_TOKENS
     }
     steps |= {
-        f"decode batch {batch}": (functools.partial(decode, model, forward, batch), max(10, 100 // layers))
+        f"decode batch {batch}": (functools.partial(decode, model, forward, batch), *for_decode)
         for batch in DECODE_BATCHES
     }
     named = {f"{name}, {kind}, {layers} layers": step for name, step in steps.items()}
     wanted = {name: step for name, step in named.items() if re.search(only, name)}
-    return [compare(model, name, make, repeats) for name, (make, repeats) in tqdm(wanted.items(), desc=kind)]
+    return [compare(model, name, kinds, *how) for name, how in tqdm(wanted.items(), desc=kind)]
 
 
 def logits_errors(layers: int) -> dict[str, float]:
@@ -149,16 +159,14 @@ def logits_errors(layers: int) -> dict[str, float]:
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    """Milliseconds, ratio, gigabytes."""
-    print(
-        f"\n{'':40}{'stock ms':>12}{'patched ms':>12}{'ratio':>8}{'stock GB':>10}{'patched GB':>12}{'logits off':>12}"
-    )
+    """Milliseconds, gigabytes, ratios."""
+    print(f"\n{'':36}" + "".join(f"{kind:>44}" for kind in (STOCK, PATCHED, FUSED)))
     for row in rows:
-        time, peak = row["seconds"], row["peak_bytes"]
-        print(
-            f"{row['name']:40}{time['stock'] * 1e3:12.3f}{time['patched'] * 1e3:12.3f}{row['ratio']:8.3f}"
-            f"{peak['stock'] / 1e9:10.2f}{peak['patched'] / 1e9:12.2f}{row['logits_difference']:12.1e}"
-        )
+        cells = []
+        for kind, time in row["seconds"].items():
+            beside = f"{row['ratios'][kind]:8.3f}, off {row['logits_differences'][kind]:.1e}" if kind != STOCK else ""
+            cells.append(f"{time * 1e3:10.3f} ms{row['peak_bytes'][kind] / 1e9:7.2f} GB{beside}")
+        print(f"{row['name']:36}" + "".join(f"{cell:>44}" for cell in cells))
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -169,7 +177,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.barh([row["name"] for row in rows], [row["ratio"] for row in rows], color="tab:green")
+    height = 0.4
+    for i, (kind, colour) in enumerate(((PATCHED, "tab:green"), (FUSED, "tab:olive"))):
+        places = [place + (i - 0.5) * height for place in range(len(rows))]
+        axes.barh(places, [row["ratios"].get(kind, 0) for row in rows], height, color=colour, label=kind)
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    axes.legend(loc="lower left")
     axes.axvline(1.0, color="black", linewidth=1)
     axes.invert_yaxis()
     axes.set(xlabel="time of the patched model / time of stock transformers", title=torch.cuda.get_device_name())
@@ -187,10 +200,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU: an 8B model's prefill takes too long without one")
     torch._dynamo.config.recompile_limit = 64  # every shape, stock and patched, is a graph of its own
-    rows = measure("eager", eager, options.layers, options.only)
+    rows = measure("eager", eager, (STOCK, PATCHED, FUSED), options.layers, options.only)
     torch.cuda.empty_cache()
     # Compiling takes its time, and all layers are alike: a few will do.
-    rows += measure("compiled", compiled, options.compiled_layers, options.only)
+    rows += measure("compiled", compiled, (STOCK, PATCHED), options.compiled_layers, options.only)
     print_rows(rows)
     errors = logits_errors(options.layers)
     print(f"\nlogits off those of float32: stock {errors['stock']:.2e}, patched {errors['patched']:.2e}")

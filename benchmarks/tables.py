@@ -23,6 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/speed.md", "docs/following.md", "docs/projection.md", "docs/study.md")
 FEWEST_ROWS = 512
 """Of a projection; with fewer, the product and the rotation are done apart by far."""
+MODEL_KINDS = ("stock", "patched", "with fuse_projection")
 STUDY, SMALL_MODELS = "study.json", "small_models.json"
 STUDY_SCALES = (2, 4, 8, 16)
 HEAD_DIMS = (64, 128)
@@ -123,13 +124,14 @@ def norm() -> list[str]:
 
 def model() -> list[str]:
     """A patched model beside the stock one."""
+    stock, *others = MODEL_KINDS
     return table(
-        ["", "stock, ms", "patched, ms", "patched / stock"],
+        ["", f"{stock}, ms", *others, *(f"{kind} / {stock}" for kind in others)],
         [
             [
                 row["name"],
-                *(f"{row['seconds'][kind] * 1e3:.2f}" for kind in ("stock", "patched")),
-                f"{row['ratio']:.3f}",
+                *(f"{row['seconds'][kind] * 1e3:.2f}" if kind in row["seconds"] else "" for kind in MODEL_KINDS),
+                *(f"{row['ratios'][kind]:.3f}" if kind in row["ratios"] else "" for kind in MODEL_KINDS[1:]),
             ]
             for row in rows_of("model_cuda.json")
         ],

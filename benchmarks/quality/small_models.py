@@ -10,8 +10,8 @@ are trained on has pass keys hidden in it, and a model that does not find 95 % o
 every scale S each method reads held-out documents, and pass keys at S times the trained length; at the scales of
 --calibrate so does a table found for the model, with other documents of HELD_OUT.
 
-Models are kept in FOLDER, figures in NAME.json, with a picture beside it; run again, it goes on, with other head_dims or
-minutes per model, too. After --minutes it stops and keeps what it has.
+Models are kept in FOLDER, figures in NAME.json, with a picture beside it; run again, it goes on, with other head_dims
+or minutes per model, too. After --minutes it stops and keeps what it has.
 """
 
 from __future__ import annotations
