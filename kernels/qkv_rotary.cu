@@ -2,6 +2,7 @@
 #include <atomic>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cos_sin_table.cuh"
@@ -59,11 +60,13 @@ QkvDevice current_device() {
 #ifdef MRROPE_WITH_WGMMA
 QkvLauncher launcher_for(const QkvRotaryArgs& args, const QkvRotaryPlan& plan) {
     if (plan.kernel < 0 || plan.kernel >= qkv_kernel_count || !can_fuse(shape_of(args), current_device()) ||
-        qkv_kernels[plan.kernel].pairing != args.pairing) {
+        !takes(qkv_kernels[plan.kernel], shape_of(args))) {
         throw std::invalid_argument("mrrope: kernel " + std::to_string(plan.kernel) + " does not take this projection");
     }
-    return args.pairing == Pairing::halves ? qkv_launcher<Pairing::halves>(plan.kernel, args.dtype)
-                                           : qkv_launcher<Pairing::interleaved>(plan.kernel, args.dtype);
+    return [&]<int... kernels>(std::integer_sequence<int, kernels...>) {
+        constexpr QkvLauncher (*launchers[])(DType) = {qkv_launcher<qkv_kernels[kernels]>...};
+        return launchers[plan.kernel](args.dtype);
+    }(std::make_integer_sequence<int, qkv_kernel_count>{});
 }
 #endif
 

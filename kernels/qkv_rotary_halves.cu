@@ -1,3 +1,8 @@
 #include "qkv_rotary_kernel.cuh"
 
-template mrrope::QkvLauncher mrrope::qkv_launcher<mrrope::Pairing::halves>(int kernel, mrrope::DType dtype);
+namespace mrrope {
+
+template QkvLauncher qkv_launcher<QkvKernel{Pairing::halves, Phases::computed}>(DType dtype);
+template QkvLauncher qkv_launcher<QkvKernel{Pairing::halves, Phases::tabled}>(DType dtype);
+
+}  // namespace mrrope

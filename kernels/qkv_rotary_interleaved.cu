@@ -1,3 +1,7 @@
 #include "qkv_rotary_kernel.cuh"
 
-template mrrope::QkvLauncher mrrope::qkv_launcher<mrrope::Pairing::interleaved>(int kernel, mrrope::DType dtype);
+namespace mrrope {
+
+template QkvLauncher qkv_launcher<QkvKernel{Pairing::interleaved, Phases::computed}>(DType dtype);
+
+}  // namespace mrrope

@@ -48,8 +48,10 @@ int kernel_for(Pairing pairing, Phases phases) {
 }  // namespace
 
 std::string describe(const QkvKernel& kernel) {
+    constexpr const char* phases[] = {" computed", " tabled", " hardware"};
     const std::string name = kernel.pairing == Pairing::halves ? "halves" : "interleaved";
-    return name + (kernel.phases == Phases::computed ? " computed" : " tabled");
+    return name + phases[static_cast<int>(kernel.phases)] +
+           (kernel.transposed ? " transposed " + std::to_string(kernel.tile_tokens) : "");
 }
 
 QkvRotaryShape shape_of(const QkvRotaryArgs& args) {
@@ -79,6 +81,10 @@ bool can_fuse(const QkvRotaryShape& shape, const QkvDevice& device) {
     }
     constexpr int columns = columns_at_a_time(Pairing::interleaved);
     return shape.head_dim % columns == 0 && shape.rotary_dim % columns == 0;
+}
+
+bool takes(const QkvKernel& kernel, const QkvRotaryShape& shape) {
+    return kernel.pairing == shape.pairing && (!kernel.transposed || shape.rotary_dim == qkv_tile);
 }
 
 int64_t tiles_of(const QkvRotaryShape& shape) {

@@ -9,13 +9,20 @@
 
 namespace mrrope {
 
+// The rows and columns of a tile. Each of a block's two warp groups has one of its own, and rotates it while the other
+// multiplies.
+inline constexpr int qkv_tile = 128;
+
 // Where cosines and sines come from: from positions and frequencies, where a pair is rotated; or from a table of a row
-// for each position, which a small kernel writes first.
-enum class Phases { computed, tabled };
+// for each position, which a small kernel writes first; or as computed, by the special function units.
+enum class Phases { computed, tabled, hardware };
 
 struct QkvKernel {
     Pairing pairing;
     Phases phases;
+    // The product's transpose, weight x^T: a tile's tokens lie along its columns, which need not be a power of two.
+    bool transposed = false;
+    int tile_tokens = qkv_tile;
 };
 
 // The kernels that are compiled. Others were measured on an H200 and were slower in every case, or faster by less than
@@ -25,12 +32,11 @@ inline constexpr QkvKernel qkv_kernels[] = {
     {Pairing::halves, Phases::computed},
     {Pairing::halves, Phases::tabled},
     {Pairing::interleaved, Phases::computed},
+    {Pairing::halves, Phases::hardware},
+    {Pairing::halves, Phases::hardware, /*transposed=*/true, 128},
+    {Pairing::halves, Phases::hardware, /*transposed=*/true, 160},
 };
 inline constexpr int qkv_kernel_count = sizeof(qkv_kernels) / sizeof(qkv_kernels[0]);
-
-// The rows and columns of a tile. Each of a block's two warp groups has one of its own, and rotates it while the other
-// multiplies.
-inline constexpr int qkv_tile = 128;
 
 // Columns that a kernel rotates at a time. Pairs of `halves` pairing lie up to half a head apart.
 constexpr int columns_at_a_time(Pairing pairing) {
@@ -60,6 +66,9 @@ struct QkvDevice {
 
 // Whether a kernel of this pairing can do such a call at all.
 bool can_fuse(const QkvRotaryShape& shape, const QkvDevice& device);
+
+// Whether this kernel of it can: transposed, pairs lie 64 components apart.
+bool takes(const QkvKernel& kernel, const QkvRotaryShape& shape);
 
 int64_t tiles_of(const QkvRotaryShape& shape);
 

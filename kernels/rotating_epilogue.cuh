@@ -7,6 +7,7 @@
 #include <cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp>
 
 #include "dependent_launch.cuh"
+#include "hardware_turn.cuh"
 #include "head_fragment.cuh"
 #include "mrrope/rotation.h"
 #include "qkv_rotary_plan.h"
@@ -100,9 +101,8 @@ struct RotatingEpilogue {
             : params(params), first_row(first_row), first_column(first_column), t(t) {}
 
         CUTLASS_DEVICE void begin() {
-            if constexpr (phases == Phases::tabled) {
-                wait_for_previous_kernel();
-            } else {
+            if constexpr (phases != Phases::computed) wait_for_previous_kernel();
+            if constexpr (phases != Phases::tabled) {
                 CUTLASS_PRAGMA_UNROLL
                 for (int step = 0; step < row_steps; ++step) {
                     CUTLASS_PRAGMA_UNROLL
@@ -172,7 +172,9 @@ struct RotatingEpilogue {
                     const uint64_t frequency = params.table[pair + j];
                     CUTLASS_PRAGMA_UNROLL
                     for (int r = 0; r < 2; ++r) {
-                        turns.by[r][j] = turn(phase_of(position[step][r], frequency), gain, 1.0f);
+                        const uint64_t phase = phase_of(position[step][r], frequency);
+                        turns.by[r][j] =
+                            phases == Phases::hardware ? hardware_turn(phase, gain) : turn(phase, gain, 1.0f);
                     }
                 }
             }

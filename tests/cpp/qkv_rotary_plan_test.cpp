@@ -100,6 +100,24 @@ TEST(QkvRotaryPlan, TilesHoldWholeVisits) {
     }
 }
 
+// What the rotation of accumulators takes for granted: a tile is one head's rotated part or lies outside of all of
+// them, and a component's partner is 64 further on.
+TEST(QkvRotaryPlan, TransposedTilesHoldWholeRotations) {
+    for (const QkvKernel& kernel : qkv_kernels) {
+        if (!kernel.transposed) continue;
+        EXPECT_EQ(kernel.pairing, Pairing::halves) << describe(kernel);
+        EXPECT_EQ(kernel.tile_tokens % 32, 0) << describe(kernel);
+        int taken = 0;
+        for_each_shape([&](const QkvRotaryShape& shape) {
+            if (!can_fuse(shape, h200) || !takes(kernel, shape)) return;
+            ++taken;
+            ASSERT_EQ(shape.rotary_dim / 2, 64);
+            ASSERT_EQ(shape.head_dim % qkv_tile, 0);
+        });
+        EXPECT_GT(taken, 0) << describe(kernel);
+    }
+}
+
 TEST(QkvRotaryPlan, KernelsHaveNamesOfTheirOwn) {
     std::set<std::string> names;
     for (const QkvKernel& kernel : qkv_kernels) names.insert(describe(kernel));
