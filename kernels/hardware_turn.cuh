@@ -6,8 +6,8 @@
 
 namespace mrrope {
 
-// As `turn`, by the special function units: off by 1e-6 at most, less than a thousandth of what rounding to 16 bits
-// is. The phase is as exact as ever; what the units get lies within half a circle, where they are at their best.
+// As `turn`, by the special function units: off by 1e-6, where rounding to 16 bits is off by hundreds of times as much.
+// The phase is as exact as ever, and what the units get lies within half a circle, where they are at their best.
 __device__ inline CosSin<float> hardware_turn(uint64_t phase, float gain) {
     constexpr float radians = 3.14159265f * 0x1p-31f;  // 2^32 are a circle
     const float angle = static_cast<float>(static_cast<int32_t>(phase >> 32)) * radians;

@@ -26,7 +26,7 @@
 #include "rotating_epilogue.cuh"
 
 // The projection as CUTLASS builds it for Hopper: one warp group copies tiles of x and weight with the copy engine, two
-// multiply them (wgmma) and hand the accumulators to RotatingEpilogue. Blocks stay for all their tiles.
+// multiply them (wgmma), rotate the accumulators and store them. Blocks stay for all their tiles.
 
 namespace mrrope {
 
