@@ -1,7 +1,3 @@
 #include "qkv_rotary_kernel.cuh"
 
-namespace mrrope {
-
-template QkvLauncher qkv_launcher<QkvKernel{Pairing::interleaved, Phases::computed}>(DType dtype);
-
-}  // namespace mrrope
+template mrrope::QkvLauncher mrrope::qkv_launcher<mrrope::QkvKernel{mrrope::Pairing::interleaved}>(mrrope::DType dtype);

@@ -1,5 +1,8 @@
 #pragma once
 
+// Blocks are placed while the kernel before still runs, and wait for it before they read.
+#define CUTLASS_ENABLE_GDC_FOR_SM90
+
 // Headers for Hopper alone, in the order that they need: those for everything take longer to read than to compile.
 // clang-format off
 #include <cutlass/cutlass.h>
@@ -20,7 +23,7 @@
 #include <string>
 #include <type_traits>
 
-#include "cos_sin_table.cuh"
+#include "dependent_launch.cuh"
 #include "qkv_rotary_launch.h"
 #include "rotated_accumulators.cuh"
 #include "rotating_epilogue.cuh"
@@ -34,7 +37,7 @@ namespace mrrope {
 template <QkvKernel form, class Element>
 struct TokensByComponents {
     using Tile = cute::Shape<cute::Int<form.tile_tokens>, cute::Int<qkv_tile>, cute::_64>;
-    using Rotation = RotatingEpilogue<Element, form.pairing, form.phases>;
+    using Rotation = RotatingEpilogue<Element, form.pairing>;
     static constexpr int columns = columns_at_a_time(form.pairing);
     using EpilogueTile = cute::Shape<cute::_64, cute::Int<columns>>;
     using EpiloguePolicy = cutlass::epilogue::Sm90TmaWarpSpecialized<
@@ -44,7 +47,7 @@ struct TokensByComponents {
         Rotation, EpiloguePolicy>::CollectiveOp;
 
     template <class Arguments>
-    static void give(Arguments& arguments, const QkvRotaryArgs& args, void* workspace) {
+    static void give(Arguments& arguments, const QkvRotaryArgs& args) {
         const auto rows = static_cast<int>(args.rows());
         arguments.problem_shape = {rows, args.outputs(), args.inputs, 1};
         arguments.mainloop.ptr_A = static_cast<const Element*>(args.x);
@@ -56,7 +59,6 @@ struct TokensByComponents {
             .bias = static_cast<const Element*>(args.bias),
             .positions = {args.positions, cutlass::FastDivmod(static_cast<int>(args.tokens)), rows},
             .table = args.table,
-            .cos_sin = static_cast<const float2*>(workspace),
             .head_dim = cutlass::FastDivmod(args.head_dim),
             .rotary_dim = args.rotary_dim,
             .rotated_columns = (args.q_heads + args.kv_heads) * args.head_dim,
@@ -80,7 +82,7 @@ struct ComponentsByTokens {
     using Epilogue = RotatedAccumulators<Store, Element>;
 
     template <class Arguments>
-    static void give(Arguments& arguments, const QkvRotaryArgs& args, void*) {
+    static void give(Arguments& arguments, const QkvRotaryArgs& args) {
         const auto rows = static_cast<int>(args.rows());
         arguments.problem_shape = {args.outputs(), rows, args.inputs, 1};
         arguments.mainloop.ptr_A = static_cast<const Element*>(args.weight);
@@ -114,15 +116,10 @@ struct QkvProjection {
     using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue,
                                                         cutlass::gemm::PersistentScheduler>;
 
-    // The table of cosines and sines comes first in the workspace, what CUTLASS needs after it.
-    static size_t table_bytes(const QkvRotaryArgs& args) {
-        return form.phases == Phases::tabled ? cos_sin_table_bytes(args.rows(), args.rotary_dim) : 0;
-    }
-
-    static typename Kernel::Arguments arguments(const QkvRotaryArgs& args, const QkvRotaryPlan& plan, void* workspace) {
+    static typename Kernel::Arguments arguments(const QkvRotaryArgs& args, const QkvRotaryPlan& plan) {
         typename Kernel::Arguments arguments{};
         arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
-        Product::give(arguments, args, workspace);
+        Product::give(arguments, args);
         arguments.epilogue.ptr_D = static_cast<Element*>(args.out);
         arguments.scheduler.max_swizzle_size = plan.swizzle;
         using Order = decltype(arguments.scheduler.raster_order);
@@ -133,26 +130,22 @@ struct QkvProjection {
     }
 
     static size_t workspace(const QkvRotaryArgs& args, const QkvRotaryPlan& plan) {
-        return table_bytes(args) + Kernel::get_workspace_size(arguments(args, plan, nullptr));
+        return Kernel::get_workspace_size(arguments(args, plan));
     }
 
     static void launch(const QkvRotaryArgs& args, const QkvRotaryPlan& plan, void* workspace, cudaStream_t stream) {
-        const auto given = arguments(args, plan, workspace);
+        const auto given = arguments(args, plan);
         if (!Kernel::can_implement(given)) fail(cutlass::Status::kErrorInvalidProblem);
-        void* of_kernel = static_cast<char*>(workspace) + table_bytes(args);
-        check(Kernel::initialize_workspace(given, of_kernel, stream));
-        typename Kernel::Params params = Kernel::to_underlying_arguments(given, of_kernel);
-        if constexpr (form.phases == Phases::tabled) {
-            write_cos_sin_table(args, static_cast<float2*>(workspace), stream);
-        }
-        const bool overlaps = form.phases != Phases::computed && device_overlaps_launches();
+        check(Kernel::initialize_workspace(given, workspace, stream));
+        typename Kernel::Params params = Kernel::to_underlying_arguments(given, workspace);
         const auto entry = reinterpret_cast<const void*>(cutlass::device_kernel<Kernel>);
         constexpr int shared_bytes = Kernel::SharedStorageSize;
         check_cuda(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
         void* parameters[] = {&params};
-        check(cutlass::ClusterLauncher::launch(
-            Kernel::get_grid_shape(params), dim3(cute::size<0>(Cluster{}), cute::size<1>(Cluster{})),
-            Kernel::get_block_shape(), shared_bytes, stream, entry, parameters, overlaps));
+        check(cutlass::ClusterLauncher::launch(Kernel::get_grid_shape(params),
+                                               dim3(cute::size<0>(Cluster{}), cute::size<1>(Cluster{})),
+                                               Kernel::get_block_shape(), shared_bytes, stream, entry, parameters,
+                                               /*launch_with_pdl=*/device_overlaps_launches()));
     }
 
 private:

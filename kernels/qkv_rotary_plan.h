@@ -9,32 +9,24 @@
 
 namespace mrrope {
 
-// The rows and columns of a tile. Each of a block's two warp groups has one of its own, and rotates it while the other
-// multiplies.
+// The components of a tile, and its tokens where nothing else is said. Each of a block's two warp groups has a tile of
+// its own, and rotates it while the other multiplies.
 inline constexpr int qkv_tile = 128;
-
-// Where cosines and sines come from: from positions and frequencies, where a pair is rotated; or from a table of a row
-// for each position, which a small kernel writes first; or as computed, by the special function units.
-enum class Phases { computed, tabled, hardware };
 
 struct QkvKernel {
     Pairing pairing;
-    Phases phases;
     // The product's transpose, weight x^T: a tile's tokens lie along its columns, which need not be a power of two.
     bool transposed = false;
     int tile_tokens = qkv_tile;
 };
 
 // The kernels that are compiled. Others were measured on an H200 and were slower in every case, or faster by less than
-// 1 %: tiles of 64 x 256, 256 x 128 and 128 x 256, two warp groups at one tile, and tiles divided along the inputs
-// (benchmarks/results/qkv_rotary_plans.json; its tiles of 160 columns were multiplied by instructions of 32).
+// 1 %: tiles of 64 x 256, 256 x 128 and 128 x 256, two warp groups at one tile, tiles divided along the inputs, and
+// cosines and sines by polynomials or from a table (benchmarks/results/qkv_rotary_plans.json).
 inline constexpr QkvKernel qkv_kernels[] = {
-    {Pairing::halves, Phases::computed},
-    {Pairing::halves, Phases::tabled},
-    {Pairing::interleaved, Phases::computed},
-    {Pairing::halves, Phases::hardware},
-    {Pairing::halves, Phases::hardware, /*transposed=*/true, 128},
-    {Pairing::halves, Phases::hardware, /*transposed=*/true, 160},
+    {Pairing::halves},
+    {Pairing::halves, /*transposed=*/true, 160},
+    {Pairing::interleaved},
 };
 inline constexpr int qkv_kernel_count = sizeof(qkv_kernels) / sizeof(qkv_kernels[0]);
 
@@ -70,7 +62,7 @@ bool can_fuse(const QkvRotaryShape& shape, const QkvDevice& device);
 // Whether this kernel of it can: transposed, pairs lie 64 components apart.
 bool takes(const QkvKernel& kernel, const QkvRotaryShape& shape);
 
-int64_t tiles_of(const QkvRotaryShape& shape);
+int64_t tiles_of(const QkvKernel& kernel, const QkvRotaryShape& shape);
 
 QkvRotaryPlan plan_qkv_rotary(const QkvRotaryShape& shape, const QkvDevice& device);
 
