@@ -1,3 +1,3 @@
 #include "qkv_rotary_kernel.cuh"
 
-template mrrope::QkvLauncher mrrope::qkv_launcher<mrrope::Pairing::halves>(int kernel, mrrope::DType dtype);
+template mrrope::QkvLauncher mrrope::qkv_launcher<mrrope::QkvKernel{mrrope::Pairing::halves}>(mrrope::DType dtype);

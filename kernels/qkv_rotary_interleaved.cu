@@ -1,3 +1,3 @@
 #include "qkv_rotary_kernel.cuh"
 
-template mrrope::QkvLauncher mrrope::qkv_launcher<mrrope::Pairing::interleaved>(int kernel, mrrope::DType dtype);
+template mrrope::QkvLauncher mrrope::qkv_launcher<mrrope::QkvKernel{mrrope::Pairing::interleaved}>(mrrope::DType dtype);

@@ -1,5 +1,8 @@
 #pragma once
 
+// Blocks are placed while the kernel before still runs, and wait for it before they read.
+#define CUTLASS_ENABLE_GDC_FOR_SM90
+
 // Headers for Hopper alone, in the order that they need: those for everything take longer to read than to compile.
 // clang-format off
 #include <cutlass/cutlass.h>
@@ -19,24 +22,22 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
-#include <utility>
 
-#include "cos_sin_table.cuh"
+#include "dependent_launch.cuh"
 #include "qkv_rotary_launch.h"
+#include "rotated_accumulators.cuh"
 #include "rotating_epilogue.cuh"
 
 // The projection as CUTLASS builds it for Hopper: one warp group copies tiles of x and weight with the copy engine, two
-// multiply them (wgmma) and hand the accumulators to RotatingEpilogue. Blocks stay for all their tiles.
+// multiply them (wgmma), rotate the accumulators and store them. Blocks stay for all their tiles.
 
 namespace mrrope {
 
-template <int kernel, class Element>
-struct QkvProjection {
-    static constexpr QkvKernel form = qkv_kernels[kernel];
-    using Tile = cute::Shape<cute::Int<qkv_tile>, cute::Int<qkv_tile>, cute::_64>;
-    using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;  // two blocks, tiles below each other, share the weights
-    using Rotation = RotatingEpilogue<Element, form.pairing, form.phases>;
-
+// Rows of the product are tokens, columns components.
+template <QkvKernel form, class Element>
+struct TokensByComponents {
+    using Tile = cute::Shape<cute::Int<form.tile_tokens>, cute::Int<qkv_tile>, cute::_64>;
+    using Rotation = RotatingEpilogue<Element, form.pairing>;
     static constexpr int columns = columns_at_a_time(form.pairing);
     using EpilogueTile = cute::Shape<cute::_64, cute::Int<columns>>;
     using EpiloguePolicy = cutlass::epilogue::Sm90TmaWarpSpecialized<
@@ -45,69 +46,106 @@ struct QkvProjection {
         Tile, EpilogueTile, float, float, void, cutlass::layout::RowMajor, 8, Element, cutlass::layout::RowMajor, 8,
         Rotation, EpiloguePolicy>::CollectiveOp;
 
-    using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor, 8, Element,
-        cutlass::layout::ColumnMajor, 8, float, Tile, Cluster,
-        cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
-        cutlass::gemm::KernelTmaWarpSpecializedPingpong>::CollectiveOp;
-    using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue,
-                                                        cutlass::gemm::PersistentScheduler>;
-
-    // The table of cosines and sines comes first in the workspace, what CUTLASS needs after it.
-    static size_t table_bytes(const QkvRotaryArgs& args) {
-        return form.phases == Phases::tabled ? cos_sin_table_bytes(args.rows(), args.rotary_dim) : 0;
-    }
-
-    static typename Kernel::Arguments arguments(const QkvRotaryArgs& args, const QkvRotaryPlan& plan, void* workspace) {
+    template <class Arguments>
+    static void give(Arguments& arguments, const QkvRotaryArgs& args) {
         const auto rows = static_cast<int>(args.rows());
-        typename Kernel::Arguments arguments{};
-        arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
         arguments.problem_shape = {rows, args.outputs(), args.inputs, 1};
         arguments.mainloop.ptr_A = static_cast<const Element*>(args.x);
         cute::get<0>(arguments.mainloop.dA) = args.x_stride;
         arguments.mainloop.ptr_B = static_cast<const Element*>(args.weight);
         cute::get<0>(arguments.mainloop.dB) = args.weight_stride;
-        arguments.epilogue.ptr_D = static_cast<Element*>(args.out);
         cute::get<0>(arguments.epilogue.dD) = args.outputs();
         arguments.epilogue.thread = {
             .bias = static_cast<const Element*>(args.bias),
             .positions = {args.positions, cutlass::FastDivmod(static_cast<int>(args.tokens)), rows},
             .table = args.table,
-            .cos_sin = static_cast<const float2*>(workspace),
             .head_dim = cutlass::FastDivmod(args.head_dim),
             .rotary_dim = args.rotary_dim,
             .rotated_columns = (args.q_heads + args.kv_heads) * args.head_dim,
             .columns = args.outputs(),
         };
+    }
+};
+
+// The transpose.
+template <QkvKernel form, class Element>
+struct ComponentsByTokens {
+    using Tile = cute::Shape<cute::Int<qkv_tile>, cute::Int<form.tile_tokens>, cute::_64>;
+    using EpilogueTile = cute::Shape<cute::_64, cute::Int<form.tile_tokens / 2>>;
+    // All of a tile's results lie in shared memory at once: none waits for another to be stored.
+    using EpiloguePolicy = cutlass::epilogue::Sm90TmaWarpSpecialized<
+        /*StagesC=*/1, /*StagesD=*/4, /*FragmentSize=*/form.tile_tokens / 4, /*ReuseSmemC=*/false,
+        /*DelayTmaStore=*/true>;
+    using Store = typename cutlass::epilogue::collective::detail::Sm90TmaBuilderImpl<
+        Tile, EpilogueTile, float, float, void, cutlass::layout::ColumnMajor, 8, Element, cutlass::layout::ColumnMajor,
+        8, cutlass::epilogue::fusion::Sm90AccFetch, EpiloguePolicy>::CollectiveOp;
+    using Epilogue = RotatedAccumulators<Store, Element>;
+
+    template <class Arguments>
+    static void give(Arguments& arguments, const QkvRotaryArgs& args) {
+        const auto rows = static_cast<int>(args.rows());
+        arguments.problem_shape = {args.outputs(), rows, args.inputs, 1};
+        arguments.mainloop.ptr_A = static_cast<const Element*>(args.weight);
+        cute::get<0>(arguments.mainloop.dA) = args.weight_stride;
+        arguments.mainloop.ptr_B = static_cast<const Element*>(args.x);
+        cute::get<0>(arguments.mainloop.dB) = args.x_stride;
+        cute::get<1>(arguments.epilogue.dD) = args.outputs();
+        arguments.epilogue.rotation = {
+            .bias = static_cast<const Element*>(args.bias),
+            .positions = {args.positions, cutlass::FastDivmod(static_cast<int>(args.tokens)), rows},
+            .table = args.table,
+            .head_dim = cutlass::FastDivmod(args.head_dim),
+            .rotary_dim = args.rotary_dim,
+            .rotated_columns = (args.q_heads + args.kv_heads) * args.head_dim,
+        };
+    }
+};
+
+template <QkvKernel form, class Element>
+struct QkvProjection {
+    using Product =
+        std::conditional_t<form.transposed, ComponentsByTokens<form, Element>, TokensByComponents<form, Element>>;
+    using Cluster =
+        cute::Shape<cute::_2, cute::_1, cute::_1>;  // two blocks, tiles below each other, share what is beside
+    using Epilogue = typename Product::Epilogue;
+    using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor, 8, Element,
+        cutlass::layout::ColumnMajor, 8, float, typename Product::Tile, Cluster,
+        cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
+        cutlass::gemm::KernelTmaWarpSpecializedPingpong>::CollectiveOp;
+    using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue,
+                                                        cutlass::gemm::PersistentScheduler>;
+
+    static typename Kernel::Arguments arguments(const QkvRotaryArgs& args, const QkvRotaryPlan& plan) {
+        typename Kernel::Arguments arguments{};
+        arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
+        Product::give(arguments, args);
+        arguments.epilogue.ptr_D = static_cast<Element*>(args.out);
         arguments.scheduler.max_swizzle_size = plan.swizzle;
         using Order = decltype(arguments.scheduler.raster_order);
-        arguments.scheduler.raster_order = plan.raster == QkvRotaryPlan::Raster::rows ? Order::AlongM : Order::AlongN;
+        const bool along_tokens = plan.raster == QkvRotaryPlan::Raster::rows;
+        arguments.scheduler.raster_order = along_tokens != form.transposed ? Order::AlongM : Order::AlongN;
         arguments.hw_info.sm_count = multiprocessors_of_current_device();
         return arguments;
     }
 
     static size_t workspace(const QkvRotaryArgs& args, const QkvRotaryPlan& plan) {
-        return table_bytes(args) + Kernel::get_workspace_size(arguments(args, plan, nullptr));
+        return Kernel::get_workspace_size(arguments(args, plan));
     }
 
     static void launch(const QkvRotaryArgs& args, const QkvRotaryPlan& plan, void* workspace, cudaStream_t stream) {
-        const auto given = arguments(args, plan, workspace);
+        const auto given = arguments(args, plan);
         if (!Kernel::can_implement(given)) fail(cutlass::Status::kErrorInvalidProblem);
-        void* of_kernel = static_cast<char*>(workspace) + table_bytes(args);
-        check(Kernel::initialize_workspace(given, of_kernel, stream));
-        typename Kernel::Params params = Kernel::to_underlying_arguments(given, of_kernel);
-        bool overlaps = false;
-        if constexpr (form.phases == Phases::tabled) {
-            write_cos_sin_table(args, static_cast<float2*>(workspace), stream);
-            overlaps = device_overlaps_launches();
-        }
+        check(Kernel::initialize_workspace(given, workspace, stream));
+        typename Kernel::Params params = Kernel::to_underlying_arguments(given, workspace);
         const auto entry = reinterpret_cast<const void*>(cutlass::device_kernel<Kernel>);
         constexpr int shared_bytes = Kernel::SharedStorageSize;
         check_cuda(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
         void* parameters[] = {&params};
-        check(cutlass::ClusterLauncher::launch(
-            Kernel::get_grid_shape(params), dim3(cute::size<0>(Cluster{}), cute::size<1>(Cluster{})),
-            Kernel::get_block_shape(), shared_bytes, stream, entry, parameters, overlaps));
+        check(cutlass::ClusterLauncher::launch(Kernel::get_grid_shape(params),
+                                               dim3(cute::size<0>(Cluster{}), cute::size<1>(Cluster{})),
+                                               Kernel::get_block_shape(), shared_bytes, stream, entry, parameters,
+                                               /*launch_with_pdl=*/device_overlaps_launches()));
     }
 
 private:
@@ -122,24 +160,12 @@ private:
     }
 };
 
-// Instantiated in a file per pairing. CUTLASS's headers take longer to compile than any kernel: files for each of those
-// would take several times as long.
-template <Pairing pairing>
-QkvLauncher qkv_launcher(int kernel, DType dtype) {
-    QkvLauncher found{};
-    const auto look_at = [&]<int candidate>(std::integral_constant<int, candidate>) {
-        if constexpr (qkv_kernels[candidate].pairing == pairing) {
-            using Half = QkvProjection<candidate, cutlass::half_t>;
-            using Bfloat = QkvProjection<candidate, cutlass::bfloat16_t>;
-            if (candidate != kernel) return;
-            found = dtype == DType::float16 ? QkvLauncher{Half::workspace, Half::launch}
-                                            : QkvLauncher{Bfloat::workspace, Bfloat::launch};
-        }
-    };
-    [&]<int... candidates>(std::integer_sequence<int, candidates...>) {
-        (look_at(std::integral_constant<int, candidates>{}), ...);
-    }(std::make_integer_sequence<int, qkv_kernel_count>{});
-    return found;
+template <QkvKernel kernel>
+QkvLauncher qkv_launcher(DType dtype) {
+    using Half = QkvProjection<kernel, cutlass::half_t>;
+    using Bfloat = QkvProjection<kernel, cutlass::bfloat16_t>;
+    return dtype == DType::float16 ? QkvLauncher{Half::workspace, Half::launch}
+                                   : QkvLauncher{Bfloat::workspace, Bfloat::launch};
 }
 
 }  // namespace mrrope

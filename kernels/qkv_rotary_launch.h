@@ -12,9 +12,9 @@ struct QkvLauncher {
     void (*launch)(const QkvRotaryArgs&, const QkvRotaryPlan&, void* workspace, CUstream_st* stream);
 };
 
-// Of a kernel of this pairing, for float16 or bfloat16.
-template <Pairing pairing>
-QkvLauncher qkv_launcher(int kernel, DType dtype);
+// Of one of qkv_kernels, for float16 or bfloat16.
+template <QkvKernel kernel>
+QkvLauncher qkv_launcher(DType dtype);
 
 // Asked of the driver once for each device.
 int multiprocessors_of_current_device();

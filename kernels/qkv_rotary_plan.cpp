@@ -9,47 +9,22 @@ namespace {
 
 using Raster = QkvRotaryPlan::Raster;
 
-// Fused where there are tiles for so many rounds of the whole chip, and the last round leaves little of it idle.
-// cuBLAS has kernels for few rows that these are not. Microseconds on an H200, bfloat16, the best way through the tiles
-// of each (benchmarks/results/qkv_rotary_plans.json):
-//     rows x outputs x inputs   rounds   cuBLAS   then rotary   computed   tabled
-//       512 x 6144 x 4096         1.5     36.3        40.6        48.9      49.3
-//      1024 x 6144 x 4096         2.9     71.6        78.6        77.2      79.0
-//      2048 x 6144 x 4096         5.8      145         157         149       150
-//      8192 x 6144 x 4096          23      591         636         610       602
-//     32768 x 6144 x 4096          93     2426        2586        2464      2412
-//      2048 x 2560 x 2048         2.4     30.4        36.5        42.7      46.2
-//      8192 x 2560 x 2048         9.7      120         138         135       149
-//     32768 x 2560 x 2048          39      486         562         510       549
-//      2048 x 1280 x 8192         1.2     57.4        62.3        91.9      94.4
-//      8192 x 1280 x 8192         4.8      235         245         251       254
-//     32768 x 1280 x 8192          19     1018        1061        1026      1029
-constexpr double least_rounds = 5.5;
+// Few rows are cuBLAS's, which has kernels for them that these are not.
+constexpr int64_t rows_apart = 256;
+
+// Of the chip's time, by the tiles that are missing in the last round and by those that hang over the edge.
 constexpr double most_idle = 0.08;
 
-// Writing cosines and sines first pays where products take long and rows are many.
-constexpr int inputs_for_tabled = 4096;
-constexpr int64_t rows_for_tabled = 8192;
-
-bool fills(const QkvRotaryShape& shape, const QkvDevice& device) {
-    const int64_t tiles = tiles_of(shape);
-    const int64_t places = ceil_div(tiles, device.multiprocessors) * device.multiprocessors;
-    return static_cast<double>(tiles) >= least_rounds * device.multiprocessors &&
-           static_cast<double>(places) <= (1 + most_idle) * static_cast<double>(tiles);
-}
-
-int kernel_for(Pairing pairing, Phases phases) {
-    for (int index = 0; index < qkv_kernel_count; ++index) {
-        if (qkv_kernels[index].pairing == pairing && qkv_kernels[index].phases == phases) return index;
-    }
-    return QkvRotaryPlan::apart;
+// What a kernel takes, in tokens of one multiprocessor: a round that is begun costs as much as a full one.
+int64_t cost_of(const QkvKernel& kernel, const QkvRotaryShape& shape, const QkvDevice& device) {
+    return ceil_div(tiles_of(kernel, shape), device.multiprocessors) * kernel.tile_tokens;
 }
 
 }  // namespace
 
 std::string describe(const QkvKernel& kernel) {
     const std::string name = kernel.pairing == Pairing::halves ? "halves" : "interleaved";
-    return name + (kernel.phases == Phases::computed ? " computed" : " tabled");
+    return name + (kernel.transposed ? " transposed" : "");
 }
 
 QkvRotaryShape shape_of(const QkvRotaryArgs& args) {
@@ -81,22 +56,30 @@ bool can_fuse(const QkvRotaryShape& shape, const QkvDevice& device) {
     return shape.head_dim % columns == 0 && shape.rotary_dim % columns == 0;
 }
 
-int64_t tiles_of(const QkvRotaryShape& shape) {
-    return ceil_div(shape.rows, qkv_tile) * ceil_div(shape.outputs, qkv_tile);
+bool takes(const QkvKernel& kernel, const QkvRotaryShape& shape) {
+    return kernel.pairing == shape.pairing && (!kernel.transposed || shape.rotary_dim == qkv_tile);
+}
+
+int64_t tiles_of(const QkvKernel& kernel, const QkvRotaryShape& shape) {
+    return ceil_div(shape.rows, kernel.tile_tokens) * ceil_div(shape.outputs, qkv_tile);
 }
 
 QkvRotaryPlan plan_qkv_rotary(const QkvRotaryShape& shape, const QkvDevice& device) {
-    if (!can_fuse(shape, device) || !fills(shape, device)) return {};
-    const bool tabled =
-        shape.pairing == Pairing::halves && shape.inputs >= inputs_for_tabled && shape.rows >= rows_for_tabled;
-    if (tabled) {
-        return {.kernel = kernel_for(shape.pairing, Phases::tabled),
-                .swizzle = shape.outputs >= 4096 ? 8 : 2,
-                .raster = Raster::columns};
+    if (!can_fuse(shape, device) || shape.rows <= rows_apart) return {};
+    QkvRotaryPlan plan;
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (int index = 0; index < qkv_kernel_count; ++index) {
+        if (!takes(qkv_kernels[index], shape)) continue;
+        const int64_t cost = cost_of(qkv_kernels[index], shape, device);
+        if (cost > least) continue;  // of equals the one of wider tiles, which comes later and reads less
+        least = cost;
+        plan.kernel = index;
     }
-    return {.kernel = kernel_for(shape.pairing, Phases::computed),
-            .swizzle = 1,
-            .raster = shape.rows < rows_for_tabled ? Raster::rows : Raster::columns};
+    const double needed = static_cast<double>(shape.rows * shape.outputs) / (qkv_tile * device.multiprocessors);
+    if (static_cast<double>(least) > (1 + most_idle) * needed) return {};
+    plan.raster = shape.rows < 8192 ? Raster::rows : Raster::columns;
+    plan.swizzle = shape.rows < 8192 ? 1 : shape.outputs >= 4096 ? 8 : 2;
+    return plan;
 }
 
 }  // namespace mrrope

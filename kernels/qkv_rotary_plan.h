@@ -9,28 +9,26 @@
 
 namespace mrrope {
 
-// Where cosines and sines come from: from positions and frequencies, where a pair is rotated; or from a table of a row
-// for each position, which a small kernel writes first.
-enum class Phases { computed, tabled };
+// The components of a tile, and its tokens where nothing else is said. Each of a block's two warp groups has a tile of
+// its own, and rotates it while the other multiplies.
+inline constexpr int qkv_tile = 128;
 
 struct QkvKernel {
     Pairing pairing;
-    Phases phases;
+    // The product's transpose, weight x^T: a tile's tokens lie along its columns, which need not be a power of two.
+    bool transposed = false;
+    int tile_tokens = qkv_tile;
 };
 
 // The kernels that are compiled. Others were measured on an H200 and were slower in every case, or faster by less than
-// 1 %: tiles of 64 x 256, 256 x 128, 128 x 160, 256 x 160 and 128 x 256, two warp groups at one tile, and tiles divided
-// along the inputs (benchmarks/results/qkv_rotary_plans.json).
+// 1 %: tiles of 64 x 256, 256 x 128 and 128 x 256, two warp groups at one tile, tiles divided along the inputs, and
+// cosines and sines by polynomials or from a table (benchmarks/results/qkv_rotary_plans.json).
 inline constexpr QkvKernel qkv_kernels[] = {
-    {Pairing::halves, Phases::computed},
-    {Pairing::halves, Phases::tabled},
-    {Pairing::interleaved, Phases::computed},
+    {Pairing::halves},
+    {Pairing::halves, /*transposed=*/true, 160},
+    {Pairing::interleaved},
 };
 inline constexpr int qkv_kernel_count = sizeof(qkv_kernels) / sizeof(qkv_kernels[0]);
-
-// The rows and columns of a tile. Each of a block's two warp groups has one of its own, and rotates it while the other
-// multiplies.
-inline constexpr int qkv_tile = 128;
 
 // Columns that a kernel rotates at a time. Pairs of `halves` pairing lie up to half a head apart.
 constexpr int columns_at_a_time(Pairing pairing) {
@@ -61,7 +59,10 @@ struct QkvDevice {
 // Whether a kernel of this pairing can do such a call at all.
 bool can_fuse(const QkvRotaryShape& shape, const QkvDevice& device);
 
-int64_t tiles_of(const QkvRotaryShape& shape);
+// Whether this kernel of it can: transposed, pairs lie 64 components apart.
+bool takes(const QkvKernel& kernel, const QkvRotaryShape& shape);
+
+int64_t tiles_of(const QkvKernel& kernel, const QkvRotaryShape& shape);
 
 QkvRotaryPlan plan_qkv_rotary(const QkvRotaryShape& shape, const QkvDevice& device);
 

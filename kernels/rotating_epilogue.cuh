@@ -7,6 +7,7 @@
 #include <cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp>
 
 #include "dependent_launch.cuh"
+#include "hardware_turn.cuh"
 #include "head_fragment.cuh"
 #include "mrrope/rotation.h"
 #include "qkv_rotary_plan.h"
@@ -34,7 +35,7 @@ struct RowPositions {
 // columns, in two rows, 8 apart: both of an interleaved pair, and both of (i, i + distance) where the distance is a
 // multiple of 8. No pair is ever shared between threads. Visited are columns_at_a_time columns of these two rows at
 // once.
-template <class Element, Pairing pairing, Phases phases>
+template <class Element, Pairing pairing>
 struct RotatingEpilogue {
     static constexpr int groups = columns_at_a_time(pairing) / 8;
 
@@ -44,7 +45,6 @@ struct RotatingEpilogue {
         const Element* bias;
         RowPositions positions;
         const uint64_t* table;
-        const float2* cos_sin;  // of [rows, rotary_dim / 2], where they are tabled
         cutlass::FastDivmod head_dim;
         int rotary_dim;
         int rotated_columns;
@@ -100,14 +100,11 @@ struct RotatingEpilogue {
             : params(params), first_row(first_row), first_column(first_column), t(t) {}
 
         CUTLASS_DEVICE void begin() {
-            if constexpr (phases == Phases::tabled) {
-                wait_for_previous_kernel();
-            } else {
+            wait_for_previous_kernel();
+            CUTLASS_PRAGMA_UNROLL
+            for (int step = 0; step < row_steps; ++step) {
                 CUTLASS_PRAGMA_UNROLL
-                for (int step = 0; step < row_steps; ++step) {
-                    CUTLASS_PRAGMA_UNROLL
-                    for (int r = 0; r < 2; ++r) position[step][r] = params.positions(row_of(step, r));
-                }
+                for (int r = 0; r < 2; ++r) position[step][r] = params.positions(row_of(step, r));
             }
         }
 
@@ -155,25 +152,13 @@ struct RotatingEpilogue {
         template <int count>
         CUTLASS_DEVICE Turns<count> turns_of(int pair, int step) const {
             Turns<count> turns;
-            if constexpr (phases == Phases::tabled) {
-                using Stored = cutlass::AlignedArray<float, 2 * count>;
+            const auto gain = static_cast<float>(attention_factor_of(params.table[params.rotary_dim / 2]));
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < count; ++j) {
+                const uint64_t frequency = params.table[pair + j];
                 CUTLASS_PRAGMA_UNROLL
                 for (int r = 0; r < 2; ++r) {
-                    const int64_t row = min(row_of(step, r), params.positions.rows - 1);
-                    const Stored stored =
-                        *reinterpret_cast<const Stored*>(params.cos_sin + row * (params.rotary_dim / 2) + pair);
-                    CUTLASS_PRAGMA_UNROLL
-                    for (int j = 0; j < count; ++j) turns.by[r][j] = {stored[2 * j], stored[2 * j + 1]};
-                }
-            } else {
-                const auto gain = static_cast<float>(attention_factor_of(params.table[params.rotary_dim / 2]));
-                CUTLASS_PRAGMA_UNROLL
-                for (int j = 0; j < count; ++j) {
-                    const uint64_t frequency = params.table[pair + j];
-                    CUTLASS_PRAGMA_UNROLL
-                    for (int r = 0; r < 2; ++r) {
-                        turns.by[r][j] = turn(phase_of(position[step][r], frequency), gain, 1.0f);
-                    }
+                    turns.by[r][j] = hardware_turn(phase_of(position[step][r], frequency), gain);
                 }
             }
             return turns;

@@ -217,10 +217,14 @@ protected:
         if (major != 9) GTEST_SKIP() << "the kernels are for sm_90a, this is sm_" << major << "x";
     }
 
+    static bool takes(int kernel, const QkvCase& options) {
+        return mrrope::takes(qkv_kernels[kernel], {.rotary_dim = options.rotary_dim, .pairing = options.pairing});
+    }
+
     static void run_every_kernel(const QkvCase& options) {
         const Projection projection(options);
         for (int kernel = 0; kernel < qkv_kernel_count; ++kernel) {
-            if (qkv_kernels[kernel].pairing == options.pairing) projection.run_and_expect({.kernel = kernel});
+            if (takes(kernel, options)) projection.run_and_expect({.kernel = kernel});
             if (HasFatalFailure()) return;
         }
     }
@@ -279,7 +283,7 @@ TEST_F(QkvRotaryCuda, EveryWayThroughTheTiles) {
     for (const Pairing pairing : both_pairings) {
         const Projection projection({.pairing = pairing, .tokens = 1000, .inputs = 256, .q_heads = 4});
         for (int kernel = 0; kernel < qkv_kernel_count; ++kernel) {
-            if (qkv_kernels[kernel].pairing != pairing) continue;
+            if (!takes(kernel, projection.options())) continue;
             for (const int swizzle : {1, 2, 4, 8}) {
                 for (const auto raster : {QkvRotaryPlan::Raster::rows, QkvRotaryPlan::Raster::columns}) {
                     projection.run_and_expect({.kernel = kernel, .swizzle = swizzle, .raster = raster});
@@ -304,6 +308,11 @@ TEST_F(QkvRotaryCuda, KernelsRefuseWhatTheyCannotDo) {
     EXPECT_THROW(qkv_rotary_cuda(args, {.kernel = interleaved}, nullptr, nullptr), std::invalid_argument);
     EXPECT_THROW(qkv_rotary_cuda(args, {.kernel = qkv_kernel_count}, nullptr, nullptr), std::invalid_argument);
     EXPECT_THROW(qkv_rotary_cuda(args, {}, nullptr, nullptr), std::invalid_argument);
+    args.rotary_dim = 64;
+    for (int kernel = 0; kernel < qkv_kernel_count; ++kernel) {
+        if (!qkv_kernels[kernel].transposed) continue;
+        EXPECT_THROW(qkv_rotary_cuda(args, {.kernel = kernel}, nullptr, nullptr), std::invalid_argument);
+    }
     args.dtype = DType::float32;
     EXPECT_THROW(qkv_rotary_cuda(args, {.kernel = 0}, nullptr, nullptr), std::invalid_argument);
 }

@@ -100,56 +100,76 @@ TEST(QkvRotaryPlan, TilesHoldWholeVisits) {
     }
 }
 
+// What the rotation of accumulators takes for granted: a tile is one head's rotated part or lies outside of all of
+// them, and a component's partner is 64 further on.
+TEST(QkvRotaryPlan, TransposedTilesHoldWholeRotations) {
+    for (const QkvKernel& kernel : qkv_kernels) {
+        if (!kernel.transposed) continue;
+        EXPECT_EQ(kernel.pairing, Pairing::halves) << describe(kernel);
+        EXPECT_EQ(kernel.tile_tokens % 32, 0) << describe(kernel);
+        int taken = 0;
+        for_each_shape([&](const QkvRotaryShape& shape) {
+            if (!can_fuse(shape, h200) || !takes(kernel, shape)) return;
+            ++taken;
+            ASSERT_EQ(shape.rotary_dim / 2, 64);
+            ASSERT_EQ(shape.head_dim % qkv_tile, 0);
+        });
+        EXPECT_GT(taken, 0) << describe(kernel);
+    }
+}
+
 TEST(QkvRotaryPlan, KernelsHaveNamesOfTheirOwn) {
     std::set<std::string> names;
     for (const QkvKernel& kernel : qkv_kernels) names.insert(describe(kernel));
     EXPECT_EQ(names.size(), size_t{qkv_kernel_count});
 }
 
+QkvRotaryShape qwen(int64_t rows) {
+    QkvRotaryShape shape = llama(rows);
+    shape.inputs = 2048;
+    shape.outputs = 2560;
+    return shape;
+}
+
+QkvRotaryShape llama_70b(int64_t rows) {
+    QkvRotaryShape shape = llama(rows);
+    shape.inputs = 8192;
+    shape.outputs = 1280;
+    return shape;
+}
+
 // As measured; what is slower fused is done apart.
 TEST(QkvRotaryPlan, IsFusedWhereThatIsFaster) {
-    const auto qwen = [](int64_t rows) {
-        QkvRotaryShape shape = llama(rows);
-        shape.inputs = 2048;
-        shape.outputs = 2560;
-        return shape;
-    };
-    const auto llama_70b = [](int64_t rows) {
-        QkvRotaryShape shape = llama(rows);
-        shape.inputs = 8192;
-        shape.outputs = 1280;
-        return shape;
-    };
-    for (const int64_t rows : {2048, 8192, 32768}) EXPECT_TRUE(is_fused(llama(rows))) << rows;
-    for (const int64_t rows : {1, 16, 64, 256, 512}) EXPECT_FALSE(is_fused(llama(rows))) << rows;
-    for (const int64_t rows : {8192, 32768}) EXPECT_TRUE(is_fused(qwen(rows))) << rows;
-    for (const int64_t rows : {256, 512, 1024, 2048}) EXPECT_FALSE(is_fused(qwen(rows))) << rows;
-    EXPECT_TRUE(is_fused(llama_70b(32768)));
-    for (const int64_t rows : {256, 2048, 8192}) EXPECT_FALSE(is_fused(llama_70b(rows))) << rows;
+    for (const auto of : {llama, qwen, llama_70b}) {
+        for (const int64_t rows : {2048, 8192, 32768})
+            EXPECT_TRUE(is_fused(of(rows))) << of(rows).outputs << " " << rows;
+        for (const int64_t rows : {1, 16, 64, 256, 512})
+            EXPECT_FALSE(is_fused(of(rows))) << of(rows).outputs << " " << rows;
+    }
 }
 
 // A last round that leaves much of the chip idle costs as much as a full one.
 TEST(QkvRotaryPlan, IsApartWhereTheLastRoundIsNearlyEmpty) {
-    QkvRotaryShape shape = llama(128);
-    for (const auto& [tiles, fused] : {std::pair{660, false}, {733, false}, {734, true}, {792, true}, {793, false}}) {
-        shape.outputs = tiles * 128;
-        EXPECT_EQ(tiles_of(shape), tiles);
-        EXPECT_EQ(is_fused(shape), fused) << tiles;
+    QkvRotaryShape shape = llama(512);
+    for (const auto& [heads, fused] : {std::pair{30, false}, {31, true}, {33, true}, {34, false}}) {
+        shape.outputs = heads * 128;
+        EXPECT_EQ(tiles_of(qkv_kernels[0], shape), 4 * heads);
+        EXPECT_EQ(is_fused(shape), fused) << heads;
     }
 }
 
-TEST(QkvRotaryPlan, CosinesAreTabledForManyRowsOfLongProducts) {
-    const auto phases = [](const QkvRotaryShape& shape) {
-        return qkv_kernels[plan_qkv_rotary(shape, h200).kernel].phases;
+TEST(QkvRotaryPlan, TakesTheTilesThatLeaveLeastIdle) {
+    const auto tokens = [](const QkvRotaryShape& shape) {
+        return qkv_kernels[plan_qkv_rotary(shape, h200).kernel].tile_tokens;
     };
-    EXPECT_EQ(phases(llama(8192)), Phases::tabled);
-    EXPECT_EQ(phases(llama(2048)), Phases::computed);
-    QkvRotaryShape short_product = llama(8192);
-    short_product.inputs = 2048;
-    EXPECT_EQ(phases(short_product), Phases::computed);
-    QkvRotaryShape interleaved = llama(8192);
-    interleaved.pairing = Pairing::interleaved;
-    EXPECT_EQ(phases(interleaved), Phases::computed);
+    EXPECT_EQ(tokens(llama(2048)), 128);      // 6 rounds of 128, or 5 of 160
+    EXPECT_EQ(tokens(llama(8192)), 160);      // 24 or 19
+    EXPECT_EQ(tokens(qwen(2048)), 160);       // 3 or 2
+    EXPECT_EQ(tokens(qwen(32768)), 128);      // 39 or 32
+    EXPECT_EQ(tokens(llama_70b(8192)), 160);  // 5 or 4, which are as much: the wider
+    QkvRotaryShape short_rotation = qwen(8192);
+    short_rotation.rotary_dim = 64;
+    EXPECT_EQ(tokens(short_rotation), 128);
 }
 
 TEST(QkvRotaryPlan, WhatNoKernelTakesIsDoneApart) {
@@ -174,9 +194,10 @@ TEST(QkvRotaryPlan, WhatNoKernelTakesIsDoneApart) {
 }
 
 TEST(QkvRotaryPlan, TilesThatHangOverTheEdgeCount) {
-    EXPECT_EQ(tiles_of(llama(1)), 48);
-    EXPECT_EQ(tiles_of(llama(129)), 96);
-    EXPECT_EQ(tiles_of(llama(8192)), 3072);
+    EXPECT_EQ(tiles_of({Pairing::halves}, llama(1)), 48);
+    EXPECT_EQ(tiles_of({Pairing::halves}, llama(129)), 96);
+    EXPECT_EQ(tiles_of({Pairing::halves}, llama(8192)), 3072);
+    EXPECT_EQ(tiles_of({Pairing::halves, /*transposed=*/true, 160}, llama(8192)), 52 * 48);
 }
 
 TEST(QkvRotaryPlan, RowsAreAlignedOnlyIfAllOfThemAre) {

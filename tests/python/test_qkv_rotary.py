@@ -119,8 +119,8 @@ def assert_fused(call: Call, pairing: str = "halves") -> None:
 
 
 FUSED = {
-    "cosines computed": {"tokens": 2048, "inputs": 256, "heads": (32, 8)},
-    "cosines tabled": {"tokens": 8192, "inputs": 4096, "heads": (8, 2)},
+    "tiles of 128 tokens": {"tokens": 2048, "inputs": 256, "heads": (32, 8)},
+    "tiles of 160 tokens": {"tokens": 8192, "inputs": 4096, "heads": (8, 1)},
 }
 """Shapes that are rotated inside the product."""
 

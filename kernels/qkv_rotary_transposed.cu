@@ -1,0 +1,6 @@
+// Instructions of 160 columns, where CUTLASS would take five of 32.
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+#include "qkv_rotary_kernel.cuh"
+
+template mrrope::QkvLauncher mrrope::qkv_launcher<mrrope::QkvKernel{mrrope::Pairing::halves, /*transposed=*/true, 160}>(
+    mrrope::DType dtype);
