@@ -1,6 +1,6 @@
 """The projection that rotates beside cuBLAS alone, and cuBLAS followed by rotary: time and error.
 
-    python benchmarks/qkv_rotary.py [--plans [REGEX]] [--model LAYERS] [--seconds S] [--output benchmarks/results/NAME]
+    python benchmarks/qkv_rotary.py [--plans [REGEX]] [--seconds S] [--output benchmarks/results/NAME]
 
 Prints one table and writes NAME.json, as it goes. All contenders of a case take turns, so that they see the same
 clocks: a GPU slows down as it warms, and only ratios within a case count. Times are medians of CUDA-graph replays, over
@@ -8,8 +8,7 @@ weights that do not fit the cache; ratios are medians of those of each turn. Err
 against float64 with exact phases.
 
 With --plans: every compiled kernel whose name matches, every way of walking through its tiles, and rows from 256 on, to
-choose plans by. With --model: a Llama-3-8B-shaped model of so many layers reads 8192 tokens, as it is, patched, and
-with fuse_projection.
+choose plans by.
 """
 
 from __future__ import annotations
@@ -368,60 +367,6 @@ def best_of_each_kernel(row: dict[str, Any]) -> list[str]:
     ]
 
 
-# --- a model ---
-
-
-def measure_model(layers: int, tokens: int) -> dict[str, Any]:
-    """Prefill of a Llama-3-8B-shaped model, random weights: as it is, patched, and with the projection fused."""
-    from model import llama
-
-    model = llama(layers)
-    text = torch.randint(0, 128000, (1, tokens), device="cuda")
-    kinds: dict[str, dict[str, bool] | None]
-    kinds = {"stock": None, "patched": {}, "fuse_projection": {"fuse_projection": True}}
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-    logits: dict[str, torch.Tensor] = {}
-
-    def read() -> torch.Tensor:
-        found: torch.Tensor = model(text, use_cache=False, logits_to_keep=1).logits
-        return found
-
-    with torch.no_grad():
-        for turn in range(9):
-            for kind in kinds if turn % 2 else reversed(kinds):
-                options = kinds[kind]
-                if options is not None:
-                    mrrope.patch(model, "rope", **options)
-                logits[kind] = read()
-                torch.cuda.synchronize()
-                before = time.perf_counter()
-                read()
-                torch.cuda.synchronize()
-                if turn > 1:
-                    seconds[kind].append(time.perf_counter() - before)
-                if options is not None:
-                    mrrope.unpatch(model)
-    row: dict[str, Any] = {
-        "name": f"prefill {tokens}, {layers} layers",
-        "seconds": {kind: statistics.median(times) for kind, times in seconds.items()},
-        "ratio": {
-            kind: statistics.median(a / b for a, b in zip(times, seconds["stock"], strict=True))
-            for kind, times in seconds.items()
-        },
-        "logits_difference": {
-            kind: float((found - logits["stock"]).float().norm() / logits["stock"].float().norm())
-            for kind, found in logits.items()
-        },
-    }
-    print(f"\n{row['name']}: milliseconds, / stock, logits off stock's")
-    for kind in kinds:
-        print(
-            f"{kind:18}{row['seconds'][kind] * 1e3:10.2f}{row['ratio'][kind]:8.3f}"
-            f"{row['logits_difference'][kind]:11.1e}"
-        )
-    return row
-
-
 def main() -> None:
     """Measures, prints, writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -432,21 +377,16 @@ def main() -> None:
         metavar="REGEX",
         help="every plan of kernels whose names match, instead of the op's own",
     )
-    parser.add_argument("--model", type=int, metavar="LAYERS", help="a model's prefill, instead of the op")
     parser.add_argument("--seconds", type=float, default=120.0, help="no case is begun after that (default: 120)")
     parser.add_argument("--output", type=Path, help="where to write, without ending")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU")
-    kind = "plans" if options.plans is not None else "model" if options.model else "cuda"
-    output = options.output or RESULTS / f"qkv_rotary_{kind}"
+    by_plans = options.plans is not None
+    output = options.output or RESULTS / f"qkv_rotary_{'plans' if by_plans else 'cuda'}"
     deadline = time.monotonic() + options.seconds
     rows: list[dict[str, Any]] = []
-    if options.model:
-        measured: Iterator[dict[str, Any]] = iter([measure_model(options.model, 8192)])
-    else:
-        by_plans = options.plans is not None
-        measured = sweep_all(deadline, options.plans) if by_plans else measure_all("cuda", deadline)
+    measured = sweep_all(deadline, options.plans) if by_plans else measure_all("cuda", deadline)
     with torch.no_grad():
         for row in measured:
             rows.append(row)
