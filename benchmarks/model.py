@@ -13,7 +13,7 @@ import contextlib
 import functools
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def eager(model: Any, *args: Any, **kwargs: Any) -> Any:
 compiled: Forward = torch.compile(eager, dynamic=False)
 
 
-def measure(kind: str, forward: Forward, kinds: tuple[str, ...], layers: int, only: str) -> list[dict[str, Any]]:
+def measure(kind: str, forward: Forward, kinds: tuple[str, ...], layers: int, only: str) -> Iterator[dict[str, Any]]:
     """Prefill and decode of a model with that many layers, the rows whose names match ``only``."""
     model = llama(layers)
     for_prefill, for_decode = (max(1, 16 // layers), PREFILL_ROUNDS), (max(5, 100 // layers), DECODE_ROUNDS)
@@ -144,7 +144,8 @@ def measure(kind: str, forward: Forward, kinds: tuple[str, ...], layers: int, on
     }
     named = {f"{name}, {kind}, {layers} layers": step for name, step in steps.items()}
     wanted = {name: step for name, step in named.items() if re.search(only, name)}
-    return [compare(model, name, kinds, *how) for name, how in tqdm(wanted.items(), desc=kind)]
+    for name, how in tqdm(wanted.items(), desc=kind):
+        yield compare(model, name, kinds, *how)
 
 
 def logits_errors(layers: int) -> dict[str, float]:
@@ -201,10 +202,16 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU: an 8B model's prefill takes too long without one")
     torch._dynamo.config.recompile_limit = 64  # every shape, stock and patched, is a graph of its own
-    rows = measure("eager", eager, (STOCK, PATCHED, FUSED), options.layers, options.only)
-    torch.cuda.empty_cache()
-    # Compiling takes its time, and all layers are alike: a few will do.
-    rows += measure("compiled", compiled, (STOCK, PATCHED), options.compiled_layers, options.only)
+    rows: list[dict[str, Any]] = []
+    for measured in (
+        measure("eager", eager, (STOCK, PATCHED, FUSED), options.layers, options.only),
+        # Compiling takes its time, and all layers are alike: a few will do.
+        measure("compiled", compiled, (STOCK, PATCHED), options.compiled_layers, options.only),
+    ):
+        for row in measured:
+            rows.append(row)
+            record.write(options.output.with_suffix(".json"), "cuda", rows)
+        torch.cuda.empty_cache()
     print_rows(rows)
     errors = logits_errors(options.layers)
     print(f"\nlogits off those of float32: stock {errors['stock']:.2e}, patched {errors['patched']:.2e}")
