@@ -355,6 +355,41 @@ def test_copies_of_a_model_in_use(how: Callable[[Any], Any]) -> None:
     assert_same_gradients(gradients(clone), want)
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "llama4_text"])
+def test_saved_whole(family: str, zipped: bool, tmp_path: Path) -> None:
+    """As older versions of torch saved one, tensors get their values after everything else."""
+    model, reference = pair(family)
+    torch.save(model, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
+    mrrope.unpatch(model)
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert_same(logits(loaded), logits(reference))
+    assert torch.equal(logits(mrrope.unpatch(loaded)), logits(model))
+
+
+def test_functional_call() -> None:
+    model, reference = pair()
+    given = {name: 1.5 * parameter.detach() for name, parameter in model.named_parameters()}
+    found = []
+    for which in (model, reference):
+        inputs = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
+        torch.func.functional_call(which, inputs, (tokens(2, 24),)).logits.square().mean().backward()
+        found.append({name: tensor.grad for name, tensor in inputs.items()})
+    assert_same_gradients(*found)
+
+
+@pytest.mark.filterwarnings("ignore:.*not the fused op")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "llama4_text", "qwen4_exp_text"])
+def test_patched_in_inference_mode(family: str) -> None:
+    """Its tables must be of use outside it, too."""
+    model, reference = (tiny_model(family) for _ in range(2))
+    with torch.inference_mode():
+        mrrope.patch(model, "mrrope_pro", scale=4.0)
+    mrrope.patch(reference, "mrrope_pro", scale=4.0)
+    assert [name for name, buffer in model.named_buffers() if buffer.is_inference()] == []
+    assert_same_gradients(gradients(model.train()), gradients(reference.train()))
+
+
 DISTRIBUTED = """
 import sys
 from pathlib import Path
