@@ -129,7 +129,7 @@ def draw_attention(figure: Any, data: Data) -> None:
         axes.set(xscale="log", xlabel="distance (tokens)", title=title)
         axes.grid(alpha=0.3)
     axes.legend(fontsize="small", loc="upper left")
-    figure.suptitle(f"{found['model']}, scale {found['setting']['scale']:g}")
+    figure.suptitle(f"{found['model']}, scale {found['setting']['scale']:g}; {found['layers']}")
 
 
 FIGURES: dict[str, Callable[[Any, Data], None]] = {
