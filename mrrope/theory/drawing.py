@@ -92,7 +92,7 @@ def ticks(data: Data) -> tuple[list[int], list[str]]:
     """Every fourth of the extended context."""
     reach = int(data["setting"]["original_max_position"] * data["setting"]["scale"])
     places = [reach * i // 4 for i in range(5)]
-    return places, [f"{place / 1024:g}K" if place else "0" for place in places]
+    return places, [pictures.thousands(place) if place else "0" for place in places]
 
 
 def draw_similarity(figure: Any, data: Data) -> None:
