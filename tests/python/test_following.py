@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 
 import tiny_models
 import transformers
+from test_patch_families import turns_in_local_layers_alone
 
 NATIVE, MAX_SCALE = 32, 4.0
 
@@ -682,7 +683,7 @@ def test_family(family):
     with torch.no_grad():
         before = model(**tiny_models.inputs(model, ids)).logits
     reason = next((reason for reason, families in CANNOT.items() if family in families), None)
-    options = {"scale": "auto", "max_scale": 256.0}
+    options = {"scale": "auto", "max_scale": 256.0, "local_layers": turns_in_local_layers_alone(model)}
     if reason is not None:
         with pytest.raises(ValueError, match=f"scale must be a number for .*{reason}"):
             mrrope.patch(model, "mrrope_pro", **options)

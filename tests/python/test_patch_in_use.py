@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from test_patch import CONVENTIONS, LENGTH, assert_same, logits, packed_tables, ready, relative, unfused
+from test_patch_families import turns_in_local_layers_alone
 from test_tiny_models import KNOWN, decoded
 from tiny_models import causal_lm_families, inputs, tiny_model, tokens
 from transformers import PreTrainedModel
@@ -151,8 +152,9 @@ def test_cached_decode_equals_full_forward(family: str) -> None:
     input_ids = tokens(2, 18)
     if "input_ids" not in inputs(model, input_ids):
         pytest.skip("a drafter, which keeps no cache of its own")
+    options = {"original_max_position": LENGTH, "local_layers": turns_in_local_layers_alone(model)}
     try:
-        mrrope.patch(model, "mrrope_pro", scale=4.0, original_max_position=LENGTH)
+        mrrope.patch(model, "mrrope_pro", scale=4.0, **options)
     except ValueError as error:
         if "must have rotary position embeddings" not in str(error):
             raise
