@@ -266,6 +266,12 @@ def _begin(
 def class_that_fuses(original: type[nn.Module]) -> type[nn.Module]:
     """The class of an attention module, but with one projection in calls of a patched model."""
     fusing = attention_calls.class_on_stand_ins(original, PROJECTION, _begin, _new_that_fuses)
+    reduce = fusing.__reduce_ex__
+
+    def ensure_linked(self: nn.Module) -> None:
+        projection: FusedProjection | None = vars(self).get(PROJECTION)
+        if projection is not None and not projection.is_linked(self):
+            projection.link(self)
 
     def applied(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         # Moving a model, or casting it, gives every parameter memory of its own.
@@ -277,14 +283,18 @@ def class_that_fuses(original: type[nn.Module]) -> type[nn.Module]:
             projection.link(self)
         return self
 
+    def reduced(self: nn.Module, protocol: Any) -> Any:
+        # What torch.save finds side by side it loads so; in its old format the values come last, too late to be copied.
+        ensure_linked(self)
+        return reduce(self, protocol)
+
     def set_state(self: nn.Module, state: Any) -> None:
         # So does copying it; a compiled copy could not lay them side by side any more.
         original.__setstate__(self, state)  # type: ignore[no-untyped-call]
-        projection: FusedProjection | None = vars(self).get(PROJECTION)
-        if projection is not None and not projection.is_linked(self):
-            projection.link(self)
+        ensure_linked(self)
 
     fusing._apply = applied  # type: ignore[method-assign]
+    fusing.__reduce_ex__ = reduced  # type: ignore[method-assign,assignment]
     fusing.__setstate__ = set_state  # type: ignore[method-assign]
     return fusing
 

@@ -334,10 +334,14 @@ def test_a_compiled_copy_sees_weights_loaded_later(how: Callable[[Any], Any], dy
     assert_same(logits(compiled), logits(other))
 
 
+@pytest.mark.parametrize("assigned", [False, True])
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_saved_model(tmp_path: Path, zipped: bool) -> None:
-    """As older versions of torch saved one, tensors get their values after everything else."""
+def test_a_saved_model(tmp_path: Path, zipped: bool, assigned: bool) -> None:
+    """As older versions of torch saved one, tensors get their values after everything else; weights that were assigned
+    lie apart."""
     model = fused()
+    if assigned:
+        model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
     torch.save(model, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     assert_same(logits(loaded), logits(model))
