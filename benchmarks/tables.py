@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mrrope.pictures import thousands
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/speed.md", "docs/following.md", "docs/projection.md", "docs/study.md")
@@ -189,11 +191,6 @@ def parts_of(name: str) -> dict[str, Any]:
     return parts
 
 
-def thousands(length: int | str) -> str:
-    """131072 as 128K."""
-    return f"{int(length) / 1024:g}K"
-
-
 def figure(value: float) -> str:
     """Three digits or so; large ones have left what is worth comparing."""
     return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
@@ -231,7 +228,7 @@ def study_perplexity(scale: int) -> list[str]:
     columns.append({method: geometric_mean(one.values()) for method, one in values.items() if len(one) == len(lengths)})
     shown = [with_lowest_marked(column) for column in columns]
     return table(
-        ["", *map(thousands, lengths), "geo. mean"],
+        ["", *(thousands(int(length)) for length in lengths), "geo. mean"],
         [[f"`{method}`", *(column.get(method, "") for column in shown)] for method in values],
     ) + pictured(f"study_{scale}x.perplexity.png", f"Perplexity by length at scale {scale}")
 
@@ -240,7 +237,7 @@ def study_tasks(scale: int) -> list[str]:
     """All tasks with an answer, at one scale."""
     results = parts_of(STUDY).get(str(scale), {}).get("results", {})
     columns = {
-        f"{task} {thousands(length)}": {
+        f"{task} {thousands(int(length))}": {
             method: by_length[length] for method, by_length in by_method.items() if length in by_length
         }
         for task, by_method in results.items()

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <array>
+#include <cmath>
 #include <limits>
 
 #include "backends.h"
@@ -217,6 +218,16 @@ CacheSlots slots_of(const CacheCall& call, const Layout& layout, const Layout& c
     return slots;
 }
 
+// On the CPU; kernels multiply by the inverse, whatever comes out.
+void check_scale_values(const char* name, const Tensor& scale, const CachedHeads& cached) {
+    if (!scale.is_cpu()) return;
+    for (int64_t at = 0; at < scale.numel(); ++at) {
+        const float value = cached.scale[at * cached.scale_stride];
+        TORCH_CHECK_VALUE(std::isfinite(value) && std::isfinite(1.0f / value), name,
+                          " must be finite, and so large that its inverse is, got ", value, " at index ", at);
+    }
+}
+
 CachedHeads cached_heads(NamedHeads in, const Tensor& cache, const char* scale_name, const Index& scale,
                          const Layout& layout, const Layout& cache_layout) {
     const int heads = heads_of(in, layout);
@@ -231,6 +242,7 @@ CachedHeads cached_heads(NamedHeads in, const Tensor& cache, const char* scale_n
                       " must have one element, or [", heads, "], one a head of ", in.name, ", got ", scale->sizes());
     cached.scale = static_cast<const float*>(scale->const_data_ptr());
     cached.scale_stride = is_one ? 0 : step(*scale, 0);
+    check_scale_values(scale_name, *scale, cached);
     return cached;
 }
 

@@ -48,7 +48,7 @@ def rotary_and_cache_(
             cache, or ``hnd``, ``[blocks, heads, block_size, head_dim]``, as transformers' static cache has it and the
             default there. A static cache has a block for each sequence.
         key_scale, value_scale: float32, of one element or ``[k's heads]``, on q's device: ``x / scale`` is written,
-            saturating, to a cache of float8; 1 where not given.
+            saturating, to a cache of float8; 1 where not given. Finite, and so large that the inverse is, too.
         q_out: where the rotated q goes instead of q's own place; of q's shape and dtype.
 
     Returns:
@@ -56,7 +56,7 @@ def rotary_and_cache_(
 
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: naming the argument; nothing has been written then. On a GPU
-            nobody looks at slots before they are used: tokens whose slot is not there are not written.
+            nobody looks at slots and scales before they are used: tokens whose slot is not there are not written.
     """
     _, positions, packed = _arguments(q, k, positions, table)
     for name, value in (("k", k), ("v", v), ("key_cache", key_cache), ("value_cache", value_cache)):

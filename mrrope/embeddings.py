@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Iterable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -25,15 +25,25 @@ Ladders = dict[str | None, Ladder]
 """What turns each kind of layer that a rotary embedding serves."""
 
 
+@dataclass(frozen=True)
+class RotaryFunction:
+    """A function of a modeling module that applies what a rotary embedding gives, and how it does."""
+
+    module: str
+    name: str
+    form: CallForm
+    convention: Convention
+
+
 class TableRotaryEmbedding(nn.Module):
     """Stands where a model's rotary embedding stood, and gives positions and a table for cosines and sines."""
 
-    def __init__(self, original: nn.Module, ladders: Ladders, function_modules: list[str], *, single: bool) -> None:
+    def __init__(self, original: nn.Module, ladders: Ladders, functions: list[RotaryFunction]) -> None:
         super().__init__()
-        self.function_modules = function_modules
+        self.functions = functions
         self.original = original
         self.ladders = ladders
-        self.single = single
+        self.single = any(len(function.form.embedding) == 1 for function in functions)
         self.follower: Follower | None = None
         device = next(original.buffers()).device
         for layer_type, ladder in ladders.items():
@@ -62,9 +72,8 @@ class TableRotaryEmbedding(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        # In another process the functions have to be put in place again.
-        for found in functions_in(self.function_modules, self.original):
-            installed_functions.install(*found, user=self)
+        # In another process the functions have to be put in place again. Tensors may not have their values yet.
+        installed_functions.install_for(self)
 
 
 class InstalledFunctions:
@@ -73,15 +82,15 @@ class InstalledFunctions:
     def __init__(self) -> None:
         self._installed: dict[tuple[ModuleType, str], tuple[Apply, weakref.WeakSet[TableRotaryEmbedding]]] = {}
 
-    def install(
-        self, module: ModuleType, name: str, form: CallForm, convention: Convention, *, user: TableRotaryEmbedding
-    ) -> None:
-        """Puts the fused function in place, unless it stands there already."""
-        if (module, name) not in self._installed:
-            function = conventions.fused(getattr(module, name), form, convention)
-            setattr(module, name, function)
-            self._installed[module, name] = function, weakref.WeakSet()
-        self._installed[module, name][1].add(user)
+    def install_for(self, user: TableRotaryEmbedding) -> None:
+        """Puts the fused functions in place, unless they stand there already."""
+        for found in user.functions:
+            module, name = importlib.import_module(found.module), found.name
+            if (module, name) not in self._installed:
+                function = conventions.fused(getattr(module, name), found.form, found.convention)
+                setattr(module, name, function)
+                self._installed[module, name] = function, weakref.WeakSet()
+            self._installed[module, name][1].add(user)
         # A patched model may also just be dropped.
         weakref.finalize(user, self._restore_unused).atexit = False
 
@@ -108,18 +117,13 @@ class UnfusableError(Exception):
     """Why the op cannot stand in for a model's own functions."""
 
 
-def functions_for(model: nn.Module, rotary: nn.Module) -> list[tuple[ModuleType, str, CallForm, Convention]]:
-    """Every function that applies what a rotary embedding gives, and how it does; raises :class:`UnfusableError`."""
+def functions_for(model: nn.Module, rotary: nn.Module) -> list[RotaryFunction]:
+    """Every function that applies what a rotary embedding gives; raises :class:`UnfusableError`."""
     classes = {type(module) for module in model.modules()}
     # Rotary embeddings, of text and of vision, may compute as they like.
     for module_class in classes - {type(module) for module in model.modules() if model_rope.layer_types(module)}:
         if expression := conventions.takes_embedding_apart(module_class):  # type: ignore[arg-type]
             raise UnfusableError(f"{module_class.__name__} computes with cosines and sines itself: {expression}")
-    return functions_in({module_class.__module__ for module_class in classes} | {type(rotary).__module__}, rotary)
-
-
-def functions_in(modules: Iterable[str], rotary: nn.Module) -> list[tuple[ModuleType, str, CallForm, Convention]]:
-    """The same, in modules of these names."""
     layer_type = model_rope.layer_types(rotary)[0]
     own = model_rope.settings(rotary, layer_type)
     device = next(rotary.buffers()).device
@@ -133,7 +137,8 @@ def functions_in(modules: Iterable[str], rotary: nn.Module) -> list[tuple[Module
         return tuple(part.cpu() for part in embedding) if isinstance(embedding, tuple) else embedding.cpu()
 
     found = []
-    for module in map(importlib.import_module, sorted(modules)):
+    names = {module_class.__module__ for module_class in classes} | {type(rotary).__module__}
+    for module in map(importlib.import_module, sorted(names)):
         for name, function in conventions.apply_functions(module).items():
             function = getattr(function, "__wrapped__", function)
             form = CallForm.of(function)
@@ -142,7 +147,7 @@ def functions_in(modules: Iterable[str], rotary: nn.Module) -> list[tuple[Module
             convention = conventions.find_convention(function, form, embed, positions, own.packed(own.table))
             if convention is None:
                 raise UnfusableError(f"{module.__name__}.{name} rotates in a way the op does not")
-            found.append((module, name, form, convention))
+            found.append(RotaryFunction(module.__name__, name, form, convention))
     if not found:
         raise UnfusableError(f"{type(rotary).__module__} has no function that applies RoPE")
     return found

@@ -181,7 +181,7 @@ def _check_engine(engine: str, text: Any, model: nn.Module, rotary: nn.Module) -
         found = embeddings.functions_for(model, rotary)
     except embeddings.UnfusableError as reason:
         raise cannot(f"longrope there pairs component i with i + rotary_dim / 2, but {reason}") from None
-    if any(convention.pairing != "halves" or convention.turns_last for *_, convention in found):
+    if any(function.convention.pairing != "halves" or function.convention.turns_last for function in found):
         raise cannot("longrope there pairs component i with i + rotary_dim / 2, and this model pairs others")
 
 

@@ -46,7 +46,8 @@ class Follower(nn.Module):
         self.chosen: dict[str | None, torch.Tensor] = {}
         self.hooks = (
             owner.register_forward_pre_hook(self.before_call, with_kwargs=True),
-            owner.register_forward_hook(self.after_call),
+            # After an error too, so that the cache is let go.
+            owner.register_forward_hook(self.after_call, always_call=True),
         )
 
     def leave(self) -> None:

@@ -30,7 +30,7 @@ from torch import nn
 from mrrope import attention_calls
 from mrrope.attention_calls import StandIn, agree, random
 from mrrope.conventions import Convention, TableAfterProjection
-from mrrope.embeddings import TableRotaryEmbedding, UnfusableError, functions_in
+from mrrope.embeddings import TableRotaryEmbedding
 from mrrope.projection import pack_qkv, split_qkv, unpack_qkv
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,9 @@ class FusedProjection:
 
     def _fits(self, modules: list[Any]) -> bool:
         """Whether projections, any of which may be another by now, make one."""
-        if not all(type(module) is nn.Linear and _is_here(module.weight) for module in modules):
+        if not all(type(module) is nn.Linear for module in modules):
+            return False
+        if not all(_is_here(tensor) for module in modules for tensor in (module.weight, module.bias)):
             return False
         if len(modules) == 1:
             return True
@@ -159,9 +161,10 @@ class FusedProjection:
         )
 
 
-def _is_here(weight: torch.Tensor) -> bool:
-    """Whether a weight's values lie in this process's memory, as they are: not sharded, quantised or left out."""
-    return type(weight) in (nn.Parameter, torch.Tensor) and not weight.is_meta
+def _is_here(tensor: torch.Tensor | None) -> bool:
+    """Whether a parameter's values, if there is one, lie in this process's memory, as they are: not sharded, quantised
+    or left out, nor a tensor that stands in for the parameter, as in torch.func.functional_call."""
+    return tensor is None or (type(tensor) is nn.Parameter and not tensor.is_meta)
 
 
 def _shared_as(parameters: list[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
@@ -263,6 +266,12 @@ def _begin(
 def class_that_fuses(original: type[nn.Module]) -> type[nn.Module]:
     """The class of an attention module, but with one projection in calls of a patched model."""
     fusing = attention_calls.class_on_stand_ins(original, PROJECTION, _begin, _new_that_fuses)
+    reduce = fusing.__reduce_ex__
+
+    def ensure_linked(self: nn.Module) -> None:
+        projection: FusedProjection | None = vars(self).get(PROJECTION)
+        if projection is not None and not projection.is_linked(self):
+            projection.link(self)
 
     def applied(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         # Moving a model, or casting it, gives every parameter memory of its own.
@@ -274,14 +283,18 @@ def class_that_fuses(original: type[nn.Module]) -> type[nn.Module]:
             projection.link(self)
         return self
 
+    def reduced(self: nn.Module, protocol: Any) -> Any:
+        # What torch.save finds side by side it loads so; in its old format the values come last, too late to be copied.
+        ensure_linked(self)
+        return reduce(self, protocol)
+
     def set_state(self: nn.Module, state: Any) -> None:
         # So does copying it; a compiled copy could not lay them side by side any more.
         original.__setstate__(self, state)  # type: ignore[no-untyped-call]
-        projection: FusedProjection | None = vars(self).get(PROJECTION)
-        if projection is not None and not projection.is_linked(self):
-            projection.link(self)
+        ensure_linked(self)
 
     fusing._apply = applied  # type: ignore[method-assign]
+    fusing.__reduce_ex__ = reduced  # type: ignore[method-assign,assignment]
     fusing.__setstate__ = set_state  # type: ignore[method-assign]
     return fusing
 
@@ -405,14 +418,10 @@ def _why_not(attention: nn.Module, names: tuple[str, ...]) -> str | None:
 
 def _conventions_of(attention: nn.Module, rotary: TableRotaryEmbedding) -> Iterator[Convention]:
     """How the functions of an attention module's own modeling module apply what a rotary embedding gives."""
-    own = [name for name in rotary.function_modules if name == type(attention).__module__]
-    try:
-        found = functions_in(own or rotary.function_modules, rotary.original)
-    except UnfusableError:
-        return
-    for _, _, form, convention in found:
-        if len(form.heads) == 2 and len(form.embedding) == 2:
-            yield convention
+    own = [function for function in rotary.functions if function.module == type(attention).__module__]
+    for function in own or rotary.functions:
+        if len(function.form.heads) == 2 and len(function.form.embedding) == 2:
+            yield function.convention
 
 
 def _is_plain_convention(convention: Convention) -> bool:

@@ -106,7 +106,10 @@ def global_settings(model: nn.Module) -> RopeSettings:
         for layer_type in layer_types(module):
             if not is_local(layer_type):
                 return settings(module, layer_type)
-    raise ValueError(f"model must have rotary embeddings of transformers, and {type(model).__name__} has none")
+    raise ValueError(
+        f"model must have rotary embeddings of transformers for layers that see the whole text, and "
+        f"{type(model).__name__} has none"
+    )
 
 
 def position_row(module: nn.Module, layer_type: str | None, pairs: int) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 
 from mrrope import model_rope
@@ -207,6 +208,8 @@ def _restore(model: nn.Module, before: Patches) -> None:
         fuse_again(module, projection)
 
 
+@torch.inference_mode(mode=False)  # tables made in it could not take part in training later
+@torch.no_grad()
 def _put_in(model: nn.Module, rotary: nn.Module, ladders: Ladders) -> str | None:
     """Makes a model turn by these tables; where the op cannot do it, tells why."""
     try:
@@ -221,18 +224,15 @@ def _put_in(model: nn.Module, rotary: nn.Module, ladders: Ladders) -> str | None
 
 def _fuse(model: nn.Module, rotary: nn.Module, ladders: Ladders) -> None:
     functions = functions_for(model, rotary)
-    single = any(len(form.embedding) == 1 for _, _, form, _ in functions)
-    modules = sorted({module.__name__ for module, *_ in functions})
-    replacement = TableRotaryEmbedding(rotary, ladders, modules, single=single)
+    replacement = TableRotaryEmbedding(rotary, ladders, functions)
     native = None
     if not all(ladder.is_fixed for ladder in ladders.values()):
         own = {layer_type: model_rope.settings(rotary, layer_type).table for layer_type in ladders}
         by_own_tables = {layer_type: Ladder.of_one(table) for layer_type, table in own.items()}
-        native = TableRotaryEmbedding(rotary, by_own_tables, modules, single=single)
+        native = TableRotaryEmbedding(rotary, by_own_tables, functions)
     for new in filter(None, (native, replacement)):
         new.train(rotary.training)
-        for found in functions:
-            installed_functions.install(*found, user=new)
+        installed_functions.install_for(new)
     if native is not None:
         _replace(model, rotary, native)
         replacement.follower = _follow(model, native, ladders)

@@ -30,6 +30,11 @@ def line(method: str) -> dict[str, Any]:
     return {"label": method, "color": colour, "linestyle": dashes}
 
 
+def thousands(tokens: int) -> str:
+    """131072 as 128K."""
+    return f"{tokens / 1024:g}K"
+
+
 def save(figure: Any, path: Path) -> Path:
     """Writes a picture, small: few colours are in it."""
     figure.savefig(path, dpi=110, pil_kwargs={"optimize": True})

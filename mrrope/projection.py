@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 
@@ -56,6 +57,8 @@ def qkv_rotary(
     if x.dim() != rank:
         form = "[tokens, inputs]" if layout == "thd" else "[batch, tokens, inputs]"
         raise ValueError(f"x must be {form} for layout {layout}, got a tensor of {x.dim()} dimensions")
+    _require_integer("num_q_heads", num_q_heads)
+    _require_integer("num_kv_heads", num_kv_heads)
     packed = torch.ops.mrrope.qkv_rotary.default(
         x, weight, bias, positions, packed_table(table, x.device), num_q_heads, num_kv_heads, pairing
     )
@@ -133,6 +136,7 @@ def _reordered(weight: torch.Tensor, num_heads: int, rotary_dim: int | None, *, 
     if rest:
         raise ValueError(f"weight must have a multiple of num_heads ({num_heads}) rows, got {weight.shape[0]}")
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    _require_integer("rotary_dim", rotary_dim)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(f"rotary_dim must be even and from 2 to {head_dim}, the rows of a head, got {rotary_dim}")
     order = torch.arange(head_dim, device=weight.device)
@@ -148,8 +152,12 @@ def _require_rows(name: str, value: object) -> None:
         raise ValueError(f"{name} must have rows, got a tensor of 0 dimensions")
 
 
-def _require_heads(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+def _require_integer(name: str, value: object) -> None:
+    if not isinstance(value, (int, Integral)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+
+
+def _require_heads(name: str, value: int) -> None:
+    _require_integer(name, value)
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")

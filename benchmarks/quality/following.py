@@ -24,6 +24,7 @@ from transformers import DynamicCache, StaticCache
 import mrrope
 from mrrope.evaluation import models, texts
 from mrrope.evaluation.perplexity import document_losses, perplexity, token_losses
+from mrrope.pictures import thousands
 
 RESULTS = Path(__file__).parents[1] / "results"
 METHOD = "mrrope_pro"
@@ -135,7 +136,7 @@ def plot(rows: dict[str, dict[int, dict[str, float]]], model: str, path: Path) -
     values = [rows["auto"][length]["second half"] for length in lengths]
     axes.plot(lengths, values, color="tab:red", linewidth=3, alpha=0.6, label="auto")
     axes.set(xscale="log", xlabel="tokens", ylabel="perplexity of the second half", title=f"{model}, {METHOD}")
-    axes.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
+    axes.set_xticks(lengths, list(map(thousands, lengths)))
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()

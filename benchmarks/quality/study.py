@@ -273,7 +273,7 @@ def draw(part: dict[str, Any], title: str, stem: Path) -> None:
         for method, line in lines.items():
             axes.plot(lengths[: len(line)], line, marker="o", markersize=4, **pictures.line(method))
         axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [thousands(length) for length in lengths])
+        axes.set_xticks(lengths, list(map(pictures.thousands, lengths)))
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.set(xlabel="tokens", ylabel="perplexity of the second half", title=title)
@@ -297,7 +297,8 @@ def draw_tasks(by_task: dict[str, Any], columns: list[tuple[str, int]], title: s
     figure = Figure(figsize=(2.5 + 0.75 * len(columns), 1.8 + 0.36 * len(methods)), layout="constrained")
     axes = figure.subplots()
     axes.imshow(scores, aspect="auto", cmap="viridis", vmin=0, vmax=1)
-    axes.set_xticks(range(len(columns)), [f"{task}\n{thousands(length)}" for task, length in columns], rotation=45)
+    names = [f"{task}\n{pictures.thousands(length)}" for task, length in columns]
+    axes.set_xticks(range(len(columns)), names, rotation=45)
     axes.set_yticks(range(len(methods)), methods)
     for i, row in enumerate(scores):
         for j, score in enumerate(row):
@@ -305,11 +306,6 @@ def draw_tasks(by_task: dict[str, Any], columns: list[tuple[str, int]], title: s
                 axes.text(j, i, f"{score:.2f}", ha="center", va="center", color="white" if score < 0.6 else "black")
     axes.set_title(f"{title}: share found")
     pictures.save(figure, path)
-
-
-def thousands(length: int) -> str:
-    """131072 as 128K."""
-    return f"{length / 1024:g}K"
 
 
 def scale_studies(

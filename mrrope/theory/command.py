@@ -123,8 +123,10 @@ def summary(data: dict[str, Any]) -> str:
             zeros = [found["first_zero"] or "none" for found in (of_all, of_middle)]
             lines += [f"  {method:18}{zeros[0]:>14}{zeros[1]:>15}"]
     if ATTENTION in data:
-        lines += ["", f"wavering of the middle pairs' score past the native length of {data[ATTENTION]['model']}:"]
-        lines += [f"  {method:12} {wavering:.2f}" for method, wavering in wavering_past_native(data[ATTENTION]).items()]
+        found = data[ATTENTION]
+        lines += ["", f"wavering of the middle pairs' score past the native length of {found['model']}"]
+        lines += [f"({found['layers']}):"]
+        lines += [f"  {method:12} {wavering:.2f}" for method, wavering in wavering_past_native(found).items()]
     return "\n".join([*lines, ""])
 
 

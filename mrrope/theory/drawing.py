@@ -92,7 +92,7 @@ def ticks(data: Data) -> tuple[list[int], list[str]]:
     """Every fourth of the extended context."""
     reach = int(data["setting"]["original_max_position"] * data["setting"]["scale"])
     places = [reach * i // 4 for i in range(5)]
-    return places, [f"{place / 1024:g}K" if place else "0" for place in places]
+    return places, [pictures.thousands(place) if place else "0" for place in places]
 
 
 def draw_similarity(figure: Any, data: Data) -> None:
@@ -129,7 +129,7 @@ def draw_attention(figure: Any, data: Data) -> None:
         axes.set(xscale="log", xlabel="distance (tokens)", title=title)
         axes.grid(alpha=0.3)
     axes.legend(fontsize="small", loc="upper left")
-    figure.suptitle(f"{found['model']}, scale {found['setting']['scale']:g}")
+    figure.suptitle(f"{found['model']}, scale {found['setting']['scale']:g}; {found['layers']}")
 
 
 FIGURES: dict[str, Callable[[Any, Data], None]] = {

@@ -153,13 +153,19 @@ def middle_attention(setting: Setting, model: Any, tokens: Sequence[int]) -> dic
     """What the middle pairs add to a real model's attention scores, over distance: the mean over token pairs, and how
     much that wavers from one distance to the next.
     """
-    products = attention.pair_products(model, tokens, setting.rotary_dim)
+    products = attention.pair_products(model, tokens)
+    # The score is linear in the products, so that the mean product has the mean score.
+    mean_product = products.values.mean(0, keepdim=True)
     edges = setting.edges
-    found: dict[str, Any] = {"samples": len(products), "distances": edges[:-1], "methods": {}}
+    found: dict[str, Any] = {
+        "layers": products.layers,
+        "samples": len(products.values),
+        "distances": edges[:-1],
+        "methods": {},
+    }
     for method in ("rope", *WITH_MIDDLE):
         distances = torch.arange(1, setting.reach + 1)
-        # The score is linear in the products, so that the mean product has the mean score.
-        means = attention.scores(products.mean(0, keepdim=True), setting.table(method), distances, setting.middle)[0]
+        means = attention.scores(mean_product, setting.table(method), distances, setting.middle)[0]
         stretches = [means[start - 1 : end - 1] for start, end in pairwise(edges)]
         found["methods"][method] = {
             "mean": rounded(stretch.mean().item() for stretch in stretches),

@@ -1,10 +1,13 @@
 """scale="auto": every sequence by the smallest scale that covers it, its cached keys turned as it grows."""
 
 import copy
+import gc
 import io
 import pickle
 import subprocess
 import sys
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ pytest.importorskip("transformers")
 
 import tiny_models
 import transformers
+from test_patch_families import turns_in_local_layers_alone
 
 NATIVE, MAX_SCALE = 32, 4.0
 
@@ -293,6 +297,29 @@ def test_inference_mode_and_then_not(model):
     torch.testing.assert_close(logits(model, ids[:, 30:], past_key_values=cache), want, rtol=1e-4, atol=1e-6)
 
 
+def test_patched_in_inference_mode(model):
+    ids = text(50)
+    with torch.inference_mode():
+        following(model)
+    assert [name for name, buffer in model.named_buffers() if buffer.is_inference()] == []
+    model(ids, labels=ids).loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_cache_is_let_go_after_an_error(model):
+    following(model)
+    cache = transformers.DynamicCache(config=model.config)
+    logits(model, text(10), past_key_values=cache)
+    fails = model.model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        logits(model, text(1), past_key_values=cache)
+    fails.remove()
+    held = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert held() is None
+
+
 def test_a_cache_of_other_sequences_is_refused(model):
     following(model)
     cache = transformers.DynamicCache(config=model.config)
@@ -436,8 +463,23 @@ def test_patched_within_and_back(model):
     assert tables_of(cache) == [1]
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_copies_follow_by_themselves(model, way):
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model, *, zipped):
+    file = io.BytesIO()
+    torch.save(model, file, _use_new_zipfile_serialization=zipped)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied_by",
+    [copy.deepcopy, pickled, partial(saved, zipped=True), partial(saved, zipped=False)],
+    ids=["deepcopy", "pickle", "torch.save", "torch.save of old"],
+)
+def test_copies_follow_by_themselves(model, copied_by):
     following(model)
     ids = text(60)
     want = torch.cat(
@@ -448,7 +490,7 @@ def test_copies_follow_by_themselves(model, way):
         ],
         dim=1,
     )
-    copied = copy.deepcopy(model) if way == "deepcopy" else pickle.load(io.BytesIO(pickle.dumps(model)))
+    copied = copied_by(model)
     mrrope.unpatch(model)
     cache = caches(copied)["dynamic"]
     got = torch.cat([logits(copied, part, past_key_values=cache) for part in ids.split(20, dim=1)], dim=1)
@@ -645,7 +687,7 @@ def test_family(family):
     with torch.no_grad():
         before = model(**tiny_models.inputs(model, ids)).logits
     reason = next((reason for reason, families in CANNOT.items() if family in families), None)
-    options = {"scale": "auto", "max_scale": 256.0}
+    options = {"scale": "auto", "max_scale": 256.0, "local_layers": turns_in_local_layers_alone(model)}
     if reason is not None:
         with pytest.raises(ValueError, match=f"scale must be a number for .*{reason}"):
             mrrope.patch(model, "mrrope_pro", **options)

@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from test_patch import CONVENTIONS, LENGTH, assert_same, logits, packed_tables, ready, relative, unfused
+from test_patch_families import turns_in_local_layers_alone
 from test_tiny_models import KNOWN, decoded
 from tiny_models import causal_lm_families, inputs, tiny_model, tokens
 from transformers import PreTrainedModel
@@ -151,8 +152,9 @@ def test_cached_decode_equals_full_forward(family: str) -> None:
     input_ids = tokens(2, 18)
     if "input_ids" not in inputs(model, input_ids):
         pytest.skip("a drafter, which keeps no cache of its own")
+    options = {"original_max_position": LENGTH, "local_layers": turns_in_local_layers_alone(model)}
     try:
-        mrrope.patch(model, "mrrope_pro", scale=4.0, original_max_position=LENGTH)
+        mrrope.patch(model, "mrrope_pro", scale=4.0, **options)
     except ValueError as error:
         if "must have rotary position embeddings" not in str(error):
             raise
@@ -353,6 +355,41 @@ def test_copies_of_a_model_in_use(how: Callable[[Any], Any]) -> None:
     assert_same(logits(clone), logits(reference))
     clone.zero_grad()
     assert_same_gradients(gradients(clone), want)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "llama4_text"])
+def test_saved_whole(family: str, zipped: bool, tmp_path: Path) -> None:
+    """As older versions of torch saved one, tensors get their values after everything else."""
+    model, reference = pair(family)
+    torch.save(model, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
+    mrrope.unpatch(model)
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert_same(logits(loaded), logits(reference))
+    assert torch.equal(logits(mrrope.unpatch(loaded)), logits(model))
+
+
+def test_functional_call() -> None:
+    model, reference = pair()
+    given = {name: 1.5 * parameter.detach() for name, parameter in model.named_parameters()}
+    found = []
+    for which in (model, reference):
+        inputs = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
+        torch.func.functional_call(which, inputs, (tokens(2, 24),)).logits.square().mean().backward()
+        found.append({name: tensor.grad for name, tensor in inputs.items()})
+    assert_same_gradients(*found)
+
+
+@pytest.mark.filterwarnings("ignore:.*not the fused op")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "llama4_text", "qwen4_exp_text"])
+def test_patched_in_inference_mode(family: str) -> None:
+    """Its tables must be of use outside it, too."""
+    model, reference = (tiny_model(family) for _ in range(2))
+    with torch.inference_mode():
+        mrrope.patch(model, "mrrope_pro", scale=4.0)
+    mrrope.patch(reference, "mrrope_pro", scale=4.0)
+    assert [name for name, buffer in model.named_buffers() if buffer.is_inference()] == []
+    assert_same_gradients(gradients(model.train()), gradients(reference.train()))
 
 
 DISTRIBUTED = """

@@ -285,9 +285,8 @@ def test_inference_mode_leaves_parameters_trainable(step: str) -> None:
             mrrope.unpatch(model)
         logits(model)
     assert [name for name, parameter in model.named_parameters() if parameter.is_inference()] == []
-    if step != "patch":  # a table made in inference mode cannot be trained by, with or without fuse_projection
-        with torch.enable_grad():
-            gradients(model)
+    with torch.enable_grad():
+        gradients(model)
 
 
 def test_a_model_made_in_inference_mode() -> None:
@@ -335,12 +334,30 @@ def test_a_compiled_copy_sees_weights_loaded_later(how: Callable[[Any], Any], dy
     assert_same(logits(compiled), logits(other))
 
 
-def test_a_saved_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("assigned", [False, True])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_saved_model(tmp_path: Path, zipped: bool, assigned: bool) -> None:
+    """As older versions of torch saved one, tensors get their values after everything else; weights that were assigned
+    lie apart."""
     model = fused()
-    torch.save(model, tmp_path / "model.pt")
+    if assigned:
+        model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    torch.save(model, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     assert_same(logits(loaded), logits(model))
     assert_fused(loaded)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "weight"), ("qwen2", "bias"), ("phi3", "weight")])
+def test_functional_calls_leave_their_tensors_alone(family: str, kind: str) -> None:
+    model, other = fused(family), reference(family)
+    given = {name: 1.5 * parameter for name, parameter in model.named_parameters() if name.endswith(kind)}
+    places = {name: tensor.data_ptr() for name, tensor in given.items()}
+    want = torch.func.functional_call(other, given, (tokens(2, 24),)).logits
+    assert_same(torch.func.functional_call(model, given, (tokens(2, 24),)).logits, want)
+    assert {name: tensor.data_ptr() for name, tensor in given.items()} == places
+    assert_same(logits(model), logits(other))
+    assert_fused(model)
 
 
 def test_memory_shared_with_other_processes_stays_shared() -> None:

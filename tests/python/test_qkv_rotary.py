@@ -389,6 +389,10 @@ ERRORS = {
         "num_q_heads and num_kv_heads must be no more than weight's 128 rows",
         "got 4 and 9223372036854775807",
     ),
+    "a fraction of q's heads": ({"num_q_heads": 4.0}, TypeError, "num_q_heads must be an integer, got 4.0"),
+    "heads of k in words": ({"num_kv_heads": "2"}, TypeError, "num_kv_heads must be an integer, got '2'"),
+    "heads of k not known": ({"num_kv_heads": None}, TypeError, "num_kv_heads must be an integer, got None"),
+    "a truth for q's heads": ({"num_q_heads": True}, TypeError, "num_q_heads must be an integer, got True"),
     "no heads of k": ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1, got 0"),
     "unknown layout": ({"layout": "sbhd"}, ValueError, "layout must be one of bhsd, bshd, thd", "'sbhd'"),
     "layout of other x": ({"layout": "thd"}, ValueError, "x must be [tokens, inputs] for layout thd", "3 dimensions"),
@@ -447,5 +451,10 @@ def test_weights_must_be_alike():
     one = torch.tensor(1.0)
     assert_refused(lambda: mrrope.pack_qkv(one, one, one), ValueError, "q must have rows", "0 dimensions")
     assert_refused(lambda: mrrope.unpack_qkv("w", 1, 1), TypeError, "packed must be a tensor, got str")
-    assert_refused(lambda: mrrope.unpack_qkv(weight, 4.0, 1), TypeError, "num_q_heads must be an int, got float")
+    assert_refused(lambda: mrrope.unpack_qkv(weight, 4.0, 1), TypeError, "num_q_heads must be an integer, got 4.0")
+    assert_refused(lambda: mrrope.unpack_qkv(weight, 4, "1"), TypeError, "num_kv_heads must be an integer, got '1'")
+    assert_refused(lambda: mrrope.interleave_heads(weight, "1"), TypeError, "num_heads must be an integer, got '1'")
+    assert_refused(
+        lambda: mrrope.deinterleave_heads(weight, 1, "8"), TypeError, "rotary_dim must be an integer, got '8'"
+    )
     assert_refused(lambda: mrrope.interleave_heads(None, 1), TypeError, "weight must be a tensor, got NoneType")

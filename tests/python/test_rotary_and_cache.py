@@ -1,5 +1,6 @@
 """Rotation on the way to a cache: what rotary makes of q and k, and a scatter of k and v, in one pass and rounding."""
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -644,6 +645,14 @@ WRONG = {
                           ["q must be float32, float16 or bfloat16 for caches of Float8", "got Double"]),
     "slots of floats": ({"slots": ones(2, 4)}, TypeError, ["slots must be int32 or int64", "got Float"]),
     "key_scale of float64": ({**CACHE8, "key_scale": ones(1).double()}, TypeError, ["key_scale must be float32"]),
+    "key_scale of nothing": ({**CACHE8, "key_scale": torch.tensor(0.0)}, ValueError,
+                             ["key_scale must be finite", "got 0 at index 0"]),
+    "key_scale too small": ({**CACHE8, "key_scale": torch.tensor([1e-39])}, ValueError,
+                            ["key_scale must be finite, and so large that its inverse is", "got 1e-39 at index 0"]),
+    "value_scale of infinity": ({**CACHE8, "value_scale": torch.tensor(math.inf)}, ValueError,
+                                ["value_scale must be finite", "got inf at index 0"]),
+    "value_scale not a number": ({**CACHE8, "value_scale": torch.tensor(math.nan)}, ValueError,
+                                 ["value_scale must be finite", "got nan at index 0"]),
     "a scale without float8": ({"value_scale": ones(1)}, ValueError, ["value_scale must come with caches of Float8"]),
     # devices
     "v on another device": ({"v": ones(2, 1, 4, 8, device="meta")}, RuntimeError,

@@ -128,9 +128,10 @@ def test_scores_are_those_of_the_rotated_heads(pairing: str) -> None:
         "mrrope_pro", rotary_dim=16, base=100.0, original_max_position=64, scale=4.0, attention_factor=1.0
     )
     q, k = (torch.randn(1, 1, 2, 16, dtype=torch.float64) for _ in "qk")
-    with attention.RecordedHeads(16) as recorded:
+    with attention.RecordedHeads() as recorded:
         mrrope.rotary(q, k, torch.arange(2), table, pairing=pairing)
-    [(queries, keys)] = recorded.calls
+    [call] = recorded.calls
+    queries, keys = call.heads
     products = queries[:, 1] * keys[:, 0].conj()
     distances = torch.tensor([0, 1, 50, 200])
     for distance, found in zip(distances, attention.scores(products, table, distances, slice(None))[0], strict=True):
@@ -149,10 +150,45 @@ def test_products_come_from_every_layer_and_head_of_a_model() -> None:
     heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
     rotary_dim = model.config.hidden_size // heads
     text = tokens(1, 40)[0].tolist()
-    found = attention.pair_products(model, text, rotary_dim, samples=5)
-    assert found.shape == (layers * heads * 5, rotary_dim // 2)
-    assert torch.equal(found, attention.pair_products(model, text, rotary_dim, samples=5))
-    assert not torch.equal(found, attention.pair_products(model, text, rotary_dim, samples=5, seed=1))
+    found = attention.pair_products(model, text, samples=5)
+    assert found.values.shape == (layers * heads * 5, rotary_dim // 2)
+    assert found.layers == f"{layers} of {layers} layers that rotate"
+    assert torch.equal(found.values, attention.pair_products(model, text, samples=5).values)
+    assert not torch.equal(found.values, attention.pair_products(model, text, samples=5, seed=1).values)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_products_come_from_layers_that_see_the_whole_text(family: str) -> None:
+    """Layers that see a window count for nothing, with a RoPE of their own or not: what they rotate here is NaN."""
+    pytest.importorskip("transformers")
+    from tiny_models import tiny_model, tokens
+
+    model = tiny_model(family)
+    kinds, heads = model.config.layer_types, model.config.num_attention_heads
+    assert {*kinds} == {"full_attention", "sliding_attention"}
+    text = tokens(1, 40)[0].tolist()
+    kinds.sort()  # those that see all come first, so that no NaN gets into them
+    rebuilt = type(model)(model.config).eval()
+    for kind, layer in zip(kinds, rebuilt.model.layers, strict=True):
+        if kind == "sliding_attention":
+            torch.nn.init.constant_(layer.self_attn.k_proj.weight, math.nan)
+    found = attention.pair_products(rebuilt, text, samples=5)
+    assert found.values.isfinite().all()
+    shown = kinds.count("full_attention")
+    assert found.values.shape[0] == shown * heads * 5
+    assert found.layers == f"{shown} of {len(kinds)} layers that rotate: full_attention"
+
+
+def test_products_of_a_model_that_rotates_in_windows_alone() -> None:
+    pytest.importorskip("transformers")
+    from tiny_models import tiny_model, tokens
+
+    model = tiny_model("cohere2")
+    shown = model.config.layer_types.count("sliding_attention")
+    assert 0 < shown < len(model.config.layer_types)
+    found = attention.pair_products(model, tokens(1, 40)[0].tolist(), samples=5)
+    assert found.values.shape[0] == shown * model.config.num_attention_heads * 5
+    assert found.layers == f"{shown} of {shown} layers that rotate: sliding_attention"
 
 
 @pytest.mark.parametrize("over", ["head", "all_heads"])
@@ -163,13 +199,13 @@ def test_heads_that_the_op_norms_are_recorded_normed(over: str, layout: str) -> 
     table = mrrope.frequency_table("rope", rotary_dim=8, base=100.0, original_max_position=64)
     q, k = (torch.randn(1, *((heads, 5) if layout == "bhsd" else (5, heads)), 12).double() for heads in (4, 2))
     weights = [torch.rand(12 if over == "head" else 12 * heads).double() for heads in (4, 2)]
-    with attention.RecordedHeads(8) as recorded:
+    with attention.RecordedHeads() as recorded:
         turned = mrrope.qk_norm_rotary(
             q, k, *weights, torch.zeros(5, dtype=torch.int64), table, eps=0.1, weight_offset=1.0, over=over,
             layout=layout,
         )  # fmt: skip
-    [found] = recorded.calls
-    for heads, normed in zip(found, turned, strict=True):
+    [call] = recorded.calls
+    for heads, normed in zip(call.heads, turned, strict=True):
         by_head = normed[0] if layout == "bhsd" else normed[0].transpose(0, 1)
         expected = torch.complex(by_head[..., :4], by_head[..., 4:8])
         torch.testing.assert_close(heads, expected, rtol=0, atol=64 * FLOAT64)
@@ -183,12 +219,12 @@ def test_a_model_with_norms_is_recorded_as_if_it_normed_by_itself() -> None:
     model = tiny_model("qwen3", dtype=torch.float64)
     heads, rotary_dim = model.config.num_attention_heads, model.config.head_dim
     text = tokens(1, 40)[0].tolist()
-    found = attention.pair_products(model, text, rotary_dim, samples=5)
+    found = attention.pair_products(model, text, samples=5).values
     assert found.shape == (model.config.num_hidden_layers * heads * 5, rotary_dim // 2)
     first = model.model.layers[0].self_attn
     for norm in (first.q_norm, first.k_norm):
         norm.register_forward_hook(lambda *_: None)
-    by_itself = attention.pair_products(model, text, rotary_dim, samples=5)
+    by_itself = attention.pair_products(model, text, samples=5).values
     # Norms of transformers compute in float32, whatever the dtype.
     tolerance = 64 * torch.finfo(torch.float32).eps * found.abs().max().item()
     torch.testing.assert_close(by_itself, found, rtol=0, atol=tolerance)
@@ -200,7 +236,7 @@ def test_a_model_that_rotates_q_and_k_one_by_one_is_refused() -> None:
 
     model = tiny_model("gemma3n_text")
     with pytest.raises(ValueError, match=r"model must rotate q and k together for this, and Gemma3n"):
-        attention.pair_products(model, tokens(1, 40)[0].tolist(), model.config.head_dim)
+        attention.pair_products(model, tokens(1, 40)[0].tolist())
 
 
 def test_a_bad_setting_is_named() -> None:
@@ -301,5 +337,7 @@ def test_a_models_attention_is_drawn(tiny_folder, tmp_path, capsys) -> None:
     # Next to each other, where no table has slowed anything that has turned, all agree.
     first = [curves_of["mean"][0] for curves_of in found["methods"].values()]
     assert max(first) - min(first) < 0.1 * max(map(abs, first))
+    assert found["layers"] == "2 of 2 layers that rotate"
+    assert found["layers"] in out
     assert "mrrope_pro" in out
     assert (tmp_path / "t.attention.png").stat().st_size > 10_000
