@@ -103,18 +103,15 @@ struct SharedTurns {
 
     __device__ CosSin<Real>& operator[](int pair) { return of[pair + pair / Vector * 2]; }
 
-    // Calls meanwhile() when the first have been asked for.
-    template <Pairing pairing, bool looks_up, class F>
-    __device__ void compute(const RotaryArgs& args, int batch, int token, Real direction, F&& meanwhile) {
+    template <Pairing pairing, bool looks_up>
+    __device__ void compute(const RotaryArgs& args, int batch, int token, Real direction) {
         const int pairs = args.rotary_dim / 2;
-        const auto lane_of = [&](int pair) { return NormLane<pairing, 1>(pair, pairs); };
-        LaneTurns<1, looks_up> turns;
-        turns.ask(args, lane_of(min(threadIdx.x, pairs - 1)), batch, token);
-        meanwhile();
         for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
-            if (pair >= blockDim.x) turns.ask(args, lane_of(pair), batch, token);
+            const NormLane<pairing, 1> lane(pair, pairs);
+            LaneTurns<1, looks_up> turns;
+            turns.ask(args, lane, batch, token);
             CosSin<Real> found[1];
-            turns.compute(found, args, lane_of(pair), batch, token, direction);
+            turns.compute(found, args, lane, batch, token, direction);
             (*this)[pair] = found[0];
         }
     }
@@ -146,10 +143,11 @@ __device__ inline int64_t offset_of(const HeadStrides& strides, int64_t batch, i
     return batch * strides.batch + token * strides.token + head * strides.head;
 }
 
-// Weights as they are multiplied by.
-template <class Real, class Element, int Vector>
+// Weights as they are multiplied by. Where each is used once, it pays to ask first whether there is an offset.
+template <bool asks_first = false, class Real, class Element, int Vector>
 __device__ WideFragment<Real, Vector> with_offset(const HeadFragment<Element, Vector>& weights, Real offset) {
     WideFragment<Real, Vector> wide = weights.widened();
+    if (asks_first && offset == Real(0)) return wide;
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < Vector; ++j) {
         wide.first[j] += offset;

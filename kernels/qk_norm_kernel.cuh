@@ -93,14 +93,16 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     // Over all heads every head has weights of its own: those of more than two would take too many registers while the
     // sum is waited for.
     constexpr int weights_held = over_head ? 1 : 2;
+    // Less to compute, but more to wait for: for many tokens.
+    constexpr bool shares_turns = !over_head && HeadsPerThread == 4;
     Fragment fragments[held];
     Fragment weights[weights_held];
     const auto load_head = [&](int j) {
-        fragments[j % held] = Fragment{};
+        if constexpr (!shares_turns) fragments[j % held] = Fragment{};
         if (holds(j)) fragments[j % held].load(in + j * in_step, lane);
     };
     const auto load_weights = [&](int j) {
-        weights[j % weights_held] = Fragment{};
+        if constexpr (!shares_turns) weights[j % weights_held] = Fragment{};
         const int64_t head = over_head ? 0 : place.group + j * place.groups;
         if (holds(j)) weights[j % weights_held].load(view.weight + head * args.head_dim, lane);
     };
@@ -114,11 +116,10 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     // What leads to the angles is asked for first, since loads are answered in their order.
     const Real direction = args.conjugate ? Real(-1) : Real(1);
     CosSin<Real> by[Vector];
-    // Less to compute, but more to wait for: for many tokens.
-    constexpr bool shares_turns = !over_head && HeadsPerThread == 4;
     __shared__ std::conditional_t<shares_turns, SharedTurns<Real, Vector>, std::monostate> shared_turns;
     if constexpr (shares_turns) {
-        shared_turns.template compute<pairing, looks_up>(args, place.batch, place.token, direction, load_first);
+        load_first();
+        shared_turns.template compute<pairing, looks_up>(args, place.batch, place.token, direction);
     } else {
         LaneTurns<Vector, looks_up> turns;
         turns.ask(args, lane, place.batch, place.token);
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < held; ++j) {
             const Wide wide = fragments[j].widened();
-            sums[j] = sum_of_products(wide, wide);
+            sums[j] = !shares_turns || holds(first + j) ? sum_of_products(wide, wide) : Real(0);
         }
         if constexpr (over_head) {
             sum_over_team(sums, launch.plan.team);
@@ -177,9 +178,9 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
                 wide.multiply(with_offset(weights[0], offset), scale);
                 wide.template rotate<Lane::crosses_vectors>(by);
             } else {
-                wide.multiply(offset == Real(0) ? weights[j % weights_held].widened()
-                                                : with_offset(weights[j % weights_held], offset));
+                const Wide weight = with_offset</*asks_first=*/true>(weights[j % weights_held], offset);
                 if (j + weights_held < HeadsPerThread) load_weights(j + weights_held);
+                wide.multiply(weight);
                 wide.template rotate<Lane::crosses_vectors>(by);
             }
             Fragment turned;
