@@ -124,18 +124,23 @@ def norm() -> list[str]:
     )
 
 
-def model() -> list[str]:
+def model(results: str) -> list[str]:
     """A patched model beside the stock one."""
-    stock, *others = MODEL_KINDS
+    rows = rows_of(results)
+    stock, *others = (kind for kind in MODEL_KINDS if any(kind in row["seconds"] for row in rows))
+
+    def shown(values: Row, kind: str, form: Callable[[float], str]) -> str:
+        return form(values[kind]) if kind in values else ""
+
     return table(
         ["", f"{stock}, ms", *others, *(f"{kind} / {stock}" for kind in others)],
         [
             [
                 row["name"],
-                *(f"{row['seconds'][kind] * 1e3:.2f}" if kind in row["seconds"] else "" for kind in MODEL_KINDS),
-                *(f"{row['ratios'][kind]:.3f}" if kind in row["ratios"] else "" for kind in MODEL_KINDS[1:]),
+                *(shown(row["seconds"], kind, lambda time: f"{time * 1e3:.2f}") for kind in (stock, *others)),
+                *(shown(row["ratios"], kind, lambda ratio: f"{ratio:.3f}") for kind in others),
             ]
-            for row in rows_of("model_cuda.json")
+            for row in rows
         ],
     )
 
@@ -293,7 +298,7 @@ def small_training() -> list[str]:
                     f"{part['passkey']:.0%}",
                     "" if part["judged"] else "not judged",
                 ]
-                for part in parts_of(SMALL_MODELS).values()
+                for part in sorted(parts_of(SMALL_MODELS).values(), key=lambda one: (one["head_dim"], one["seed"]))
             ],
         )
         if parts_of(SMALL_MODELS)
@@ -324,11 +329,12 @@ TABLES: dict[str, Callable[[], list[str]]] = {
             host,
             cache,
             norm,
-            model,
             rescale,
             projection,
         )
     },
+    "model": partial(model, "model_cuda.json"),
+    "model_compiled": partial(model, "model_compiled_cuda.json"),
     **{function.__name__: function for function in (study_evolution, small_training)},
     **{f"study_perplexity_{scale}": partial(study_perplexity, scale) for scale in STUDY_SCALES},
     **{f"study_tasks_{scale}": partial(study_tasks, scale) for scale in STUDY_SCALES},

@@ -12,12 +12,43 @@ using Raster = QkvRotaryPlan::Raster;
 // Few rows are cuBLAS's, which has kernels for them that these are not.
 constexpr int64_t rows_apart = 256;
 
-// Of the chip's time, by the tiles that are missing in the last round and by those that hang over the edge.
+// Of the chip's time, by the tiles that are missing in the last round and by those that hang over the edge. On an H200,
+// bfloat16, the best way through the tiles of each, as so many times cuBLAS's product alone (a rotation after it makes
+// that 1.04 to 1.2; benchmarks/results/qkv_rotary_plans.json):
+//     rows x outputs x inputs   tiles of 128 tokens, idle      of 160, idle
+//       512 x 6144 x 4096              1.265      38 %      1.559     72 %
+//      1024 x 6144 x 4096              1.024       3 %      1.266     29 %
+//      2048 x 6144 x 4096              1.019       3 %      1.033      7 %
+//      8192 x 6144 x 4096              1.013       3 %      0.990      2 %
+//     32768 x 6144 x 4096              1.001       1 %      0.997      1 %
+//      1024 x 2560 x 2048              1.447      65 %      1.539    106 %
+//      2048 x 2560 x 2048              1.294      24 %      1.047      3 %
+//      8192 x 2560 x 2048              1.061       3 %      1.019      3 %
+//     32768 x 2560 x 2048              1.019       1 %      1.023      3 %
+//      2048 x 1280 x 8192              1.554      65 %      1.039      3 %
+//      8192 x 1280 x 8192              1.053       3 %      1.020      3 %
+//     32768 x 1280 x 8192              1.010       3 %      1.003      3 %
 constexpr double most_idle = 0.08;
 
 // What a kernel takes, in tokens of one multiprocessor: a round that is begun costs as much as a full one.
 int64_t cost_of(const QkvKernel& kernel, const QkvRotaryShape& shape, const QkvDevice& device) {
     return ceil_div(tiles_of(kernel, shape), device.multiprocessors) * kernel.tile_tokens;
+}
+
+// Few rows stay in the cache while the weights pass by; of many, a few tiles of either do.
+constexpr int64_t many_rows = 8192;
+constexpr int many_outputs = 4096;
+
+// Tiles side by side that are walked through together. Where they do not divide those that there are, some have no
+// partner, and a round is lost.
+int swizzle_for(const QkvKernel& kernel, const QkvRotaryShape& shape) {
+    const bool has_many = shape.rows >= many_rows && shape.outputs >= many_outputs;
+    if (kernel.transposed) return has_many ? 2 : 1;
+    const int64_t tiles = ceil_div(shape.outputs, qkv_tile);
+    for (int swizzle = shape.rows >= many_rows ? 8 : 2; swizzle > 1; swizzle /= 2) {
+        if (tiles % swizzle == 0) return swizzle;
+    }
+    return 1;
 }
 
 }  // namespace
@@ -77,8 +108,9 @@ QkvRotaryPlan plan_qkv_rotary(const QkvRotaryShape& shape, const QkvDevice& devi
     }
     const double needed = static_cast<double>(shape.rows * shape.outputs) / (qkv_tile * device.multiprocessors);
     if (static_cast<double>(least) > (1 + most_idle) * needed) return {};
-    plan.raster = shape.rows < 8192 ? Raster::rows : Raster::columns;
-    plan.swizzle = shape.rows < 8192 ? 1 : shape.outputs >= 4096 ? 8 : 2;
+    const bool walks_columns = shape.rows >= many_rows && shape.outputs < many_outputs;
+    plan.raster = walks_columns ? Raster::columns : Raster::rows;
+    plan.swizzle = swizzle_for(qkv_kernels[plan.kernel], shape);
     return plan;
 }
 

@@ -22,7 +22,7 @@ struct QkvKernel {
 
 // The kernels that are compiled. Others were measured on an H200 and were slower in every case, or faster by less than
 // 1 %: tiles of 64 x 256, 256 x 128 and 128 x 256, two warp groups at one tile, tiles divided along the inputs, and
-// cosines and sines by polynomials or from a table (benchmarks/results/qkv_rotary_plans.json).
+// cosines and sines by polynomials or from a table.
 inline constexpr QkvKernel qkv_kernels[] = {
     {Pairing::halves},
     {Pairing::halves, /*transposed=*/true, 160},

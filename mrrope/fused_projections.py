@@ -42,6 +42,8 @@ PACKED = ("qkv_proj",)
 FORMS = (SEPARATE, PACKED)
 SIDE_BY_SIDE = {"weight": "_mrrope_packed_weight", "bias": "_mrrope_packed_bias"}
 """The buffers, not saved, that the parameters of three projections are views of."""
+FEW_ROWS = 256
+"""As many on a GPU are projected and rotated apart, by one op or not, and take less time than Python's part in it."""
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -266,7 +268,13 @@ def _begin(
 def class_that_fuses(original: type[nn.Module]) -> type[nn.Module]:
     """The class of an attention module, but with one projection in calls of a patched model."""
     fusing = attention_calls.class_on_stand_ins(original, PROJECTION, _begin, _new_that_fuses)
-    reduce = fusing.__reduce_ex__
+    fused_forward, reduce = fusing.forward, fusing.__reduce_ex__
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        is_plain = not torch.compiler.is_compiling() and _takes_longer_fused(hidden_states)
+        return (original.forward if is_plain else fused_forward)(self, *args, **kwargs)
 
     def ensure_linked(self: nn.Module) -> None:
         projection: FusedProjection | None = vars(self).get(PROJECTION)
@@ -293,10 +301,15 @@ def class_that_fuses(original: type[nn.Module]) -> type[nn.Module]:
         original.__setstate__(self, state)  # type: ignore[no-untyped-call]
         ensure_linked(self)
 
+    fusing.forward = forward  # type: ignore[method-assign]
     fusing._apply = applied  # type: ignore[method-assign]
     fusing.__reduce_ex__ = reduced  # type: ignore[method-assign,assignment]
     fusing.__setstate__ = set_state  # type: ignore[method-assign]
     return fusing
+
+
+def _takes_longer_fused(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.shape[:-1].numel() <= FEW_ROWS
 
 
 def _new_that_fuses(original: type[nn.Module]) -> nn.Module:

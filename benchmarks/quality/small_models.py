@@ -203,7 +203,8 @@ def draw(data: dict[str, Any], path: Path) -> None:
             if task == "passkey":
                 axes.set_ylim(-0.03, 1.03)
             elif any(means):
-                axes.set_ylim(top=min(axes.get_ylim()[1], 3 * min(max(line) for line in means if line)))
+                # No perplexity is below 1.
+                axes.set_ylim(bottom=1.0, top=min(axes.get_ylim()[1], 3 * min(max(line) for line in means if line)))
     handles, names = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right upper", frameon=False)
     pictures.save(figure, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -19,6 +20,11 @@ TOKENS_COMPARED = 256
 
 def steps_of(contender: Contender, sets: list[Heads]) -> list[Step]:
     return [lambda heads=heads: contender.rotate(heads) for heads in sets]  # type: ignore[misc]
+
+
+def without_folders(text: str) -> str:
+    """Files by their names alone: where they lie is nobody's business."""
+    return re.sub(r"(?:/[^\s/:]+)+/([^\s/:]+)", r"\1", text)
 
 
 def relative_error(case: Case, contender: Contender, device: str) -> float:
@@ -69,7 +75,7 @@ def measure(cases: Sequence[Case], contenders: Sequence[Contender], device: str)
                 except Exception as error:  # somebody else's op, perhaps for another version of torch
                     if contender.name.startswith("mrrope"):
                         raise
-                    failures[contender.name] = f"{type(error).__name__}: {error}"
+                    failures[contender.name] = f"{type(error).__name__}: {without_folders(str(error))}"
                 progress.update()
             row = {**asdict(case), "name": case.name, "bytes": case.bytes, "seconds": seconds, "errors": errors}
             rows.append(row | ({"failures": failures} if failures else {}))

@@ -172,6 +172,21 @@ TEST(QkvRotaryPlan, TakesTheTilesThatLeaveLeastIdle) {
     EXPECT_EQ(tokens(short_rotation), 128);
 }
 
+// As was fastest; tiles that are walked through together must not be left without a partner.
+TEST(QkvRotaryPlan, WalksThroughTilesTogetherThatAreThere) {
+    const auto swizzle = [](const QkvRotaryShape& shape) { return plan_qkv_rotary(shape, h200).swizzle; };
+    EXPECT_EQ(swizzle(llama(2048)), 2);
+    EXPECT_EQ(swizzle(llama(8192)), 2);
+    EXPECT_EQ(swizzle(qwen(2048)), 1);
+    EXPECT_EQ(swizzle(qwen(32768)), 4);
+    EXPECT_EQ(swizzle(llama_70b(8192)), 1);
+    for_each_shape([&](const QkvRotaryShape& shape) {
+        const QkvRotaryPlan plan = plan_qkv_rotary(shape, h200);
+        if (plan.kernel == QkvRotaryPlan::apart || qkv_kernels[plan.kernel].transposed) return;
+        ASSERT_EQ((shape.outputs + qkv_tile - 1) / qkv_tile % plan.swizzle, 0) << shape.outputs;
+    });
+}
+
 TEST(QkvRotaryPlan, WhatNoKernelTakesIsDoneApart) {
     const auto with = [](auto change) {
         QkvRotaryShape shape = llama(8192);

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import mrrope
+from mrrope import fused_projections
 from mrrope.fused_projections import SIDE_BY_SIDE, projections_fused_in
 
 pytest.importorskip("transformers")
@@ -85,6 +86,15 @@ def test_families(family: str) -> None:
     assert attentions(model)
     assert_fused(model)
     assert_same(logits(model), logits(reference(family)))
+
+
+def test_few_rows_are_not_fused_where_python_would_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fused()
+    monkeypatch.setattr(fused_projections, "_takes_longer_fused", lambda x: x.shape[1] < 3)
+    assert calls(model, input_ids=torch.tensor([[1, 2, 3]])) == {"qkv_rotary": len(attentions(model))}
+    few = torch.tensor([[1, 2], [5, 6]])
+    assert calls(model, input_ids=few) == {"rotary": len(attentions(model))}
+    assert_same(logits(model, input_ids=few), logits(reference(), input_ids=few))
 
 
 def test_layers_that_do_not_rotate_project_as_they_did() -> None:
