@@ -301,7 +301,7 @@ def class_that_fuses(original: type[nn.Module]) -> type[nn.Module]:
         original.__setstate__(self, state)  # type: ignore[no-untyped-call]
         ensure_linked(self)
 
-    fusing.forward = forward  # type: ignore[method-assign]
+    fusing.forward = forward
     fusing._apply = applied  # type: ignore[method-assign]
     fusing.__reduce_ex__ = reduced  # type: ignore[method-assign,assignment]
     fusing.__setstate__ = set_state  # type: ignore[method-assign]
