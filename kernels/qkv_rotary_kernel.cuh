@@ -55,15 +55,7 @@ struct TokensByComponents {
         arguments.mainloop.ptr_B = static_cast<const Element*>(args.weight);
         cute::get<0>(arguments.mainloop.dB) = args.weight_stride;
         cute::get<0>(arguments.epilogue.dD) = args.outputs();
-        arguments.epilogue.thread = {
-            .bias = static_cast<const Element*>(args.bias),
-            .positions = {args.positions, cutlass::FastDivmod(static_cast<int>(args.tokens)), rows},
-            .table = args.table,
-            .head_dim = cutlass::FastDivmod(args.head_dim),
-            .rotary_dim = args.rotary_dim,
-            .rotated_columns = (args.q_heads + args.kv_heads) * args.head_dim,
-            .columns = args.outputs(),
-        };
+        arguments.epilogue.thread = ProductRotation<Element>::of(args);
     }
 };
 
@@ -90,14 +82,7 @@ struct ComponentsByTokens {
         arguments.mainloop.ptr_B = static_cast<const Element*>(args.x);
         cute::get<0>(arguments.mainloop.dB) = args.x_stride;
         cute::get<1>(arguments.epilogue.dD) = args.outputs();
-        arguments.epilogue.rotation = {
-            .bias = static_cast<const Element*>(args.bias),
-            .positions = {args.positions, cutlass::FastDivmod(static_cast<int>(args.tokens)), rows},
-            .table = args.table,
-            .head_dim = cutlass::FastDivmod(args.head_dim),
-            .rotary_dim = args.rotary_dim,
-            .rotated_columns = (args.q_heads + args.kv_heads) * args.head_dim,
-        };
+        arguments.epilogue.rotation = ProductRotation<Element>::of(args);
     }
 };
 
@@ -105,8 +90,8 @@ template <QkvKernel form, class Element>
 struct QkvProjection {
     using Product =
         std::conditional_t<form.transposed, ComponentsByTokens<form, Element>, TokensByComponents<form, Element>>;
-    using Cluster =
-        cute::Shape<cute::_2, cute::_1, cute::_1>;  // two blocks, tiles below each other, share what is beside
+    // Two blocks, tiles below each other, share what is beside.
+    using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
     using Epilogue = typename Product::Epilogue;
     using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
         cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor, 8, Element,

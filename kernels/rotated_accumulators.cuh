@@ -18,14 +18,7 @@ namespace mrrope {
 // every group g of 8, and of all of them the same two components and partners: only the positions change.
 template <class Store, class Element>
 struct RotatedAccumulators : Store {
-    struct Rotation {
-        const Element* bias;
-        RowPositions positions;
-        const uint64_t* table;
-        cutlass::FastDivmod head_dim;
-        int rotary_dim;
-        int rotated_columns;
-    };
+    using Rotation = ProductRotation<Element>;
     struct Arguments : Store::Arguments {
         Rotation rotation;
     };

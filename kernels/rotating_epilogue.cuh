@@ -28,6 +28,31 @@ struct RowPositions {
     }
 };
 
+// What it takes to rotate a product: where bias, positions and frequencies are, and which columns turn.
+template <class Element>
+struct ProductRotation {
+    const Element* bias;
+    RowPositions positions;
+    const uint64_t* table;
+    cutlass::FastDivmod head_dim;
+    int rotary_dim;
+    int rotated_columns;
+    int columns;
+
+    static ProductRotation of(const QkvRotaryArgs& args) {
+        return {
+            .bias = static_cast<const Element*>(args.bias),
+            .positions = {args.positions, cutlass::FastDivmod(static_cast<int>(args.tokens)),
+                          static_cast<int>(args.rows())},
+            .table = args.table,
+            .head_dim = cutlass::FastDivmod(args.head_dim),
+            .rotary_dim = args.rotary_dim,
+            .rotated_columns = (args.q_heads + args.kv_heads) * args.head_dim,
+            .columns = args.outputs(),
+        };
+    }
+};
+
 // What CUTLASS's epilogue does to the accumulators before it stores them: adds the bias, rotates what belongs to q and
 // k, rounds once.
 //
@@ -41,15 +66,7 @@ struct RotatingEpilogue {
 
     struct SharedStorage {};
 
-    struct Arguments {
-        const Element* bias;
-        RowPositions positions;
-        const uint64_t* table;
-        cutlass::FastDivmod head_dim;
-        int rotary_dim;
-        int rotated_columns;
-        int columns;
-    };
+    using Arguments = ProductRotation<Element>;
     using Params = Arguments;
 
     template <class ProblemShape>
