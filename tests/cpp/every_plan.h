@@ -17,7 +17,9 @@ inline std::vector<RotaryPlan> every_plan(const RotaryShape& shape) {
             plans.push_back(plan_with(shape, full, heads_per_thread));
         }
     }
-    if (full > 1 && !shape.with_rows) plans.push_back(plan_with(shape, full / 2, 1));
+    if (full > 1 && !shape.with_rows) {
+        for (const int vector : {full / 2, 1}) plans.push_back(plan_with(shape, vector, 1));
+    }
     return plans;
 }
 

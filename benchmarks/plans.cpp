@@ -1,0 +1,238 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "mrrope/frequency_table.h"
+#include "mrrope/qk_norm.h"
+#include "mrrope/rotary.h"
+#include "qk_norm_plan.h"
+#include "rotary_plan.h"
+
+// How long every plan of a kernel takes beside a copy of as many bytes: what the functions in kernels/*_plan.cpp choose
+// by, and where the figures in them come from. bfloat16, heads of 128, in place; needs a GPU.
+//     plans_benchmark
+
+namespace mrrope {
+namespace {
+
+constexpr int head_dim = 128;
+constexpr int element_size = 2;
+constexpr int tables = 5;
+constexpr int64_t most_tokens = 131072;
+constexpr int64_t cache_bytes = int64_t{60} << 20;  // an H200's second-level cache
+
+void check(cudaError_t status) {
+    if (status == cudaSuccess) return;
+    std::fprintf(stderr, "%s\n", cudaGetErrorString(status));
+    std::exit(1);
+}
+
+class DeviceMemory {
+public:
+    explicit DeviceMemory(int64_t bytes) {
+        check(cudaMalloc(&memory_, bytes));
+        check(cudaMemset(memory_, 0x3d, bytes));  // small numbers, in whatever format
+    }
+    template <class T>
+    explicit DeviceMemory(const std::vector<T>& values) : DeviceMemory(values.size() * sizeof(T)) {
+        check(cudaMemcpy(memory_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    DeviceMemory(const DeviceMemory&) = delete;
+    DeviceMemory& operator=(const DeviceMemory&) = delete;
+    ~DeviceMemory() { cudaFree(memory_); }
+
+    char* at(int64_t byte) const { return static_cast<char*>(memory_) + byte; }
+
+private:
+    void* memory_ = nullptr;
+};
+
+// Calls step(i, stream) for the i-th of `steps` sets of buffers, all in one graph; the median of its replays, by step.
+double microseconds(int steps, const std::function<void(int, cudaStream_t)>& step) {
+    constexpr int warm_ups = 3;
+    constexpr int replays = 20;
+    cudaStream_t stream;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    step(0, stream);  // loads the kernel
+    cudaGraph_t graph;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < steps; ++i) step(i, stream);
+    check(cudaStreamEndCapture(stream, &graph));
+    cudaGraphExec_t executable;
+    check(cudaGraphInstantiate(&executable, graph, 0));
+    cudaEvent_t start, end;
+    check(cudaEventCreate(&start));
+    check(cudaEventCreate(&end));
+    std::vector<float> times;
+    for (int replay = 0; replay < warm_ups + replays; ++replay) {
+        check(cudaEventRecord(start, stream));
+        check(cudaGraphLaunch(executable, stream));
+        check(cudaEventRecord(end, stream));
+        check(cudaEventSynchronize(end));
+        float milliseconds = 0;
+        check(cudaEventElapsedTime(&milliseconds, start, end));
+        if (replay >= warm_ups) times.push_back(milliseconds * 1e3f / static_cast<float>(steps));
+    }
+    check(cudaEventDestroy(start));
+    check(cudaEventDestroy(end));
+    check(cudaGraphExecDestroy(executable));
+    check(cudaGraphDestroy(graph));
+    check(cudaStreamDestroy(stream));
+    std::nth_element(times.begin(), times.begin() + replays / 2, times.end());
+    return times[replays / 2];
+}
+
+struct Geometry {
+    int64_t tokens;
+    int q_heads;
+    int k_heads;
+
+    constexpr int64_t bytes() const { return tokens * (q_heads + k_heads) * head_dim * element_size; }
+    // So many that each is out of the cache when its turn comes.
+    int sets() const { return static_cast<int>(std::clamp<int64_t>(4 * cache_bytes / bytes() + 1, 3, 400)); }
+};
+
+constexpr int64_t most_bytes = 3 * Geometry{most_tokens, 32, 8}.bytes();
+
+class Benchmark {
+public:
+    Benchmark() : heads_(most_bytes), copies_(most_bytes), weights_(64 * head_dim * element_size) {
+        std::vector<int64_t> positions(most_tokens);
+        for (int64_t i = 0; i < most_tokens; ++i) positions[i] = i;
+        std::vector<uint64_t> stack;
+        for (int i = 0; i < tables; ++i) {
+            const auto words = packed(build_table({.method = Method::mrrope_pro,
+                                                   .rotary_dim = head_dim,
+                                                   .base = 5e5,
+                                                   .original_max_position = 8192,
+                                                   .scale = static_cast<double>(1 << i)}));
+            stack.insert(stack.end(), words.begin(), words.end());
+        }
+        words_ = static_cast<int64_t>(stack.size()) / tables;
+        positions_ = std::make_unique<DeviceMemory>(positions);
+        tables_ = std::make_unique<DeviceMemory>(stack);
+        index_ = std::make_unique<DeviceMemory>(std::vector<int32_t>{tables - 1});
+        copy({64, 32, 8});  // the first graph of a process replays faster than all others
+    }
+
+    void rotary() const {
+        std::printf("\nrotary: bytes of a vector, heads of a thread; by a chosen table in brackets\n");
+        for (const int64_t tokens : {1, 4, 16, 64, 128, 256, 512, 1024, 8192, 131072}) rotary({tokens, 32, 8});
+        for (const int64_t tokens : {64, 8192, 131072}) rotary({tokens, 4, 1});
+    }
+
+    void norm(NormOver over) const {
+        std::printf("\nnorm over %s: heads of a thread\n", over == NormOver::head ? "a head" : "all heads");
+        for (const int k_heads : {8, 32}) {
+            for (const int64_t tokens : {1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 32768}) {
+                norm({tokens, 32, k_heads}, over);
+            }
+        }
+    }
+
+private:
+    double copy(const Geometry& geometry) const {
+        return microseconds(geometry.sets(), [&](int i, cudaStream_t stream) {
+            const int64_t at = i * geometry.bytes();
+            check(cudaMemcpyAsync(copies_.at(at), heads_.at(at), geometry.bytes(), cudaMemcpyDeviceToDevice, stream));
+        });
+    }
+
+    void begin(const Geometry& geometry) const {
+        std::printf("%7lld x %2d/%-2d copy %8.3f", static_cast<long long>(geometry.tokens), geometry.q_heads,
+                    geometry.k_heads, copy(geometry));
+    }
+
+    HeadsView view(int64_t byte, int heads) const {
+        const HeadStrides strides{.batch = 0, .token = int64_t{heads} * head_dim, .head = head_dim};
+        return {.in = heads_.at(byte),
+                .out = heads_.at(byte),
+                .heads = heads,
+                .in_strides = strides,
+                .out_strides = strides};
+    }
+
+    RotaryArgs args(const Geometry& geometry, int set, bool chooses) const {
+        const int64_t start = set * geometry.bytes();
+        RotaryArgs args;
+        args.q = view(start, geometry.q_heads);
+        args.k = view(start + geometry.tokens * geometry.q_heads * head_dim * element_size, geometry.k_heads);
+        args.positions.data = positions_->at(0);
+        args.table = reinterpret_cast<const uint64_t*>(tables_->at(0));
+        if (chooses) {
+            args.choice = {.count = tables, .stride = words_, .index = reinterpret_cast<const int32_t*>(index_->at(0))};
+        }
+        args.batch = 1;
+        args.tokens = geometry.tokens;
+        args.head_dim = args.rotary_dim = head_dim;
+        args.dtype = DType::bfloat16;
+        return args;
+    }
+
+    void rotary(const Geometry& geometry) const {
+        begin(geometry);
+        const RotaryShape shape = shape_of(args(geometry, 0, false));
+        const RotaryPlan chosen = plan_rotary(shape);
+        for (const auto& [vector, heads] : {std::array{1, 1}, {4, 1}, {8, 1}, {8, 2}, {8, 4}}) {
+            const RotaryPlan plan = plan_with(shape, vector, heads);
+            const auto time = [&](bool chooses) {
+                return microseconds(geometry.sets(), [&](int i, cudaStream_t stream) {
+                    rotary_cuda(args(geometry, i, chooses), plan, stream);
+                });
+            };
+            const bool is_chosen = chosen.vector == vector && chosen.heads_per_thread == heads;
+            std::printf(" | %s%d, %d: %8.3f [%8.3f]", is_chosen ? "*" : "", vector * element_size, heads, time(false),
+                        time(true));
+            std::fflush(stdout);
+        }
+        std::printf("\n");
+    }
+
+    void norm(const Geometry& geometry, NormOver over) const {
+        begin(geometry);
+        const auto norm_args = [&](int set) {
+            QkNormArgs found;
+            found.rotary = args(geometry, set, false);
+            found.q_weight = found.k_weight = weights_.at(0);
+            found.eps = 1e-6;
+            found.over = over;
+            return found;
+        };
+        const QkNormShape shape = shape_of(norm_args(0));
+        for (const int heads : over == NormOver::head ? std::vector{1, 2, 4, 8} : std::vector{2, 4}) {
+            const QkNormPlan plan = plan_with(shape, heads);
+            const double time = microseconds(
+                geometry.sets(), [&](int i, cudaStream_t stream) { qk_norm_rotary_cuda(norm_args(i), plan, stream); });
+            std::printf(" | %s%d: %8.3f", plan_qk_norm(shape).heads_per_thread == heads ? "*" : "", heads, time);
+            std::fflush(stdout);
+        }
+        std::printf("\n");
+    }
+
+    DeviceMemory heads_, copies_, weights_;
+    std::unique_ptr<DeviceMemory> positions_, tables_, index_;
+    int64_t words_ = 0;
+};
+
+}  // namespace
+}  // namespace mrrope
+
+int main() {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        std::fprintf(stderr, "plans_benchmark needs a GPU\n");
+        return 1;
+    }
+    const mrrope::Benchmark benchmark;
+    std::printf("microseconds; * marks the plan that is taken\n");
+    benchmark.rotary();
+    benchmark.norm(mrrope::NormOver::head);
+    benchmark.norm(mrrope::NormOver::all_heads);
+}
