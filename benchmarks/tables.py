@@ -159,12 +159,11 @@ def rescale() -> list[str]:
 
 def projection() -> list[str]:
     """The projection that rotates, beside cuBLAS; every kernel by its best way through the tiles."""
-    # As they are called now, and as they were called beside the kernels that they replaced.
-    kernels = (("halves", "halves hardware"), ("halves transposed", "halves hardware transposed 160"))
+    kernels = ("halves", "halves transposed")
 
-    def best(row: Row, names: tuple[str, ...], to: str) -> float:
+    def best(row: Row, kernel: str, to: str) -> float:
         values: dict[str, float] = row[to]
-        return min(value for plan, value in values.items() if plan.split(",")[0] in names)
+        return min(value for plan, value in values.items() if plan.split(",")[0] == kernel)
 
     rows = [row for row in rows_of("qkv_rotary_plans.json") if row["rows"] >= FEWEST_ROWS]
     return table(
@@ -181,8 +180,8 @@ def projection() -> list[str]:
             [
                 f"{row['name']} ({row['geometry']})",
                 *(microseconds(row["seconds"][name]) for name in ("cuBLAS", "cuBLAS, then rotary")),
-                *(microseconds(best(row, names, "seconds")) for names in kernels),
-                *(f"{min(best(row, names, to) for names in kernels):.3f}" for to in ("to cuBLAS", "to apart")),
+                *(microseconds(best(row, kernel, "seconds")) for kernel in kernels),
+                *(f"{min(best(row, kernel, to) for kernel in kernels):.3f}" for to in ("to cuBLAS", "to apart")),
             ]
             for row in sorted(rows, key=lambda one: (one["geometry"], one["rows"]))
         ],

@@ -253,8 +253,10 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_resident_bloc
 
 template <class Element, Pairing pairing, NormOver over>
 auto holding_kernel(const QkNormPlan& plan, bool looks_up) {
-    if (looks_up) return qk_norm_kernel<Element, norm_heads_per_thread_with_lookup, pairing, over, true>;
-    switch (plan.heads_per_thread) {
+    if (looks_up && plan.heads_per_thread == norm_heads_per_thread_with_lookup) {
+        return qk_norm_kernel<Element, norm_heads_per_thread_with_lookup, pairing, over, true>;
+    }
+    switch (looks_up ? 0 : plan.heads_per_thread) {
         case 1:
             if constexpr (over == NormOver::head) return qk_norm_kernel<Element, 1, pairing, over, false>;
             break;

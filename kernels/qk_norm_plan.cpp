@@ -36,19 +36,23 @@ int64_t threads_for_all_heads(const QkNormShape& shape, int lanes, int heads_per
 }
 
 // Heads that share a thread share its phases and wait for each other. Microseconds on an H200, bfloat16, head_dim 128,
-// in place, by heads of a thread; a copy of as many bytes beside them:
+// in place, by heads of a thread, of successive versions of the kernels (plans_benchmark measures the present ones); a
+// copy of as many bytes beside them:
 //     tokens x heads       1       2       4       8     copy
-//        64 x 32 + 8    2.34    2.06    2.55    4.05     2.03
-//       256 x 32 + 8    3.45    3.10    3.51    4.62     3.07
-//      1024 x 32 + 8    9.80    7.31    8.19    8.56     6.89
-//      4096 x 32 + 8    33.8    24.7    24.5    25.0     21.7
-//      4096 x 32 + 32   53.0    38.5    37.1    36.6     33.8
-//      8192 x 32 + 8    65.6    47.3    46.0    45.5     41.8
-//     32768 x 32 + 8     253     181     174     169      159
+//         1 x 32 + 8    1.39    1.54    1.90    2.54     1.10
+//        16 x 32 + 8    1.90    2.08    2.83    3.34     1.87
+//        64 x 32 + 8    2.34    2.06    2.55    3.62     2.03
+//       256 x 32 + 8    3.45    3.10    3.51    4.23     3.07
+//      1024 x 32 + 8    9.80    7.31    8.19    7.58     6.89
+//      4096 x 32 + 8    33.8    24.7    24.5    23.9     21.7
+//      4096 x 32 + 32   53.0    38.5    37.1    36.2     33.8
+//      8192 x 32 + 8    65.6    47.3    46.0    44.6     41.8
+//     32768 x 32 + 8     253     181     174     166      159
 // Over all heads, where all wait for each other anyway:
-//       256 x 32 + 32           4.38    4.99             3.82
-//       512 x 32 + 32           7.27    6.43             5.88
-//      8192 x 32 + 32           78.9    71.7             65.3
+//       256 x 32 + 32           4.38    5.25             3.82
+//       512 x 32 + 32           7.27    6.77             5.86
+//      1024 x 32 + 32           11.8    12.5             9.90
+//      8192 x 32 + 32           78.9    70.8             65.3
 int choose_heads_per_thread(const QkNormShape& shape, int lanes) {
     constexpr int64_t threads_for_two = 1 << 12;
     constexpr int64_t threads_for_four = 1 << 20;

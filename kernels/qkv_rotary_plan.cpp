@@ -1,6 +1,7 @@
 #include "qkv_rotary_plan.h"
 
 #include <limits>
+#include <utility>
 
 #include "head_split.h"
 
@@ -14,7 +15,7 @@ constexpr int64_t rows_apart = 256;
 
 // Of the chip's time, by the tiles that are missing in the last round and by those that hang over the edge. On an H200,
 // bfloat16, the best way through the tiles of each, as so many times cuBLAS's product alone (a rotation after it makes
-// that 1.04 to 1.2; benchmarks/results/qkv_rotary_plans.json):
+// that 1.04 to 1.25; benchmarks/results/qkv_rotary_plans.json):
 //     rows x outputs x inputs   tiles of 128 tokens, idle      of 160, idle
 //       512 x 6144 x 4096              1.265      38 %      1.559     72 %
 //      1024 x 6144 x 4096              1.024       3 %      1.266     29 %
@@ -30,25 +31,24 @@ constexpr int64_t rows_apart = 256;
 //     32768 x 1280 x 8192              1.010       3 %      1.003      3 %
 constexpr double most_idle = 0.08;
 
+int64_t rounds_of(const QkvKernel& kernel, const QkvRotaryShape& shape, int swizzle, const QkvDevice& device) {
+    return ceil_div(tiles_of(kernel, shape, swizzle), device.multiprocessors);
+}
+
 // What a kernel takes, in tokens of one multiprocessor: a round that is begun costs as much as a full one.
 int64_t cost_of(const QkvKernel& kernel, const QkvRotaryShape& shape, const QkvDevice& device) {
-    return ceil_div(tiles_of(kernel, shape), device.multiprocessors) * kernel.tile_tokens;
+    return rounds_of(kernel, shape, 1, device) * kernel.tile_tokens;
 }
 
 // Few rows stay in the cache while the weights pass by; of many, a few tiles of either do.
 constexpr int64_t many_rows = 8192;
 constexpr int many_outputs = 4096;
 
-// Tiles side by side that are walked through together. Where they do not divide those that there are, some have no
-// partner, and a round is lost.
-int swizzle_for(const QkvKernel& kernel, const QkvRotaryShape& shape) {
-    const bool has_many = shape.rows >= many_rows && shape.outputs >= many_outputs;
-    if (kernel.transposed) return has_many ? 2 : 1;
-    const int64_t tiles = ceil_div(shape.outputs, qkv_tile);
-    for (int swizzle = shape.rows >= many_rows ? 8 : 2; swizzle > 1; swizzle /= 2) {
-        if (tiles % swizzle == 0) return swizzle;
-    }
-    return 1;
+// As many tiles side by side as was fastest, or as many fewer as it takes that none is lost for want of others.
+int swizzle_for(const QkvKernel& kernel, const QkvRotaryShape& shape, const QkvDevice& device) {
+    int swizzle = kernel.transposed ? 4 : shape.rows >= many_rows ? 8 : 2;
+    while (rounds_of(kernel, shape, swizzle, device) > rounds_of(kernel, shape, 1, device)) swizzle /= 2;
+    return swizzle;
 }
 
 }  // namespace
@@ -91,8 +91,13 @@ bool takes(const QkvKernel& kernel, const QkvRotaryShape& shape) {
     return kernel.pairing == shape.pairing && (!kernel.transposed || shape.rotary_dim == qkv_tile);
 }
 
-int64_t tiles_of(const QkvKernel& kernel, const QkvRotaryShape& shape) {
-    return ceil_div(shape.rows, kernel.tile_tokens) * ceil_div(shape.outputs, qkv_tile);
+int64_t tiles_of(const QkvKernel& kernel, const QkvRotaryShape& shape, int swizzle) {
+    const auto in_groups_of = [](int64_t group, int64_t tiles) { return ceil_div(tiles, group) * group; };
+    const int64_t by_tokens = ceil_div(shape.rows, kernel.tile_tokens);
+    const int64_t by_components = ceil_div(shape.outputs, qkv_tile);
+    const auto [below, beside] =
+        kernel.transposed ? std::pair(by_components, by_tokens) : std::pair(by_tokens, by_components);
+    return in_groups_of(2 * swizzle, below) * in_groups_of(swizzle, beside);
 }
 
 QkvRotaryPlan plan_qkv_rotary(const QkvRotaryShape& shape, const QkvDevice& device) {
@@ -110,7 +115,7 @@ QkvRotaryPlan plan_qkv_rotary(const QkvRotaryShape& shape, const QkvDevice& devi
     if (static_cast<double>(least) > (1 + most_idle) * needed) return {};
     const bool walks_columns = shape.rows >= many_rows && shape.outputs < many_outputs;
     plan.raster = walks_columns ? Raster::columns : Raster::rows;
-    plan.swizzle = swizzle_for(qkv_kernels[plan.kernel], shape);
+    plan.swizzle = swizzle_for(qkv_kernels[plan.kernel], shape, device);
     return plan;
 }
 

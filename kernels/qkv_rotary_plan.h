@@ -20,9 +20,9 @@ struct QkvKernel {
     int tile_tokens = qkv_tile;
 };
 
-// The kernels that are compiled. Others were measured on an H200 and were slower in every case, or faster by less than
-// 1 %: tiles of 64 x 256, 256 x 128 and 128 x 256, two warp groups at one tile, tiles divided along the inputs, and
-// cosines and sines by polynomials or from a table.
+// The kernels that are compiled. Others that were measured on an H200 did not pay: tiles of 64 x 256, 256 x 128 and
+// 128 x 256, two warp groups at one tile, tiles divided along the inputs, and cosines and sines by polynomials or from
+// a table.
 inline constexpr QkvKernel qkv_kernels[] = {
     {Pairing::halves},
     {Pairing::halves, /*transposed=*/true, 160},
@@ -62,7 +62,9 @@ bool can_fuse(const QkvRotaryShape& shape, const QkvDevice& device);
 // Whether this kernel of it can: transposed, pairs lie 64 components apart.
 bool takes(const QkvKernel& kernel, const QkvRotaryShape& shape);
 
-int64_t tiles_of(const QkvKernel& kernel, const QkvRotaryShape& shape);
+// As CUTLASS counts them, where it walks through `swizzle` of them side by side: clusters of two, below each other, and
+// groups of those are whole, though nothing is in some of their tiles.
+int64_t tiles_of(const QkvKernel& kernel, const QkvRotaryShape& shape, int swizzle);
 
 QkvRotaryPlan plan_qkv_rotary(const QkvRotaryShape& shape, const QkvDevice& device);
 

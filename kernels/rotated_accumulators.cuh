@@ -43,6 +43,9 @@ struct RotatedAccumulators : Store {
         constexpr int tokens = cute::size<1>(TileShape{});
         constexpr int parts = tokens / cute::size<1>(typename Store::EpilogueTile{});
         constexpr int groups = tokens / 8 / parts;
+        // One instruction as wide as the tile, and two below each other; without the wider ones of CUTLASS it would be
+        // several.
+        static_assert(cute::size<1>(Layout{}) == 2 && cute::size<2>(Layout{}) == 1);
         const int column = cute::get<0>(tile) * cute::size<0>(tile_shape);
         const int component = thread / 32 * 16 + thread % 32 / 4;
         const bool rotates = column < rotation_.rotated_columns && component_of(column) < rotation_.rotary_dim;

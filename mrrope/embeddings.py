@@ -87,7 +87,12 @@ class InstalledFunctions:
         for found in user.functions:
             module, name = importlib.import_module(found.module), found.name
             if (module, name) not in self._installed:
-                function = conventions.fused(getattr(module, name), found.form, found.convention)
+                original = getattr(module, name)
+                if CallForm.of(original) != found.form:  # of an unpickled model, in another version of transformers
+                    raise ValueError(
+                        f"the model must be patched anew: {found.module}.{name} takes other arguments by now"
+                    )
+                function = conventions.fused(original, found.form, found.convention)
                 setattr(module, name, function)
                 self._installed[module, name] = function, weakref.WeakSet()
             self._installed[module, name][1].add(user)

@@ -43,7 +43,8 @@ FORMS = (SEPARATE, PACKED)
 SIDE_BY_SIDE = {"weight": "_mrrope_packed_weight", "bias": "_mrrope_packed_bias"}
 """The buffers, not saved, that the parameters of three projections are views of."""
 FEW_ROWS = 256
-"""As many on a GPU are projected and rotated apart, by one op or not, and take less time than Python's part in it."""
+"""Up to so many on a GPU the op projects and rotates apart anyway, and the stand-ins take Python longer than they save.
+"""
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

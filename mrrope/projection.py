@@ -153,7 +153,7 @@ def _require_rows(name: str, value: object) -> None:
 
 
 def _require_integer(name: str, value: object) -> None:
-    if not isinstance(value, (int, Integral)) or isinstance(value, bool):
+    if not isinstance(value, (int, Integral, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got {value!r}")
 
 

@@ -264,7 +264,10 @@ def run(options: argparse.Namespace) -> Results:
                 clock.check()
                 part = results.part(name)
                 folder = options.models / name
-                part.data["training"] = trained_model(folder, shape, seed, text, recipe, ready)
+                training = trained_model(folder, shape, seed, text, recipe, ready)
+                if part.data.get("training") != training:  # another model, though of the same name
+                    part.data.clear()
+                    part.data |= {"results": {}, "training": training}
                 model = LlamaForCausalLM.from_pretrained(folder, dtype=chosen_dtype(None, device)).to(device).eval()
                 examined = Examined(model, documents, options.trials, options.chunk)
                 if "judged" not in part.data:

@@ -126,15 +126,17 @@ TEST_F(QkNormCuda, SmallHeadsAreLiftedAsFarAsEpsLets) {
     }
 }
 
-// Every number of heads a thread, with heads left over, one table and a chosen one; all of a head rotated or a part.
+// Every number of heads a thread, with heads left over, one table and a chosen one; all of a head rotated or a part;
+// teams with members that only lend a hand (96), and more pairs than a block has threads (256).
 TEST_F(QkNormCuda, EveryHoldingKernel) {
     NormCaseOptions o;
-    o.rotary.tokens = 37;
+    o.rotary.tokens = 11;
     o.rotary.q_heads = 13;
     o.rotary.k_heads = 3;
-    o.rotary.head_dim = 64;
     o.rotary.in_place = true;
     const auto norm_by = [&](int heads_per_thread) {
+        o.weight_offset = 1.0 - o.weight_offset;
+        o.rotary.conjugate = !o.rotary.conjugate;
         NormCase norm(o);
         const QkNormPlan plan = plan_with(shape_of(norm.args()), heads_per_thread);
         ASSERT_TRUE(plan.holds);
@@ -143,19 +145,21 @@ TEST_F(QkNormCuda, EveryHoldingKernel) {
     };
     for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
         for (const Pairing pairing : both_pairings) {
-            for (const int rotary_dim : {64, 32}) {
+            for (const auto& [head_dim, rotary_dim] : {std::pair{64, 64}, {64, 32}, {96, 96}, {256, 256}, {256, 128}}) {
                 o.rotary.dtype = dtype;
                 o.rotary.pairing = pairing;
+                o.rotary.head_dim = head_dim;
                 o.rotary.rotary_dim = rotary_dim;
-                for (const int tables : {1, 3}) {
-                    o.rotary.tables = {};
-                    if (tables > 1) o.rotary.tables = {.table_for = TableFor::each_index, .count = tables};
-                    o.over = NormOver::head;
-                    for (const int heads : tables == 1 ? std::vector{1, 2, 4, 8} : std::vector{2}) norm_by(heads);
-                    o.over = NormOver::all_heads;
-                    for (const int heads : tables == 1 ? std::vector{2, 4} : std::vector{2}) norm_by(heads);
-                    if (HasFailure()) return;
-                }
+                o.over = NormOver::head;
+                o.rotary.tables = {};
+                for (const int heads : {1, 2, 4, 8}) norm_by(heads);
+                o.over = NormOver::all_heads;
+                for (const int heads : {2, 4}) norm_by(heads);
+                o.rotary.tables = {.table_for = TableFor::each_index, .count = 3};
+                norm_by(2);
+                o.over = NormOver::head;
+                norm_by(2);
+                if (HasFailure()) return;
             }
         }
     }

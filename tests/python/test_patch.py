@@ -579,6 +579,15 @@ class OtherAttention(LlamaAttention):
 """
 
 
+def test_unpickled_where_the_function_takes_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    with mrrope.patched(model, "mrrope_pro", scale=4.0):
+        saved = pickle.dumps(model)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, offset=0: (q, k))
+    with pytest.raises(ValueError, match=r"patched anew: .*apply_rotary_pos_emb takes other arguments"):
+        pickle.loads(saved)
+
+
 def test_unpickled_with_attention_in_another_module_than_the_rotary_embedding(
     llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,14 @@ def test_few_rows_are_not_fused_where_python_would_take_longer(monkeypatch: pyte
     few = torch.tensor([[1, 2], [5, 6]])
     assert calls(model, input_ids=few) == {"rotary": len(attentions(model))}
     assert_same(logits(model, input_ids=few), logits(reference(), input_ids=few))
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_cuda", "longer"), [((2, 128), True, True), ((1, 257), True, False), ((1, 1), False, False)]
+)
+def test_few_rows_are_those_of_a_decoding_step_on_a_gpu(shape: tuple[int, int], is_cuda: bool, longer: bool) -> None:
+    hidden_states: Any = SimpleNamespace(shape=torch.Size([*shape, 64]), is_cuda=is_cuda)
+    assert fused_projections._takes_longer_fused(hidden_states) == longer
 
 
 def test_layers_that_do_not_rotate_project_as_they_did() -> None:

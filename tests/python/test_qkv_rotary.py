@@ -15,6 +15,7 @@ import mrrope
 
 OP = torch.ops.mrrope.qkv_rotary.default
 LARGEST = 2**31 - 1
+TABLE = table_of("mrrope_pro", 16)
 
 
 class Call:
@@ -112,40 +113,57 @@ def test_against_float64(device, dtype, layout, pairing):
         call.assert_right(call.run(pairing=pairing), pairing)
 
 
-def assert_fused(call: Call, pairing: str = "halves") -> None:
-    """On a GPU that can, or the test would be of something else."""
-    plan = torch.ops.mrrope.qkv_rotary_plan.default(*call.op_arguments(pairing))
-    assert plan[0] >= 0 or torch.cuda.get_device_capability() != (9, 0)
+def assert_fused(call: Call, kernel: str) -> None:
+    """By this kernel, on a GPU that can, or the test would be of something else."""
+    if torch.cuda.get_device_capability() == (9, 0):
+        index, *_ = torch.ops.mrrope.qkv_rotary_plan.default(*call.op_arguments(kernel.split()[0]))
+        assert index >= 0
+        assert torch.ops.mrrope.qkv_rotary_kernels.default()[index] == kernel
 
 
 FUSED = {
-    "tiles of 128 tokens": {"tokens": 2048, "inputs": 256, "heads": (32, 8)},
-    "tiles of 160 tokens": {"tokens": 8192, "inputs": 4096, "heads": (8, 1)},
+    "halves": {"tokens": 2048, "inputs": 256, "heads": (32, 8)},
+    "halves transposed": {"tokens": 8192, "inputs": 4096, "heads": (8, 1)},
+    "interleaved": {"tokens": 8192, "inputs": 4096, "heads": (8, 1)},
 }
-"""Shapes that are rotated inside the product."""
+"""Shapes that are rotated inside the product, by the kernel that does it."""
 
 
-@pytest.mark.parametrize("shape", FUSED.values(), ids=list(FUSED))
-@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("kernel", FUSED)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_many_rows(cuda, dtype, pairing, shape):
-    call = Call(cuda, dtype, batch=1, head_dim=128, rotary_dim=64 if dtype == torch.float16 else 128, **shape)
-    assert_fused(call, pairing)
+def test_many_rows(cuda, dtype, kernel):
+    call = Call(cuda, dtype, batch=1, head_dim=128, **FUSED[kernel])
+    assert_fused(call, kernel)
+    pairing = kernel.split()[0]
     call.assert_right(call.run(pairing=pairing), pairing)
 
 
-@pytest.mark.parametrize("shape", FUSED.values(), ids=list(FUSED))
-def test_rows_with_gaps_between_them(cuda, shape):
-    call = Call(cuda, torch.bfloat16, batch=1, head_dim=128, **shape)
+@pytest.mark.parametrize("kernel", ["halves", "interleaved"])
+def test_many_rows_of_which_a_part_rotates(cuda, kernel):
+    call = Call(cuda, torch.float16, batch=1, head_dim=128, rotary_dim=64, **FUSED["interleaved"])
+    assert_fused(call, kernel)
+    call.assert_right(call.run(pairing=kernel), kernel)
+
+
+@pytest.mark.parametrize("kernel", ["halves", "halves transposed"])
+def test_rows_with_gaps_between_them(cuda, kernel):
+    call = Call(cuda, torch.bfloat16, batch=1, head_dim=128, **FUSED[kernel])
     want = call.run()
     for name in ("x", "weight"):
         rows = getattr(call, name)
         apart = torch.full((*rows.shape[:-1], rows.shape[-1] + 8), math.nan, dtype=rows.dtype, device=cuda)
         apart[..., : rows.shape[-1]] = rows
         setattr(call, name, apart[..., : rows.shape[-1]])
-    assert_fused(call)
+    assert_fused(call, kernel)
     for got, expected in zip(call.run(), want, strict=True):
         assert torch.equal(got, expected)
+
+
+def test_as_few_rows_as_a_model_does_not_fuse_are_not_fused(cuda):
+    few = pytest.importorskip("mrrope.fused_projections").FEW_ROWS
+    call = Call(cuda, torch.bfloat16, batch=1, tokens=few, inputs=256, heads=(32, 8), head_dim=128)
+    index, *_ = torch.ops.mrrope.qkv_rotary_plan.default(*call.op_arguments())
+    assert index < 0
 
 
 def test_rows_that_overlap(device):
@@ -332,11 +350,26 @@ def test_compiles_whole(device):
         torch.testing.assert_close(got[2], want[2][:, :, :tokens])
 
 
-@pytest.mark.parametrize("shape", [{"tokens": 4, "inputs": 256}, *FUSED.values()], ids=["apart", *FUSED])
-def test_captured_in_a_graph(cuda, shape):
-    call = Call(cuda, torch.bfloat16, batch=1, head_dim=128, **shape)
-    if shape in FUSED.values():
-        assert_fused(call)
+def test_a_number_of_heads_may_be_traced():
+    class Projection(torch.nn.Module):
+        def forward(self, x, weight, positions):
+            heads = weight.shape[0] // 32
+            return mrrope.qkv_rotary(x, weight, None, positions, TABLE, heads, heads // 2)
+
+    given = torch.randn(1, 3, 8), torch.randn(128, 8), torch.arange(3)
+    dynamic = {"x": None, "weight": {0: torch.export.Dim.AUTO}, "positions": None}
+    exported = torch.export.export(Projection(), given, dynamic_shapes=dynamic, strict=False)
+    for got, want in zip(exported.module()(*given), Projection()(*given), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kernel", [None, "halves", "halves transposed"])
+def test_captured_in_a_graph(cuda, kernel):
+    call = Call(
+        cuda, torch.bfloat16, batch=1, head_dim=128, **(FUSED[kernel] if kernel else {"tokens": 4, "inputs": 256})
+    )
+    if kernel is not None:
+        assert_fused(call, kernel)
     want = call.run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
