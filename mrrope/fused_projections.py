@@ -145,22 +145,18 @@ class FusedProjection:
         """Whether projections, any of which may be another by now, make one."""
         if not all(type(module) is nn.Linear for module in modules):
             return False
-        if not all(_is_here(tensor) for module in modules for tensor in (module.weight, module.bias)):
+        weights, biases = [module.weight for module in modules], [module.bias for module in modules]
+        if not all(map(_is_here, (*weights, *biases))):
             return False
         if len(modules) == 1:
             return True
-        q, k, v = (module.weight.shape for module in modules)
-        first = modules[0].weight
+        (q, k, v), first = (weight.shape for weight in weights), weights[0]
         return (
             q[0] * self.num_kv_heads == k[0] * self.num_q_heads
             and q[1] == k[1]
             and k == v
-            and len({module.bias is None for module in modules}) == 1
-            and all(
-                p.dtype == first.dtype and p.device == first.device
-                for module in modules
-                for p in module.parameters(recurse=False)
-            )
+            and len({bias is None for bias in biases}) == 1
+            and all(p is None or (p.dtype == first.dtype and p.device == first.device) for p in (*weights, *biases))
         )
 
 
