@@ -135,13 +135,15 @@ TEST_F(QkNormCuda, EveryHoldingKernel) {
     o.rotary.k_heads = 3;
     o.rotary.in_place = true;
     const auto norm_by = [&](int heads_per_thread) {
-        o.weight_offset = 1.0 - o.weight_offset;
-        o.rotary.conjugate = !o.rotary.conjugate;
-        NormCase norm(o);
-        const QkNormPlan plan = plan_with(shape_of(norm.args()), heads_per_thread);
-        ASSERT_TRUE(plan.holds);
-        NormOnDevice(norm).norm_by(plan);
-        norm.expect_normed();
+        for (const bool is_other : {false, true}) {
+            o.weight_offset = is_other ? 1.0 : 0.0;
+            o.rotary.conjugate = is_other;
+            NormCase norm(o);
+            const QkNormPlan plan = plan_with(shape_of(norm.args()), heads_per_thread);
+            ASSERT_TRUE(plan.holds);
+            NormOnDevice(norm).norm_by(plan);
+            norm.expect_normed();
+        }
     };
     for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
         for (const Pairing pairing : both_pairings) {
