@@ -3,7 +3,8 @@
     python benchmarks/qkv_rotary.py [--plans [REGEX]] [--seconds S] [--output benchmarks/results/NAME]
 
 Prints one table and writes NAME.json, as it goes. All contenders of a case take turns, so that they see the same
-clocks: a GPU slows down as it warms, and only ratios within a case count. Times are medians of CUDA-graph replays, over
+clocks: a GPU slows down as it warms, and only ratios within a case count. They first run for a second untimed: within
+that time a GPU comes down to the clocks that it can hold under such load. Times are medians of CUDA-graph replays, over
 weights that do not fit the cache; ratios are medians of those of each turn. Errors are relative, in Frobenius norm,
 against float64 with exact phases.
 
@@ -41,6 +42,7 @@ CACHE_BYTES = 60 * 2**20  # an H200's second-level cache
 ROWS = (1, 16, 64, 256, 2048, 8192, 32768)
 ROWS_OF_PLANS = (2048, 8192, 32768, 1024, 512, 256)
 SWIZZLES = (1, 2, 4, 8)
+SECONDS_TO_SETTLE = 1.0
 APART = "cuBLAS, then rotary"
 ALONE = "cuBLAS"
 OP = "mrrope"
@@ -179,6 +181,14 @@ class Turns:
                 step()
         self.replays[name] = graph.replay
 
+    def settle(self) -> None:
+        """Lets all run until the clocks are those of a GPU at work."""
+        until = time.monotonic() + (SECONDS_TO_SETTLE if self.device == "cuda" else 0.0)
+        while time.monotonic() < until:
+            for replay in self.replays.values():
+                replay()
+            torch.cuda.synchronize()
+
     def drop(self, name: str) -> None:
         for known in (self.replays, self.steps, self.seconds):
             known.pop(name)
@@ -219,9 +229,7 @@ def measure(geometry: Geometry, rows: int, device: str) -> dict[str, Any]:
     contenders: dict[str, Callable[..., torch.Tensor]] = {ALONE: alone, APART: apart, OP: op}
     for name, contender in contenders.items():
         turns.add(name, [functools.partial(contender, buffers, weight) for weight in buffers.weights])
-    turns.take(3)
-    for times in turns.seconds.values():
-        times.clear()
+    turns.settle()
     turns.take(31 if rows < 32768 else 15)
     weight = buffers.weights[0]
     return {
@@ -328,6 +336,7 @@ def sweep(geometry: Geometry, rows: int, only: str) -> dict[str, Any]:
             turns.drop(name)
     for times in turns.seconds.values():
         times.clear()
+    turns.settle()
     turns.take(15)
     row: dict[str, Any] = {
         "geometry": geometry.name,

@@ -237,6 +237,24 @@ def study_perplexity(scale: int) -> list[str]:
     ) + pictured(f"study_{scale}x.perplexity.png", f"Perplexity by length at scale {scale}")
 
 
+def study_means() -> list[str]:
+    """All methods, by the geometric mean over the lengths of each scale."""
+    columns: dict[int, dict[str, float]] = {}
+    for scale in STUDY_SCALES:
+        by_method = parts_of(STUDY).get(str(scale), {}).get("results", {}).get("perplexity", {})
+        values = {method: second_halves(by_length) for method, by_length in by_method.items()}
+        most = max(map(len, values.values()), default=0)
+        columns[scale] = {method: geometric_mean(one.values()) for method, one in values.items() if len(one) == most}
+    methods = dict.fromkeys(method for column in columns.values() for method in column)
+    if not methods:
+        return NOT_MEASURED
+    shown = [with_lowest_marked(column) for column in columns.values()]
+    return table(
+        ["", *(f"{scale}x" for scale in columns)],
+        [[f"`{method}`", *(column.get(method, "") for column in shown)] for method in methods],
+    )
+
+
 def study_tasks(scale: int) -> list[str]:
     """All tasks with an answer, at one scale."""
     results = parts_of(STUDY).get(str(scale), {}).get("results", {})
@@ -334,7 +352,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     },
     "model": partial(model, "model_cuda.json"),
     "model_compiled": partial(model, "model_compiled_cuda.json"),
-    **{function.__name__: function for function in (study_evolution, small_training)},
+    **{function.__name__: function for function in (study_evolution, study_means, small_training)},
     **{f"study_perplexity_{scale}": partial(study_perplexity, scale) for scale in STUDY_SCALES},
     **{f"study_tasks_{scale}": partial(study_tasks, scale) for scale in STUDY_SCALES},
     **{

@@ -34,6 +34,25 @@ struct RotatedAccumulators : Store {
     CUTLASS_HOST_DEVICE RotatedAccumulators(const Params& params, typename Store::TensorStorage& storage)
         : Store(params, storage), rotation_(params.rotation) {}
 
+    // The warp that would load another summand reads what the rotation will need, into this multiprocessor's cache: of
+    // the last tile, whose rotation nothing hides, it is there when the product is.
+    CUTLASS_DEVICE bool is_producer_load_needed() const { return true; }
+
+    template <class ProblemShape, class TileShape, class TileCoord, class TiledMma>
+    CUTLASS_DEVICE auto load(typename Store::LoadPipeline, typename Store::LoadPipelineState state, ProblemShape,
+                             TileShape, TileCoord tile, TiledMma, int lane, typename Store::TensorStorage&) {
+        constexpr int tokens = cute::size<1>(TileShape{});
+        for (int token = lane; token < tokens; token += 32) {
+            bring_near(rotation_.positions.address(cute::get<1>(tile) * tokens + token));
+        }
+        for (int word = lane; word <= rotation_.rotary_dim / 2; word += 32) bring_near(rotation_.table + word);
+        return state;
+    }
+
+    CUTLASS_DEVICE auto load_tail(typename Store::LoadPipeline, typename Store::LoadPipelineState state) {
+        return state;
+    }
+
     template <class LoadState, class StoreState, class ProblemShape, class TileShape, class TileCoord, class Engine,
               class Layout, class TiledMma>
     CUTLASS_DEVICE auto store(typename Store::LoadPipeline load_pipeline, LoadState load_state,
@@ -54,16 +73,17 @@ struct RotatedAccumulators : Store {
         // All is asked for before any of it is needed.
         wait_for_previous_kernel();
         Turning<tokens / 32> turning;
-        Bias bias;
+        Scaling scaling;
         if (rotates) turning.load(rotation_, component, cute::get<1>(tile) * tokens, thread % 32);
-        if (has_bias) bias.load(rotation_, column + component);
+        if (has_bias) scaling.load_bias(rotation_, column + component);
+        if (rotates) scaling.multiply(rotation_);
         CUTLASS_PRAGMA_UNROLL
         for (int part = 0; part < parts; ++part) {
             const auto for_each_group = [&](auto change) {
                 CUTLASS_PRAGMA_UNROLL
                 for (int group = part * groups; group < (part + 1) * groups; ++group) change(group);
             };
-            if (has_bias) for_each_group([&](int group) { bias.add(accumulators, group); });
+            if (has_bias || rotates) for_each_group([&](int group) { scaling.apply(accumulators, group); });
             if (rotates) for_each_group([&](int group) { turning.rotate(accumulators, group, thread % 32); });
             CUTLASS_PRAGMA_UNROLL
             for (int half = 0; half < 2; ++half) {
@@ -78,6 +98,11 @@ struct RotatedAccumulators : Store {
     }
 
 private:
+    // A load whose result nobody wants.
+    CUTLASS_DEVICE static void bring_near(const void* address) {
+        asm volatile("{ .reg .b32 unwanted; ld.global.b32 unwanted, [%0]; }" ::"l"(address));
+    }
+
     CUTLASS_DEVICE int component_of(int column) const {
         int head, component;
         rotation_.head_dim(head, component, column);
@@ -90,27 +115,37 @@ private:
         return accumulators(cute::make_coord(odd, lower, group), half, 0);
     }
 
-    struct Bias {
-        float of[2][2];
+    // The attention factor and the bias, in one instruction.
+    struct Scaling {
+        float factor = 1;
+        float summand[2][2] = {};
 
-        CUTLASS_DEVICE void load(const Rotation& rotation, int column) {
+        CUTLASS_DEVICE void load_bias(const Rotation& rotation, int column) {
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < 4; ++i) {
-                of[i / 2][i % 2] = static_cast<float>(rotation.bias[column + 8 * (i / 2) + 64 * (i % 2)]);
+                summand[i / 2][i % 2] = static_cast<float>(rotation.bias[column + 8 * (i / 2) + 64 * (i % 2)]);
             }
         }
 
-        template <class Accumulators>
-        CUTLASS_DEVICE void add(Accumulators& accumulators, int group) const {
+        CUTLASS_DEVICE void multiply(const Rotation& rotation) {
+            factor = static_cast<float>(attention_factor_of(rotation.table[rotation.rotary_dim / 2]));
             CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < 8; ++i) at(accumulators, group, i / 4, i / 2 % 2, i % 2) += of[i / 2 % 2][i % 2];
+            for (int i = 0; i < 4; ++i) summand[i / 2][i % 2] *= factor;
+        }
+
+        template <class Accumulators>
+        CUTLASS_DEVICE void apply(Accumulators& accumulators, int group) const {
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < 8; ++i) {
+                float& x = at(accumulators, group, i / 4, i / 2 % 2, i % 2);
+                x = multiply_add(x, factor, summand[i / 2 % 2][i % 2]);
+            }
         }
     };
 
     // The lanes of a warp read positions of 32 tokens at a time, one each, and hand them to those that need them.
     template <int batches>
     struct Turning {
-        float gain;
         uint64_t frequency[2];
         int64_t position[batches];
 
@@ -121,7 +156,6 @@ private:
             }
             frequency[0] = rotation.table[component];
             frequency[1] = rotation.table[component + 8];
-            gain = static_cast<float>(attention_factor_of(rotation.table[rotation.rotary_dim / 2]));
         }
 
         template <class Accumulators>
@@ -134,7 +168,7 @@ private:
                 for (int lower = 0; lower < 2; ++lower) {
                     float& first = at(accumulators, group, odd, lower, 0);
                     float& second = at(accumulators, group, odd, lower, 1);
-                    const CosSin<float> by = hardware_turn(phase_of(at_token, frequency[lower]), gain);
+                    const CosSin<float> by = hardware_turn(at_token, frequency[lower]);
                     const Pair<float> turned = mrrope::rotate(Pair<float>{first, second}, by);
                     first = turned.first;
                     second = turned.second;

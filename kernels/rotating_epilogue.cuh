@@ -21,11 +21,13 @@ struct RowPositions {
     int rows;
 
     // Rows past the last one, of a tile that hangs over the edge, turn by anything that can be read.
-    __device__ int64_t operator()(int row) const {
+    __device__ const void* address(int row) const {
         int sequence, token;
         tokens(sequence, token, min(row, rows - 1));
-        return position_at(view, 0, sequence, token);
+        return address_of_position(view, 0, sequence, token);
     }
+
+    __device__ int64_t operator()(int row) const { return position_at(view, address(row)); }
 };
 
 // What it takes to rotate a product: where bias, positions and frequencies are, and which columns turn.
@@ -175,7 +177,8 @@ struct RotatingEpilogue {
                 const uint64_t frequency = params.table[pair + j];
                 CUTLASS_PRAGMA_UNROLL
                 for (int r = 0; r < 2; ++r) {
-                    turns.by[r][j] = hardware_turn(phase_of(position[step][r], frequency), gain);
+                    const CosSin<float> unit = hardware_turn(position[step][r], frequency);
+                    turns.by[r][j] = {gain * unit.cos, gain * unit.sin};
                 }
             }
             return turns;
