@@ -31,6 +31,9 @@ RESULTS = Path(__file__).parent / "results"
 PREFILL_TOKENS = (8192, 32768)
 DECODE_BATCHES = (1, 16, 64)
 CONTEXT = 1024
+ROOM = 512
+"""For the tokens that are decoded; a cache that is full stops the GPU."""
+WARM_UP_ROUNDS = 2
 PREFILL_ROUNDS = 7
 DECODE_ROUNDS = 15
 """More, since a step is short and the host's time is part of it."""
@@ -63,7 +66,7 @@ def decode(model: Any, forward: Forward, batch: int) -> Step:
     """Reads one token more, with a context in the cache."""
     text = torch.randint(0, 128000, (batch, CONTEXT), device="cuda")
     token = torch.randint(0, 128000, (batch, 1), device="cuda")
-    cache = StaticCache(model.config, max_cache_len=CONTEXT + 512)
+    cache = StaticCache(model.config, max_cache_len=CONTEXT + ROOM)
     model(text, past_key_values=cache, logits_to_keep=1)
     return lambda: forward(model, token, past_key_values=cache, logits_to_keep=1).logits
 
@@ -98,7 +101,7 @@ def compare(
         for kind in kinds:
             with patched_as(kind, model):
                 steps[kind] = make()
-        for turn in range(rounds + 2):
+        for turn in range(rounds + WARM_UP_ROUNDS):
             # Whoever comes later meets a warmer chip.
             for kind in kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]:
                 with patched_as(kind, model):
@@ -113,8 +116,8 @@ def compare(
     ratios = {kind: [a / b for a, b in zip(times[kind], times[STOCK], strict=True)] for kind in kinds[1:]}
     return {
         "name": name,
-        "seconds": {kind: statistics.median(values[2:]) for kind, values in times.items()},
-        "ratios": {kind: statistics.median(values[2:]) for kind, values in ratios.items()},
+        "seconds": {kind: statistics.median(values[WARM_UP_ROUNDS:]) for kind, values in times.items()},
+        "ratios": {kind: statistics.median(values[WARM_UP_ROUNDS:]) for kind, values in ratios.items()},
         "peak_bytes": memory,
         "logits_differences": {
             kind: float((logits[kind] - logits[STOCK]).norm() / logits[STOCK].norm()) for kind in kinds[1:]
@@ -133,7 +136,8 @@ compiled: Forward = torch.compile(eager, dynamic=False)
 def measure(kind: str, forward: Forward, kinds: tuple[str, ...], layers: int, only: str) -> Iterator[dict[str, Any]]:
     """Prefill and decode of a model with that many layers, the rows whose names match ``only``."""
     model = llama(layers)
-    for_prefill, for_decode = (max(1, 16 // layers), PREFILL_ROUNDS), (max(5, 100 // layers), DECODE_ROUNDS)
+    for_prefill, for_decode = (max(1, 16 // layers), PREFILL_ROUNDS), (max(5, 50 // layers), DECODE_ROUNDS)
+    assert for_decode[0] * (DECODE_ROUNDS + WARM_UP_ROUNDS) < ROOM
     steps = {
         f"prefill {tokens}": (functools.partial(prefill, model, forward, tokens), *for_prefill)
         for tokens in PREFILL_TOKENS

@@ -19,7 +19,6 @@ import functools
 import itertools
 import math
 import re
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from torch.nn.functional import linear
 import mrrope
 from mrrope import plain
 from mrrope.benchmark import record
+from mrrope.benchmark.timing import Turns
 from mrrope.projection import split_qkv
 
 RESULTS = Path(__file__).parent / "results"
@@ -151,75 +151,6 @@ def relative_error(run: Step, buffers: Buffers, weight: torch.Tensor, pairing: s
     return float((packed[:, rows].double() - want).norm() / want.norm())
 
 
-# --- time ---
-
-
-class Turns:
-    """Contenders that take turns."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.replays: dict[str, Step] = {}
-        self.steps: dict[str, int] = {}
-        self.seconds: dict[str, list[float]] = {}
-        self.pool = torch.cuda.graph_pool_handle() if device == "cuda" else None
-
-    def add(self, name: str, steps: list[Step]) -> None:
-        """The steps do the same with different weights. Results are dropped, so that all graphs share memory."""
-        self.steps[name] = len(steps)
-        self.seconds[name] = []
-        if self.device == "cpu":
-            self.replays[name] = lambda: [step() for step in steps]
-            return
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            steps[0]()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            for step in steps:
-                step()
-        self.replays[name] = graph.replay
-
-    def settle(self) -> None:
-        """Lets all run until the clocks are those of a GPU at work."""
-        until = time.monotonic() + (SECONDS_TO_SETTLE if self.device == "cuda" else 0.0)
-        while time.monotonic() < until:
-            for replay in self.replays.values():
-                replay()
-            torch.cuda.synchronize()
-
-    def drop(self, name: str) -> None:
-        for known in (self.replays, self.steps, self.seconds):
-            known.pop(name)
-
-    def take(self, turns: int) -> None:
-        """Every contender so many times, in an order that changes: whoever follows a cool one is faster."""
-        names = list(self.replays)
-        for turn in range(turns):
-            for name in names if turn % 2 else reversed(names):
-                self.seconds[name].append(self._time(name))
-
-    def _time(self, name: str) -> float:
-        if self.device == "cpu":
-            before = time.perf_counter()
-            self.replays[name]()
-            return (time.perf_counter() - before) / self.steps[name]
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        self.replays[name]()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e-3 / self.steps[name]
-
-    def median(self, name: str) -> float:
-        return statistics.median(self.seconds[name])
-
-    def ratio(self, name: str, to: str) -> float:
-        """Of those turns that both took; a contender that was dropped and added anew starts later."""
-        return statistics.median(a / b for a, b in zip(self.seconds[name][::-1], self.seconds[to][::-1], strict=False))
-
-
 # --- the op as it is ---
 
 
@@ -229,7 +160,7 @@ def measure(geometry: Geometry, rows: int, device: str) -> dict[str, Any]:
     contenders: dict[str, Callable[..., torch.Tensor]] = {ALONE: alone, APART: apart, OP: op}
     for name, contender in contenders.items():
         turns.add(name, [functools.partial(contender, buffers, weight) for weight in buffers.weights])
-    turns.settle()
+    turns.settle(SECONDS_TO_SETTLE)
     turns.take(31 if rows < 32768 else 15)
     weight = buffers.weights[0]
     return {
@@ -329,28 +260,28 @@ def sweep(geometry: Geometry, rows: int, only: str) -> dict[str, Any]:
             continue
         kernels.setdefault(plan[0], []).append(name)
     turns.take(5)
-    first = {name: turns.median(name) for name in turns.replays}
+    first = {name: turns.median(name) for name in turns.names}
     finalists = [name for names in kernels.values() for name in sorted(names, key=turns.median)[:2]]
-    for name in list(turns.replays):
+    for name in turns.names:
         if name not in (ALONE, APART, *finalists):
             turns.drop(name)
     for times in turns.seconds.values():
         times.clear()
-    turns.settle()
+    turns.settle(SECONDS_TO_SETTLE)
     turns.take(15)
     row: dict[str, Any] = {
         "geometry": geometry.name,
         "name": f"{rows} x {geometry.outputs} x {geometry.inputs}",
         "rows": rows,
-        "seconds": {name: turns.median(name) for name in turns.replays},
-        "to cuBLAS": {name: turns.ratio(name, ALONE) for name in turns.replays},
-        "to apart": {name: turns.ratio(name, APART) for name in turns.replays},
+        "seconds": {name: turns.median(name) for name in turns.names},
+        "to cuBLAS": {name: turns.ratio(name, ALONE) for name in turns.names},
+        "to apart": {name: turns.ratio(name, APART) for name in turns.names},
         "first seconds": first,
         "errors": errors,
         "failures": failures,
     }
     print(f"\n{geometry.name}, {row['name']}: microseconds, / cuBLAS, / apart, plan", flush=True)
-    for name in sorted(turns.replays, key=turns.median):
+    for name in sorted(turns.names, key=turns.median):
         print(f"{turns.median(name) * 1e6:12.2f}{row['to cuBLAS'][name]:8.3f}{row['to apart'][name]:8.3f}  {name}")
     print("   errors: " + ", ".join(f"{name} {error:.2e}" for name, error in errors.items()), flush=True)
     for name, why in failures.items():

@@ -17,6 +17,7 @@ struct RotaryLaunch {
     cutlass::FastDivmod lanes;
     cutlass::FastDivmod head_groups;
     cutlass::FastDivmod tokens;
+    int heads_per_group;
     int threads;
     bool copies_tail;
 };
@@ -59,10 +60,10 @@ __device__ inline int64_t chosen_table(const TableChoice& choice, const int32_t*
     return min(static_cast<uint32_t>(*address), static_cast<uint32_t>(choice.count - 1));
 }
 
-// A thread takes one vector from either half of HeadsPerThread heads of one token: 16 bytes a load, all of them in
-// flight while it computes the Vector phases that those heads share. Neighbouring threads take neighbouring vectors,
-// then heads, then tokens. Memory is touched only when the kernel before has ended. The next one may start when the
-// phases are known: earlier it gets in the way, later it comes late.
+// A thread takes one vector from either half of HeadsPerThread neighbouring heads of one token: 16 bytes a load, all of
+// them in flight while it computes the Vector phases that those heads share. Neighbouring threads take neighbouring
+// vectors, then groups of heads, then tokens. Memory is touched only when the kernel before has ended. The next one may
+// start when the phases are known: earlier it gets in the way, later it comes late.
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(HeadsPerThread))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
@@ -75,8 +76,8 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     launch.head_groups(sequence_token, group, item);
     launch.tokens(batch, token, sequence_token);
 
-    const int groups = launch.head_groups.divisor;
-    const int heads = args.q.heads + args.k.heads;
+    const int first_head = group * launch.heads_per_group;
+    const int heads = min(launch.heads_per_group, args.q.heads + args.k.heads - first_head);
     const int half = args.rotary_dim / 2;
     const Layout layout{lane, half};
     const PositionsView& positions = args.positions;
@@ -85,16 +86,17 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     if constexpr (lookup != Lookup::one_table) choice_address = address_of_choice(args.choice, batch, token);
     const Element* in[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < HeadsPerThread; ++j) in[j] = HeadPointers<Element>(args, batch, token, group + j * groups).in;
+    for (int j = 0; j < HeadsPerThread; ++j) in[j] = HeadPointers<Element>(args, batch, token, first_head + j).in;
     // A call of few threads lasts little longer than the way to memory and back.
-    if constexpr (HeadsPerThread == 1) {
-        const bool never = launch.threads < 0;
-        compute_before_wait(never, in[0] + layout.first());
-        compute_before_wait(never, in[0] + layout.second());
-        compute_before_wait(never, position_address);
-        compute_before_wait(never, lookup == Lookup::one_table ? args.table + layout.pair(0)
-                                                               : static_cast<const void*>(choice_address));
+    const bool never = launch.threads < 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < HeadsPerThread; ++j) {
+        compute_before_wait(never, in[j] + layout.first());
+        compute_before_wait(never, in[j] + layout.second());
     }
+    compute_before_wait(never, position_address);
+    compute_before_wait(
+        never, lookup == Lookup::one_table ? args.table + layout.pair(0) : static_cast<const void*>(choice_address));
     wait_for_previous_kernel();
     if (thread >= launch.threads) return;
 
@@ -109,7 +111,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
-        if (group + j * groups < heads) fragments[j].load(in[j], layout);
+        if (j < heads) fragments[j].load(in[j], layout);
     }
 
     const uint64_t* table = args.table + table_start;
@@ -134,16 +136,15 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
 
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
-        const int head = group + j * groups;
-        if (head >= heads) break;
+        if (j >= heads) break;
         fragments[j].template rotate<Layout::crosses_vectors>(by);
-        fragments[j].store(HeadPointers<Element>(args, batch, token, head).out, layout);
+        fragments[j].store(HeadPointers<Element>(args, batch, token, first_head + j).out, layout);
     }
 
     if (!launch.copies_tail) return;
     using Stored = cutlass::AlignedArray<Element, Vector>;
-    for (int head = group; head < heads; head += groups) {
-        const HeadPointers<Element> pointers(args, batch, token, head);
+    for (int j = 0; j < heads; ++j) {
+        const HeadPointers<Element> pointers(args, batch, token, first_head + j);
         for (int at = args.rotary_dim + lane * Vector; at < args.head_dim; at += launch.lanes.divisor * Vector) {
             *reinterpret_cast<Stored*>(pointers.out + at) = *reinterpret_cast<const Stored*>(pointers.in + at);
         }
@@ -158,6 +159,7 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
         .lanes = cutlass::FastDivmod(plan.lanes),
         .head_groups = cutlass::FastDivmod(plan.head_groups),
         .tokens = cutlass::FastDivmod(static_cast<int>(args.tokens)),
+        .heads_per_group = plan.heads_per_group(args.q.heads + args.k.heads),
         .threads = threads,
         .copies_tail = args.rotary_dim < args.head_dim && (args.q.in != args.q.out || args.k.in != args.k.out),
     };

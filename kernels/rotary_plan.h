@@ -56,6 +56,10 @@ struct RotaryPlan {
     int64_t tokens_per_launch = 0;  // through the batch where it all fits one launch, else of one sequence
 
     int64_t threads_per_token() const { return static_cast<int64_t>(lanes) * head_groups; }
+
+    // As many as a thread takes, or fewer where groups are the more alike for it; neighbours, so that a block reads
+    // and writes in one place: heads far apart cost 512 tokens 9 % on an H200, 8192 tokens 2 %.
+    int heads_per_group(int heads) const { return static_cast<int>(ceil_div(heads, head_groups)); }
 };
 
 RotaryPlan plan_rotary(const RotaryShape& shape);

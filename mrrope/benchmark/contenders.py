@@ -94,7 +94,7 @@ def is_whole_and_halved(case: Case) -> bool:
     return case.pairing == "halves" and case.rotary_dim == case.head_dim and not case.backward
 
 
-COPY = Contender("copy", copy)
+COPIES = (Contender("copy", copy), Contender("copy by a kernel", copy_by_kernel))
 OURS = (
     Contender("mrrope in place", ours_in_place),
     Contender("mrrope", ours),

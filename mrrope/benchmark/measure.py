@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from mrrope.benchmark.cases import Case, Heads, Positions
-from mrrope.benchmark.contenders import COPY, Contender, copy_by_kernel
-from mrrope.benchmark.timing import Step, buffer_sets, median_seconds
+from mrrope.benchmark.contenders import COPIES, Contender
+from mrrope.benchmark.timing import REPLAYS, SECONDS_TO_SETTLE, Step, Turns, buffer_sets
 from mrrope.evaluation.extra import needs
 
 TOKENS_COMPARED = 256
@@ -66,23 +66,25 @@ def measure(cases: Sequence[Case], contenders: Sequence[Contender], device: str)
             shared = Positions(case, device)
             sets = [Heads(case, shared) for _ in range(buffer_sets(case.bytes, device))]
             torch.compiler.reset()  # every case is compiled for its own shape
-            seconds, errors, failures = {"copy": seconds_of_a_copy(sets, device)}, {}, {}
+            turns = Turns(device)
+            for copy in COPIES:
+                turns.add(copy.name, steps_of(copy, sets))
+            errors, failures = {}, {}
             for contender in taking:
                 progress.set_postfix_str(f"{case.name}, {contender.name}")
                 try:
                     errors[contender.name] = relative_error(case, contender, device)
-                    seconds[contender.name] = median_seconds(steps_of(contender, sets), device)
+                    turns.add(contender.name, steps_of(contender, sets))
                 except Exception as error:  # somebody else's op, perhaps for another version of torch
                     if contender.name.startswith("mrrope"):
                         raise
                     failures[contender.name] = f"{type(error).__name__}: {without_folders(str(error))}"
                 progress.update()
+            turns.settle(SECONDS_TO_SETTLE)
+            turns.take(REPLAYS)
+            seconds = {name: turns.median(name) for name in turns.names}
+            # The driver's copy is slow for more than a gigabyte: the faster of two counts.
+            seconds = {"copy": min(seconds.pop(copy.name) for copy in COPIES), **seconds}
             row = {**asdict(case), "name": case.name, "bytes": case.bytes, "seconds": seconds, "errors": errors}
             rows.append(row | ({"failures": failures} if failures else {}))
     return rows
-
-
-def seconds_of_a_copy(sets: list[Heads], device: str) -> float:
-    """The driver's copy is slow for more than a gigabyte: the faster of two counts."""
-    by_kernel = Contender("copy by a kernel", copy_by_kernel)
-    return min(median_seconds(steps_of(copy, sets), device) for copy in (COPY, by_kernel))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -12,6 +14,7 @@ Step = Callable[[], object]
 
 CACHE_BYTES = 60 * 2**20  # an H200's second-level cache
 REPLAYS = 15
+SECONDS_TO_SETTLE = 0.1
 
 
 def buffer_sets(bytes_per_set: int, device: str) -> int:
@@ -21,25 +24,80 @@ def buffer_sets(bytes_per_set: int, device: str) -> int:
     return max(3, min(400, 4 * CACHE_BYTES // max(bytes_per_set, 1) + 1))
 
 
+class Turns:
+    """Contenders that take turns, so that all see the same clocks: a GPU slows down as it warms."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.seconds: dict[str, list[float]] = {}
+        self._replays: dict[str, Step] = {}
+        self._steps: dict[str, int] = {}
+        self._pool: Any = None
+        if device == "cuda":
+            _replay_a_first_graph()
+            self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._replays)
+
+    def add(self, name: str, steps: Sequence[Step]) -> None:
+        """The steps do the same work on different buffers."""
+        if self.device == "cuda":
+            self._replays[name] = _graph_of(steps, self._pool)
+        else:
+            self._replays[name] = lambda: [step() for step in steps]
+        self._steps[name] = len(steps)
+        self.seconds[name] = []
+
+    def drop(self, name: str) -> None:
+        for known in (self._replays, self._steps, self.seconds):
+            known.pop(name)
+
+    def settle(self, seconds: float) -> None:
+        """Lets all run untimed for so long: until caches are warm, and the clocks those of a GPU at work."""
+        until = time.monotonic() + seconds
+        while True:
+            for replay in self._replays.values():
+                replay()
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            if time.monotonic() >= until:
+                return
+
+    def take(self, turns: int) -> None:
+        """Every contender so many times, in an order that changes: whoever follows a cool one is faster."""
+        for turn in range(turns):
+            for name in self.names if turn % 2 else reversed(self.names):
+                self.seconds[name].append(self._time(name))
+
+    def _time(self, name: str) -> float:
+        if self.device == "cpu":
+            before = time.perf_counter()
+            self._replays[name]()
+            return (time.perf_counter() - before) / self._steps[name]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        self._replays[name]()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3 / self._steps[name]
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.seconds[name])
+
+    def ratio(self, name: str, to: str) -> float:
+        """Of those turns that both took; a contender that was dropped and added anew starts later."""
+        return statistics.median(a / b for a, b in zip(self.seconds[name][::-1], self.seconds[to][::-1], strict=False))
+
+
 def median_seconds(steps: Sequence[Step], device: str) -> float:
-    """The median time of one step; the steps do the same work on different buffers."""
-    return _median_on_cuda(steps) if device == "cuda" else _median_on_cpu(steps[0])
-
-
-def _median_on_cpu(step: Step) -> float:
-    times = []
-    step()
-    step()
-    for _ in range(REPLAYS):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[REPLAYS // 2]
-
-
-def _median_on_cuda(steps: Sequence[Step]) -> float:
-    _replay_a_first_graph()
-    return sorted(_replay_times(steps))[REPLAYS // 2]
+    """The median time of one step of a single contender."""
+    turns = Turns(device)
+    turns.add("", steps)
+    turns.settle(SECONDS_TO_SETTLE)
+    turns.take(REPLAYS)
+    return turns.median("")
 
 
 @functools.cache
@@ -47,12 +105,14 @@ def _replay_a_first_graph() -> None:
     """In vain: the first of a process replays up to a sixth faster than any later one, with the same work or other.
     On an H200 a copy for one token takes 0.89 us there, and 1.07 us ever after."""
     x = torch.zeros(2**16, device="cuda")
-    _replay_times([lambda: x.copy_(x.roll(1))] * 200)
+    replay = _graph_of([lambda: x.copy_(x.roll(1))] * 200, torch.cuda.graph_pool_handle())
+    for _ in range(REPLAYS):
+        replay()
+    torch.cuda.synchronize()
 
 
-def _replay_times(steps: Sequence[Step]) -> list[float]:
-    """Of one step, replay by replay."""
-    # A graph of all the steps: kernels follow each other as in a captured decoder, and Python's time stays out.
+def _graph_of(steps: Sequence[Step], pool: Any) -> Step:
+    """All the steps in a graph: kernels follow each other as in a captured decoder, and Python's time stays out."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -60,16 +120,8 @@ def _replay_times(steps: Sequence[Step]) -> list[float]:
             steps[0]()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for step in steps:
-            step()
-    times: list[float] = []
-    for replay in range(REPLAYS + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if replay >= 3:
-            times.append(start.elapsed_time(end) * 1e-3 / len(steps))
-    return times
+    with torch.cuda.graph(graph, pool=pool):
+        # Held until all are captured, or each would write where the one before it did, and still has in the cache.
+        results = [step() for step in steps]
+    del results
+    return graph.replay

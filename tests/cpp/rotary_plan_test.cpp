@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -165,11 +166,12 @@ private:
         const int64_t group = item % plan_.head_groups;
         const int64_t sequence_token = item / plan_.head_groups;
         const LaneMirror layout{pairing_, plan_.vector, static_cast<int>(lane), shape_.rotary_dim / 2};
-        for (int j = 0; j < plan_.heads_per_thread; ++j) {
-            const int64_t head = group + static_cast<int64_t>(j) * plan_.head_groups;
-            if (head < shape_.heads) layout.rotate([&](int at) { touch(sequence_token, head, at); });
-        }
-        for (int64_t head = group; head < shape_.heads; head += plan_.head_groups) {
+        const int64_t first_head = group * plan_.heads_per_group(shape_.heads);
+        const int64_t end = std::min<int64_t>(first_head + plan_.heads_per_group(shape_.heads), shape_.heads);
+        ASSERT_GT(end, first_head);
+        ASSERT_LE(end, first_head + plan_.heads_per_thread);
+        for (int64_t head = first_head; head < end; ++head) {
+            layout.rotate([&](int at) { touch(sequence_token, head, at); });
             for (int64_t at = shape_.rotary_dim + lane * plan_.vector; at < shape_.head_dim;
                  at += static_cast<int64_t>(plan_.lanes) * plan_.vector) {
                 expect_aligned(at);
