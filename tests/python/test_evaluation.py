@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from real_model import real_text
 from tiny_models import tiny_model, tokens
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
@@ -22,7 +23,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 import mrrope
 from mrrope.command_line import main
-from mrrope.evaluation import models, perplexity, reading, texts
+from mrrope.evaluation import models, perplexity, reading, report, texts
 from mrrope.evaluation.methods import Method
 from mrrope.evaluation.prompts import Haystack
 from mrrope.evaluation.results import Results
@@ -456,6 +457,20 @@ def test_the_command_prints_tables_and_draws(folder: Path, tmp_path: Path, capsy
     row = "".join(f"{data['results']['perplexity']['yarn'][length]['perplexity']:10.3f}" for length in ("500", "600"))
     assert f"yarn  {row}\n" in printed
     assert "needle\n             500       600\nrope       0.000     0.000\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("explosions", "is_cut"), [([], False), ([[3.4, 33.8], [19.7, 20.4]], True), ([[3.4, 2405.0]], True)]
+)
+def test_methods_that_fail_leave_the_picture_to_the_others(explosions: list[list[float]], is_cut: bool) -> None:
+    axes = Figure().subplots()
+    lines = [*explosions, [3.6, 3.9], [3.4, 3.7], [3.5, 3.75]]
+    for line in lines:
+        axes.plot(line)
+    report.cut_off_explosions(axes, lines)
+    low, high = axes.get_ylim()
+    assert low < 3.4 < 3.9 < high < 6
+    assert ("cut off" in axes.get_title()) == is_cut
 
 
 @pytest.mark.parametrize(
