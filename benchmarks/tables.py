@@ -25,7 +25,8 @@ from mrrope.theory.command import wavering_past_native
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
-PAGES = ("README.md", *(f"docs/{page}.md" for page in "speed following projection evaluation theory study".split()))
+GUIDES = ("speed", "following", "projection", "evaluation", "theory", "study")
+PAGES = ("README.md", *(f"docs/{guide}.md" for guide in GUIDES))
 FEWEST_ROWS = 512
 """Of a projection; with fewer, the product and the rotation are done apart by far."""
 MODEL_KINDS = ("stock", "patched", "with fuse_projection")
@@ -136,14 +137,34 @@ def model(results: str) -> list[str]:
         return form(values[kind]) if kind in values else ""
 
     return table(
-        ["", f"{stock}, ms", *others, *(f"{kind} / {stock}" for kind in others)],
+        ["", f"{stock}, ms", *others, *(f"{kind} / {stock}" for kind in others), "peak GB, of each"],
         [
             [
                 row["name"],
                 *(shown(row["seconds"], kind, lambda time: f"{time * 1e3:.2f}") for kind in (stock, *others)),
                 *(shown(row["ratios"], kind, lambda ratio: f"{ratio:.3f}") for kind in others),
+                ", ".join(
+                    f"{row['peak_bytes'][kind] / 1e9:.2f}" for kind in (stock, *others) if kind in row["seconds"]
+                ),
             ]
             for row in rows
+        ],
+    )
+
+
+def long_reading() -> list[str]:
+    """A large model that reads as ``mrrope eval`` does."""
+    if not (RESULTS / "long_reading.json").exists():
+        return NOT_MEASURED
+    return table(
+        ["", "seconds", "weights, GB", "peak, GB"],
+        [
+            [
+                row["name"],
+                f"{row['seconds']:.1f}",
+                *(f"{row[part] / 1e9:.1f}" for part in ("weights_bytes", "peak_bytes")),
+            ]
+            for row in rows_of("long_reading.json")
         ],
     )
 
@@ -425,6 +446,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
             host,
             cache,
             norm,
+            long_reading,
             rescale,
             following,
             demo,
