@@ -188,7 +188,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         places = [place + (i - 0.5) * height for place in range(len(rows))]
         axes.barh(places, [row["ratios"].get(kind, 0) for row in rows], height, color=colour, label=kind)
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
-    axes.legend(loc="lower left")
+    figure.legend(loc="outside lower center", ncols=2)
     axes.axvline(1.0, color="black", linewidth=1)
     axes.invert_yaxis()
     axes.set(xlabel="time of the patched model / time of stock transformers", title=torch.cuda.get_device_name())

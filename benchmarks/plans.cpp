@@ -2,13 +2,14 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "device_memory.h"
 #include "mrrope/frequency_table.h"
 #include "mrrope/qk_norm.h"
 #include "mrrope/rotary.h"
@@ -28,38 +29,21 @@ constexpr int tables = 5;
 constexpr int64_t most_tokens = 131072;
 constexpr int64_t cache_bytes = int64_t{60} << 20;  // an H200's second-level cache
 
-void check(cudaError_t status) {
-    if (status == cudaSuccess) return;
-    std::fprintf(stderr, "%s\n", cudaGetErrorString(status));
-    std::exit(1);
+using testing::check;
+using testing::DeviceMemory;
+using testing::Stream;
+
+DeviceMemory small_numbers(int64_t bytes) {
+    DeviceMemory memory(bytes);
+    check(cudaMemset(memory.data(), 0x3d, bytes));  // in whatever format
+    return memory;
 }
-
-class DeviceMemory {
-public:
-    explicit DeviceMemory(int64_t bytes) {
-        check(cudaMalloc(&memory_, bytes));
-        check(cudaMemset(memory_, 0x3d, bytes));  // small numbers, in whatever format
-    }
-    template <class T>
-    explicit DeviceMemory(const std::vector<T>& values) : DeviceMemory(values.size() * sizeof(T)) {
-        check(cudaMemcpy(memory_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-    }
-    DeviceMemory(const DeviceMemory&) = delete;
-    DeviceMemory& operator=(const DeviceMemory&) = delete;
-    ~DeviceMemory() { cudaFree(memory_); }
-
-    char* at(int64_t byte) const { return static_cast<char*>(memory_) + byte; }
-
-private:
-    void* memory_ = nullptr;
-};
 
 // Calls step(i, stream) for the i-th of `steps` sets of buffers, all in one graph; the median of its replays, by step.
 double microseconds(int steps, const std::function<void(int, cudaStream_t)>& step) {
     constexpr int warm_ups = 3;
     constexpr int replays = 20;
-    cudaStream_t stream;
-    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    const Stream stream;
     step(0, stream);  // loads the kernel
     cudaGraph_t graph;
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
@@ -84,7 +68,6 @@ double microseconds(int steps, const std::function<void(int, cudaStream_t)>& ste
     check(cudaEventDestroy(end));
     check(cudaGraphExecDestroy(executable));
     check(cudaGraphDestroy(graph));
-    check(cudaStreamDestroy(stream));
     std::nth_element(times.begin(), times.begin() + replays / 2, times.end());
     return times[replays / 2];
 }
@@ -103,7 +86,10 @@ constexpr int64_t most_bytes = 3 * Geometry{most_tokens, 32, 8}.bytes();
 
 class Benchmark {
 public:
-    Benchmark() : heads_(most_bytes), copies_(most_bytes), weights_(64 * head_dim * element_size) {
+    Benchmark()
+        : heads_(small_numbers(most_bytes)),
+          copies_(most_bytes),
+          weights_(small_numbers(64 * head_dim * element_size)) {
         std::vector<int64_t> positions(most_tokens);
         for (int64_t i = 0; i < most_tokens; ++i) positions[i] = i;
         std::vector<uint64_t> stack;
@@ -141,7 +127,8 @@ private:
     double copy(const Geometry& geometry) const {
         return microseconds(geometry.sets(), [&](int i, cudaStream_t stream) {
             const int64_t at = i * geometry.bytes();
-            check(cudaMemcpyAsync(copies_.at(at), heads_.at(at), geometry.bytes(), cudaMemcpyDeviceToDevice, stream));
+            check(cudaMemcpyAsync(copies_.data() + at, heads_.data() + at, geometry.bytes(), cudaMemcpyDeviceToDevice,
+                                  stream));
         });
     }
 
@@ -152,8 +139,8 @@ private:
 
     HeadsView view(int64_t byte, int heads) const {
         const HeadStrides strides{.batch = 0, .token = int64_t{heads} * head_dim, .head = head_dim};
-        return {.in = heads_.at(byte),
-                .out = heads_.at(byte),
+        return {.in = heads_.data() + byte,
+                .out = heads_.data() + byte,
                 .heads = heads,
                 .in_strides = strides,
                 .out_strides = strides};
@@ -164,10 +151,10 @@ private:
         RotaryArgs args;
         args.q = view(start, geometry.q_heads);
         args.k = view(start + geometry.tokens * geometry.q_heads * head_dim * element_size, geometry.k_heads);
-        args.positions.data = positions_->at(0);
-        args.table = reinterpret_cast<const uint64_t*>(tables_->at(0));
+        args.positions.data = positions_->data();
+        args.table = tables_->as<uint64_t>();
         if (chooses) {
-            args.choice = {.count = tables, .stride = words_, .index = reinterpret_cast<const int32_t*>(index_->at(0))};
+            args.choice = {.count = tables, .stride = words_, .index = index_->as<int32_t>()};
         }
         args.batch = 1;
         args.tokens = geometry.tokens;
@@ -200,7 +187,7 @@ private:
         const auto norm_args = [&](int set) {
             QkNormArgs found;
             found.rotary = args(geometry, set, false);
-            found.q_weight = found.k_weight = weights_.at(0);
+            found.q_weight = found.k_weight = weights_.data();
             found.eps = 1e-6;
             found.over = over;
             return found;

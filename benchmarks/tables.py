@@ -1,4 +1,4 @@
-"""Writes the tables in README.md and docs/ that come from benchmarks/results/.
+"""Writes the tables in README.md and docs/ that come from benchmarks/results/ and docs/figures/.
 
     python benchmarks/tables.py [--check]
 
@@ -18,11 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mrrope.demo.report import short
 from mrrope.pictures import thousands
+from mrrope.theory.command import wavering_past_native
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/speed.md", "docs/following.md", "docs/projection.md", "docs/study.md")
+FIGURES = ROOT / "docs" / "figures"
+GUIDES = ("speed", "following", "projection", "evaluation", "theory", "study")
+PAGES = ("README.md", *(f"docs/{guide}.md" for guide in GUIDES))
 FEWEST_ROWS = 512
 """Of a projection; with fewer, the product and the rotation are done apart by far."""
 MODEL_KINDS = ("stock", "patched", "with fuse_projection")
@@ -133,14 +137,34 @@ def model(results: str) -> list[str]:
         return form(values[kind]) if kind in values else ""
 
     return table(
-        ["", f"{stock}, ms", *others, *(f"{kind} / {stock}" for kind in others)],
+        ["", f"{stock}, ms", *others, *(f"{kind} / {stock}" for kind in others), "peak GB, of each"],
         [
             [
                 row["name"],
                 *(shown(row["seconds"], kind, lambda time: f"{time * 1e3:.2f}") for kind in (stock, *others)),
                 *(shown(row["ratios"], kind, lambda ratio: f"{ratio:.3f}") for kind in others),
+                ", ".join(
+                    f"{row['peak_bytes'][kind] / 1e9:.2f}" for kind in (stock, *others) if kind in row["seconds"]
+                ),
             ]
             for row in rows
+        ],
+    )
+
+
+def long_reading() -> list[str]:
+    """A large model that reads as ``mrrope eval`` does."""
+    if not (RESULTS / "long_reading.json").exists():
+        return NOT_MEASURED
+    return table(
+        ["", "seconds", "weights, GB", "peak, GB"],
+        [
+            [
+                row["name"],
+                f"{row['seconds']:.1f}",
+                *(f"{row[part] / 1e9:.1f}" for part in ("weights_bytes", "peak_bytes")),
+            ]
+            for row in rows_of("long_reading.json")
         ],
     )
 
@@ -155,6 +179,82 @@ def rescale() -> list[str]:
             for row in rows_of("rescale_cuda.json")
         ],
     )
+
+
+def following() -> list[str]:
+    """The scale that follows the text, beside every fixed one."""
+    by_scale = json.loads((RESULTS / "following_lengths.json").read_text())["perplexity"]
+    lengths = sorted(by_scale["auto"], key=int)
+
+    def cells(scale: str) -> list[str]:
+        return [scale, *(figure(by_scale[scale][length]["second half"]) for length in lengths)]
+
+    return table(
+        ["", *(thousands(int(length)) for length in lengths)],
+        [[f"**{cell}**" for cell in cells(scale)] if scale == "auto" else cells(scale) for scale in by_scale],
+    )
+
+
+def demo() -> list[str]:
+    """What the demo read, and what it answered."""
+    data = json.loads((FIGURES / "demo.json").read_text())
+    first = next(iter(data["readings"].values()))
+    spans = [" to ".join(short(int(edge)) for edge in span.split("-")) for span in first["perplexity"]]
+    asked = [f"pass key of {short(data['pass_key_at'])}, asked at {short(int(stop))}" for stop in first["pass_key"]]
+    return table(
+        ["", f"perplexity, {spans[0]}", *spans[1:], *asked],
+        [
+            [f"`{method}`", *(f"{value:.2f}" for value in reading["perplexity"].values())]
+            + ["found" if answer["found"] else "lost" for answer in reading["pass_key"].values()]
+            for method, reading in data["readings"].items()
+        ],
+    )
+
+
+def numerics() -> list[str]:
+    """Errors near and far, as the demo measured them."""
+    names = ("mrrope", "plain PyTorch")
+    by_place: dict[int, list[float]] = {}
+    for row in json.loads((FIGURES / "demo.json").read_text())["rotation"]:
+        by_place.setdefault(row["positions near"], []).extend(row[name] for name in names)
+
+    def place(end: int) -> str:
+        power = end.bit_length() - 1
+        return f"2^{power}" if end == 2**power and power > 20 else str(end)
+
+    return table(
+        ["positions near", "float32: mrrope", names[1], "bfloat16: mrrope", names[1]],
+        [[place(end), *(f"{error:.1e}".replace("e-0", "e-") for error in by_place[end])] for end in by_place],
+    )
+
+
+def zeros() -> list[str]:
+    """Where B(m) is first not positive."""
+    similarity = json.loads((FIGURES / "theory.json").read_text())["similarity"]
+    methods = [method for method in similarity["all"] if method != "pi"]
+    return table(
+        ["", *methods],
+        [
+            [name, *(str(similarity[pairs][method]["first_zero"]) for method in methods)]
+            for name, pairs in (("all pairs", "all"), ("middle pairs alone", "middle"))
+        ],
+    )
+
+
+def zeros_by_scale() -> list[str]:
+    """The same for other scales, of the methods that a scale makes a difference to."""
+    by_scale = json.loads((FIGURES / "theory.json").read_text())["similarity"]["first_zero_by_scale"]
+    methods = [method for method in next(iter(by_scale.values())) if method not in ("rope", "pi")]
+    return table(
+        ["scale", *methods],
+        [[scale, *(str(zeros[method]) for method in methods)] for scale, zeros in by_scale.items()],
+    )
+
+
+def wavering() -> list[str]:
+    """How steady the middle pairs' scores are in a real model."""
+    by_method = wavering_past_native(json.loads((FIGURES / "theory.json").read_text())["attention"])
+    return table(by_method, [[f"{value:.2f}" for value in by_method.values()]])
 
 
 def projection() -> list[str]:
@@ -346,7 +446,14 @@ TABLES: dict[str, Callable[[], list[str]]] = {
             host,
             cache,
             norm,
+            long_reading,
             rescale,
+            following,
+            demo,
+            numerics,
+            zeros,
+            zeros_by_scale,
+            wavering,
             projection,
         )
     },

@@ -123,6 +123,8 @@ def read_config(config: Any) -> tuple[dict[str, Any], Any]:
     if isinstance(config, (str, Path)):
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise FileNotFoundError(f"config must be a config.json or a folder with one, and there is no {path}")
         try:
             config = json.loads(path.read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:

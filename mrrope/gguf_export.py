@@ -76,6 +76,8 @@ def _read(source: Path) -> Any:
         from gguf import GGUFReader
     except ImportError:
         raise ImportError("GGUF files need the package gguf: pip install 'mrrope[gguf]'") from None
+    if not source.is_file():
+        raise FileNotFoundError(f"source must be a .gguf file, and there is no {source}")
     try:
         return GGUFReader(source)
     except (ValueError, KeyError, IndexError) as error:

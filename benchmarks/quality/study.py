@@ -304,7 +304,8 @@ def draw_tasks(by_task: dict[str, Any], columns: list[tuple[str, int]], title: s
         for j, score in enumerate(row):
             if not math.isnan(score):
                 axes.text(j, i, f"{score:.2f}", ha="center", va="center", color="white" if score < 0.6 else "black")
-    axes.set_title(f"{title}: share found")
+    # Over the whole picture, which few tasks make narrower than a line of it.
+    figure.suptitle(f"{title}\nshare found", fontsize="medium")
     pictures.save(figure, path)
 
 

@@ -115,6 +115,7 @@ def run(options: argparse.Namespace) -> None:
         "text": "Python's documentation (pydoc_data.topics), then sources of its library",
         **machine(model),
         "seconds": round(time.perf_counter() - start, 1),
+        "rotation": rotation.relative_errors(),
     }
     data = {**report.results(course, readings), **about}
     written = [output.with_name(f"{output.name}.{ending}") for ending in ("json", "png")]
@@ -124,5 +125,6 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(data))
         return
     print(f"\n{report.table(data)}\n\nwritten:", *written)
-    rotation.show()
+    rotation.show_errors(data["rotation"])
+    rotation.show_speed()
     print(f"\n{YOUR_MODEL}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -24,12 +25,11 @@ def exact(x: torch.Tensor, positions: torch.Tensor, table: FrequencyTable) -> to
     return plain.apply(x.double(), phases.cos(), phases.sin()) * table.attention_factor
 
 
-def show_error() -> None:
-    """Relative error of the op and of plain PyTorch, near and far."""
+def relative_errors() -> list[dict[str, Any]]:
+    """Of the op and of plain PyTorch, near and far."""
     table = extended_llama("mrrope_pro")
-    print("\nRelative error against float64, by position (plain PyTorch: float32 angles, as in transformers):\n")
-    print(f"{'positions near':>16}{'dtype':>10}{'mrrope':>12}{'plain PyTorch':>16}")
     generator = torch.Generator().manual_seed(0)
+    rows = []
     for end in (8192, 131_072, 16_777_216, 2**31):
         for dtype in (torch.float32, torch.bfloat16):
             positions = torch.arange(end - 64, end)
@@ -37,8 +37,20 @@ def show_error() -> None:
             want = exact(q, positions, table)
             ours = rotary(q, None, positions, table)[0]
             theirs = plain.apply(q, *plain.cos_sin(positions, table, dtype))
-            errors = [((got.double() - want).norm() / want.norm()).item() for got in (ours, theirs)]
-            print(f"{end:>16}{str(dtype).removeprefix('torch.'):>10}{errors[0]:12.1e}{errors[1]:16.1e}")
+            errors = {
+                name: ((got.double() - want).norm() / want.norm()).item()
+                for name, got in (("mrrope", ours), ("plain PyTorch", theirs))
+            }
+            rows.append({"positions near": end, "dtype": str(dtype).removeprefix("torch."), **errors})
+    return rows
+
+
+def show_errors(rows: list[dict[str, Any]]) -> None:
+    """Prints them."""
+    print("\nRelative error against float64, by position (plain PyTorch: float32 angles, as in transformers):\n")
+    print(f"{'positions near':>16}{'dtype':>10}{'mrrope':>12}{'plain PyTorch':>16}")
+    for row in rows:
+        print(f"{row['positions near']:>16}{row['dtype']:>10}{row['mrrope']:12.1e}{row['plain PyTorch']:16.1e}")
 
 
 def milliseconds(function: Callable[[], object], device: str, repeats: int = 9) -> float:
@@ -76,9 +88,3 @@ def show_speed() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         ours, theirs, copy = times_of(dtype, device)
         print(f"{str(dtype).removeprefix('torch.'):>10}{ours:10.2f}{theirs:16.2f}{copy:10.2f}")
-
-
-def show() -> None:
-    """Both."""
-    show_error()
-    show_speed()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mrrope.evaluation.extra import needs
+
+MOST_SAID = 300
+"""Characters of what another library says."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -20,7 +24,7 @@ def chosen_device(device: str | None = None) -> torch.device:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device must be one that torch has here, got {device!r}: {_first_line(error)}") from None
+        raise ValueError(f"device must be one that torch has here, got {device!r}: {_in_one_line(error)}") from None
     return chosen
 
 
@@ -71,11 +75,12 @@ def load(name: str | Path, *, dtype: str | None = None, device: str | None = Non
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=kind, **options)
     # Whatever a broken file makes transformers raise, the user wants to know which model it was.
     except Exception as error:
-        raise ValueError(f"model {name} cannot be loaded: {_first_line(error)}") from error
+        raise ValueError(f"model {name} cannot be loaded: {_in_one_line(error)}") from error
     # It would remark that texts are longer than the model was trained on; that is the point here.
     tokenizer.model_max_length = int(1e30)
     return model.to(place).eval(), tokenizer
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _in_one_line(error: BaseException) -> str:
+    # The first line alone may be the beginning of a list.
+    return textwrap.shorten(str(error), MOST_SAID, placeholder=" ...") or type(error).__name__

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
+from mrrope import pictures
 from mrrope.evaluation.extra import needs
 
 FIGURES = {"perplexity": {"perplexity": "perplexity", "second_half_perplexity": "perplexity of the second half"}}
@@ -64,7 +66,7 @@ def draw_lines(figure: Any, task: str, by_method: dict[str, dict[str, Any]]) -> 
             for method, by_length in by_method.items()
         }
         for method, line in lines.items():
-            axes.plot(line.keys(), line.values(), marker="o", markersize=4, label=Path(method).name)
+            axes.plot(line.keys(), line.values(), marker="o", markersize=4, **pictures.line(Path(method).name))
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45, ha="right")
         axes.minorticks_off()
@@ -79,7 +81,7 @@ def draw_lines(figure: Any, task: str, by_method: dict[str, dict[str, Any]]) -> 
 
 def cut_off_explosions(axes: Any, lines: list[list[float]]) -> None:
     """Lets methods that fail leave the picture, so that those that do not can be told apart."""
-    top = 3 * min(max(line) for line in lines)
+    top = 1.5 * median_low(max(line) for line in lines)
     if any(value > top for line in lines for value in line):
         lowest = min(min(line) for line in lines)
         axes.set_ylim(lowest - 0.05 * (top - lowest), top)

@@ -136,7 +136,8 @@ class Evaluation:
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether a device, or the machine itself, had no more memory."""
-    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+    # The machine's allocator goes on in words that depend on how torch was built.
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
 def perplexity_figures(losses: Sequence[tuple[str, DocumentLoss]]) -> dict[str, Any]:

@@ -1,36 +1,19 @@
 #pragma once
 
 #include <cuda_runtime.h>
-#include <gtest/gtest.h>
 
 #include <cstddef>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
-// What the tests of every kernel need of a GPU.
+// What the tests and benchmarks of every kernel need of a GPU.
 
 namespace mrrope::testing {
 
 inline void check(cudaError_t status) {
     if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
 }
-
-class OnGpu : public ::testing::Test {
-protected:
-    void SetUp() override {
-        int devices = 0;
-        const cudaError_t status = cudaGetDeviceCount(&devices);
-        if (status != cudaSuccess || devices == 0) {
-            GTEST_SKIP() << "no CUDA device: " << (status == cudaSuccess ? "none found" : cudaGetErrorString(status));
-        }
-    }
-
-    void TearDown() override {
-        if (IsSkipped()) return;
-        EXPECT_EQ(cudaGetLastError(), cudaSuccess);
-    }
-};
 
 class DeviceMemory {
 public:

@@ -12,6 +12,7 @@
 #include "device_case.h"
 #include "device_memory.h"
 #include "mrrope/qk_norm.h"
+#include "on_gpu.h"
 #include "qk_norm_case.h"
 #include "qk_norm_plan.h"
 

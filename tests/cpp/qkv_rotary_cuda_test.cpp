@@ -15,6 +15,7 @@
 #include "elements.h"
 #include "mrrope/frequency_table.h"
 #include "mrrope/qkv_rotary.h"
+#include "on_gpu.h"
 #include "qkv_rotary_plan.h"
 #include "reference_rotation.h"
 

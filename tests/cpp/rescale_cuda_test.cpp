@@ -11,6 +11,7 @@
 
 #include "device_memory.h"
 #include "mrrope/rescale.h"
+#include "on_gpu.h"
 #include "rescale_case.h"
 #include "rescale_plan.h"
 

@@ -12,6 +12,7 @@
 
 #include "device_memory.h"
 #include "mrrope/rotary_cache.h"
+#include "on_gpu.h"
 #include "rotary_cache_case.h"
 #include "rotary_cache_plan.h"
 

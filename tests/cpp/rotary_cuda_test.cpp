@@ -15,6 +15,7 @@
 #include "device_memory.h"
 #include "every_plan.h"
 #include "mrrope/rotary.h"
+#include "on_gpu.h"
 #include "rotary_case.h"
 #include "rotary_plan.h"
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from real_model import real_text
 from tiny_models import tiny_model, tokens
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
@@ -22,11 +23,11 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 import mrrope
 from mrrope.command_line import main
-from mrrope.evaluation import models, perplexity, reading, texts
+from mrrope.evaluation import models, perplexity, reading, report, texts
 from mrrope.evaluation.methods import Method
 from mrrope.evaluation.prompts import Haystack
 from mrrope.evaluation.results import Results
-from mrrope.evaluation.run import Evaluation
+from mrrope.evaluation.run import Evaluation, is_out_of_memory
 from mrrope.evaluation.tasks import TASKS
 from mrrope.patching import TableRotaryEmbedding
 
@@ -459,6 +460,20 @@ def test_the_command_prints_tables_and_draws(folder: Path, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(
+    ("explosions", "is_cut"), [([], False), ([[3.4, 33.8], [19.7, 20.4]], True), ([[3.4, 2405.0]], True)]
+)
+def test_methods_that_fail_leave_the_picture_to_the_others(explosions: list[list[float]], is_cut: bool) -> None:
+    axes = Figure().subplots()
+    lines = [*explosions, [3.6, 3.9], [3.4, 3.7], [3.5, 3.75]]
+    for line in lines:
+        axes.plot(line)
+    report.cut_off_explosions(axes, lines)
+    low, high = axes.get_ylim()
+    assert low < 3.4 < 3.9 < high < 6
+    assert ("cut off" in axes.get_title()) == is_cut
+
+
+@pytest.mark.parametrize(
     ("replaced", "message"),
     [
         (
@@ -519,6 +534,17 @@ def test_models_that_cannot_be_loaded_are_named(folder: Path, tmp_path: Path, ca
         assert re.search(f"^mrrope eval: {message}", capsys.readouterr().err, re.MULTILINE)
 
 
+def test_what_transformers_says_of_a_model_is_not_cut_off_after_a_line(folder: Path, monkeypatch, capsys) -> None:
+    def refuse(*_, **__):
+        raise ValueError("one of these is missing:\n(1) this\n(2) that\n" + "more " * 100)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    assert evaluate(folder) == 2
+    printed = capsys.readouterr().err
+    assert re.search(r"cannot be loaded: one of these is missing: \(1\) this \(2\) that (more )+\.\.\.$", printed)
+    assert len(printed) < 1000
+
+
 class OutOfMemory(RepeatsItself):
     """Has memory for some tokens and no more."""
 
@@ -554,6 +580,15 @@ def test_what_was_measured_before_the_memory_was_full_is_kept(
     assert list(data["results"]["perplexity"]["unpatched"]) == ["64"]
     assert "perplexity of the second half" in printed.out
     assert (tmp_path / "out.perplexity.png").exists()
+
+
+def test_the_machines_own_memory_counts_too() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8, device="cpu")
+    assert is_out_of_memory(caught.value)
+    # As other builds of torch say it.
+    words = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1152921504606846976 bytes."
+    assert is_out_of_memory(RuntimeError(f"[enforce fail at alloc_cpu.cpp:124] err == 0. {words} Error code 12"))
 
 
 def test_other_errors_of_the_model_are_not_taken_for_memory(folder: Path, tmp_path: Path, monkeypatch) -> None:

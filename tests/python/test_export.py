@@ -258,7 +258,7 @@ DEEPSEEK |= {"mscale": 1.0, "mscale_all_dim": 1.0}
             ValueError,
             "transformers refuses this configuration of llama: .Missing required keys .*factor",
         ),
-        (lambda: "/nonexistent", {}, OSError, "nonexistent"),
+        (lambda: "/none", {}, FileNotFoundError, "config must be a config.json or a folder with one, .* no /none"),
         (lambda: __file__, {}, ValueError, "is not JSON"),
         (lambda: transformers.GPT2Config(), {}, ValueError, "rotary position embeddings, and gpt2 has none"),
         (lambda: tiny("llama"), {"method": "mrope"}, ValueError, "method must be one of"),
@@ -379,4 +379,4 @@ def test_the_command_tells_an_engine_from_a_file(tmp_path, capsys):
     assert command(tmp_path / "m.gguf", "--method", "mrrope_pro", "--engine", "vllm") == 2
     assert "--engine vllm needs a model's folder or config.json" in capsys.readouterr().err
     assert command(tmp_path / "none", "--method", "mrrope_pro", "--engine", "vllm") == 2
-    assert "No such file" in capsys.readouterr().err
+    assert f"a config.json or a folder with one, and there is no {tmp_path / 'none'}\n" in capsys.readouterr().err

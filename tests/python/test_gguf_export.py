@@ -168,7 +168,7 @@ def test_other_files(content, tmp_path):
     (tmp_path / "s.gguf").write_bytes(content)
     with pytest.raises(ValueError, match=r"s\.gguf is not a GGUF file that can be read"):
         mrrope.export_gguf(tmp_path / "s.gguf", tmp_path / "d.gguf", "mrrope_pro")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"source must be a .gguf file, and there is no .*none\.gguf"):
         mrrope.export_gguf(tmp_path / "none.gguf", tmp_path / "d.gguf", "mrrope_pro")
 
 

@@ -7,6 +7,7 @@ import torch
 
 import mrrope
 from mrrope import model_rope
+from mrrope.embeddings import TableRotaryEmbedding
 from mrrope.patching import is_patched
 
 pytest.importorskip("transformers")
@@ -22,7 +23,8 @@ UNSUPPORTED = {"codegen", "gptj", "roformer"}
 TABLE_ONLY = {"qwen4_exp", "qwen4_exp_text"}
 # Recurrent in depth: noise of 1.2e-7 on its embeddings alone moves its logits by 1.3e-5.
 TOLERANCE = {"hrm_text": 2.5e-5}
-rows: dict[str, str] = {}
+rows: dict[str, tuple[str, str]] = {}
+"""By family: its convention, and what became of it."""
 
 
 def logits(model, tokens):
@@ -61,6 +63,23 @@ def unfused(model, *, local_layers, **options):
     return model
 
 
+def convention_of(model):
+    """How a patched model rotates, in words."""
+    functions = [f for module in model.modules() if isinstance(module, TableRotaryEmbedding) for f in module.functions]
+    ways = {}
+    for form, way in ((function.form, function.convention) for function in functions):
+        parts = [
+            "interleaved in, halves out" if way.gathers_halves else way.pairing,
+            way.layout,
+            "last components" if way.turns_last else None,
+            "backwards" if way.backwards else None,
+            "q and k apart" if len(form.heads) == 1 else None,
+            "complex" if len(form.embedding) == 1 else None,
+        ]
+        ways[", ".join(filter(None, parts))] = None
+    return "; ".join(ways)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family):
     options = {"scale": 4.0, "original_max_position": TRAINED_LENGTH}
@@ -71,7 +90,7 @@ def test_family(family):
         with pytest.raises(ValueError, match="model must have rotary position embeddings"):
             mrrope.patch(model, "mrrope_pro", **options)
         assert torch.equal(logits(model, tokens), before)
-        rows[family] = "unsupported: has no rotary embedding module"
+        rows[family] = "", "unsupported: has no rotary embedding module"
         return
 
     options["local_layers"] = turns_in_local_layers_alone(model)
@@ -81,7 +100,7 @@ def test_family(family):
         warnings.simplefilter("always")
         mrrope.patch(model, "mrrope_pro", **options)
     reasons = [str(w.message).partition("fused op: ")[2] for w in caught if "not the fused op" in str(w.message)]
-    rows[family] = f"table only: {reasons[0]}" if reasons else "fused"
+    rows[family] = convention_of(model), f"table only: {reasons[0]}" if reasons else "fused"
     assert bool(reasons) == (family in TABLE_ONLY), rows[family]
     assert is_patched(model)
     assert relative(logits(model, tokens), want) < TOLERANCE.get(family, 1e-5)
@@ -93,10 +112,10 @@ def test_family(family):
 def test_nearly_all_families_are_fused(capsys):
     if rows.keys() != set(FAMILIES):
         pytest.skip("says something only when every family was tried in the same run")
-    fused = sum(status == "fused" for status in rows.values())
+    fused = sum(status == "fused" for _, status in rows.values())
     with capsys.disabled():
-        print(f"\n{fused} of {len(rows)} families are fused; the others:")
-        for family, status in rows.items():
-            if status != "fused":
-                print(f"  {family:24} {status}")
+        print(f"\n{'family':28}{'convention':46}")
+        for family, (convention, status) in rows.items():
+            print(f"{family:28}{convention:46}{status}")
+        print(f"{fused} of {len(rows)} families are fused")
     assert fused >= 0.95 * len(rows)

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import shutil
 import warnings
 from itertools import pairwise
 from pathlib import Path
@@ -432,6 +433,20 @@ def test_small_models_are_trained_judged_and_gone_on_with(small_texts: Path, mon
     monkeypatch.setattr(small_training, "train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(small_models.Examined, "perplexities", lambda *_: pytest.fail("measured again"))
     assert examined(small_texts, small_texts / "small", "--enough", "0") == data
+
+
+def test_a_model_that_is_trained_anew_loses_its_figures(small_texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = (small_texts, small_texts / "small", "--enough", "0", "--calibrate")
+    before = examined(*options)
+    shutil.rmtree(small_texts / "models" / "head16_seed0")
+    monkeypatch.setattr(small_models, "measure", lambda *_: None)
+    data = examined(*options)
+    old, new = (found["parts"]["head16_seed0"] for found in (before, data))
+    assert new["training"] != old["training"]
+    assert old["results"]
+    assert new["results"] == {}
+    assert data["parts"]["head16_seed1"] == before["parts"]["head16_seed1"]
+    assert [found["summary"]["16"]["passkey"]["su"]["4"]["models"] for found in (before, data)] == [2, 1]
 
 
 def test_a_model_that_finds_too_few_keys_is_not_judged(small_texts: Path) -> None:
