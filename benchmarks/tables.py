@@ -288,6 +288,22 @@ def projection() -> list[str]:
     )
 
 
+def projection_op() -> list[str]:
+    """The op as it is, by its own plan."""
+    return table(
+        ["rows x outputs x inputs", "cuBLAS, us", "then rotary", "`qkv_rotary`", "/ cuBLAS", "/ then rotary", "error"],
+        [
+            [
+                f"{row['name']} ({row['geometry']})",
+                *(microseconds(row["seconds"][name]) for name in ("cuBLAS", "cuBLAS, then rotary", "mrrope")),
+                *(f"{row[to]:.3f}" for to in ("op / cuBLAS", "op / apart")),
+                f"{row['errors']['mrrope']:.2e}".replace("e-0", "e-"),
+            ]
+            for row in sorted(rows_of("qkv_rotary_cuda.json"), key=lambda one: (one["geometry"], one["rows"]))
+        ],
+    )
+
+
 def parts_of(name: str) -> dict[str, Any]:
     """The parts of a study's results; none before it was run."""
     path = RESULTS / name
@@ -455,6 +471,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
             zeros_by_scale,
             wavering,
             projection,
+            projection_op,
         )
     },
     "model": partial(model, "model_cuda.json"),

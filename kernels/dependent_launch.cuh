@@ -22,8 +22,10 @@ __device__ inline void wait_for_previous_kernel() {
 // Keeps the compiler from computing an address only after the wait, where it would move it otherwise: hands it to an
 // instruction that is never reached, which only the caller knows. On an H200 that is 6 to 8 % of a call for 16 to 256
 // tokens; really prefetching there costs more than it gains.
-__device__ inline void compute_before_wait(bool never, const void* address) {
+__device__ inline void compute_before_wait([[maybe_unused]] bool never, [[maybe_unused]] const void* address) {
+#if __CUDA_ARCH__ >= 900
     if (never) asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#endif
 }
 
 // The next kernel, if it can wait like this one, may be started as soon as every block has said so.

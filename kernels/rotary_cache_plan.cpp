@@ -10,6 +10,9 @@ bool starts_aligned(const HeadsView& view, int element_size, int written_size) {
             starts_aligned(view.out, view.out_strides, written_size, access_bytes / element_size * written_size));
 }
 
+// As many as there would be with one head and full vectors each.
+constexpr int64_t threads_for_two_heads = 1 << 17;
+
 }  // namespace
 
 HeadGroups head_groups(const RotaryCacheArgs& args, int heads_per_thread) {

@@ -11,28 +11,23 @@ bool starts_aligned(const HeadsView& view, int element_size) {
 }
 
 // What a thread takes, by how many threads there would be with one head and full vectors each. Few threads finish
-// sooner with less to do; many have the phases to share. Microseconds on an H200, bfloat16, head_dim 128, in place,
-// blocks of 128 threads, by bytes of a vector and heads of a thread; a copy of as many bytes beside them:
-//     tokens x heads    8, 1   16, 1   16, 2   16, 4     copy
-//         1 x 40       0.982   1.124                    0.882
-//        16 x 40       1.471   1.444                    1.464
-//        64 x 40       1.708   1.761                    1.679
-//       128 x 40       2.004   2.063                    2.035
-//       256 x 40       2.963   2.869   3.359            2.745
-//       512 x 40       5.005   4.675   4.657            4.074
-//      1024 x 40               7.764   7.215            6.673
-//      8192 x 40                       43.28   43.58    41.47
-//      8192 x  5               7.781   7.161   7.454    6.671
-//     32768 x  5                       23.05   23.34    21.88
-//    131072 x  5                       83.44   83.69    80.29
-// The last, by a chosen table: 87.5 with two heads a thread, 84.6 with four. Of the smallest, measured again after a
-// graph that is thrown away, as mrrope bench does:
-//     tokens x heads    one component    8, 1     copy
-//         1 x 40                1.139   1.210    1.068
-//         4 x 40                1.226   1.288    1.308
-//        16 x 40                1.971   1.750    1.890
+// sooner with less to do; many have the phases to share. Microseconds on an H200 (plans_benchmark), by bytes of a
+// vector and heads of a thread; a copy of as many bytes beside them:
+//     tokens x heads    2, 1    8, 1   16, 1   16, 2     copy
+//         1 x 40       0.950   1.002   1.182   1.204    0.878
+//         4 x 40       1.200   1.228   1.412   1.366    1.164
+//        16 x 40       1.952   1.730   1.835   1.808    1.829
+//        64 x 40       3.245   1.943   2.243   1.945    2.048
+//       128 x 40       4.818   2.265   2.623   2.299    2.360
+//       256 x 40               3.297   3.167   2.804    3.035
+//       512 x 40               5.317   4.675   3.877    4.365
+//      1024 x 40               9.358   7.767   6.780    6.888
+//      8192 x 40                       50.78   42.67    41.96
+//        64 x  5       1.332   1.352   1.468   1.503    1.783
+//      8192 x  5               9.395   7.738   6.831    6.884
+//    131072 x  5                       99.63   84.90    81.60
+// Four heads a thread were no better: 43.7 for 8192 x 40, 84.6 for the last; by a chosen table 89.4, two heads 87.4.
 constexpr int64_t threads_for_vectors = 1 << 11;
-constexpr int64_t threads_for_four_heads = 1 << 21;
 
 int choose_vector(const RotaryShape& shape, int64_t threads, int full) {
     if (full == 1 || shape.with_rows || threads >= threads_for_full_vectors) return full;
@@ -41,8 +36,7 @@ int choose_vector(const RotaryShape& shape, int64_t threads, int full) {
 
 int choose_heads_per_thread(const RotaryShape& shape, int64_t threads) {
     if (shape.with_rows) return heads_per_thread_with_rows;
-    if (shape.heads == 1 || threads < threads_for_two_heads) return 1;
-    return shape.heads > 2 && shape.heads <= 8 && threads >= threads_for_four_heads ? 4 : 2;
+    return shape.heads == 1 || threads < threads_for_full_vectors ? 1 : 2;
 }
 
 }  // namespace

@@ -27,20 +27,12 @@ RotaryShape shape_of(const RotaryArgs& args);
 // tokens on, blocks of 256 below 16.
 inline constexpr int rotary_block_threads = 128;
 // What registers must leave room for: enough threads to hide the phases behind memory. Left to itself, the compiler
-// spills a few registers to get below thresholds that do not matter. Before sm_90 the same code takes a few more.
-constexpr int rotary_resident_blocks(int heads_per_thread) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-    constexpr int of_four_heads = 5;
-#else
-    constexpr int of_four_heads = 6;
-#endif
-    return heads_per_thread == 4 ? of_four_heads : 8;
-}
+// spills a few registers to get below thresholds that do not matter.
+inline constexpr int rotary_resident_blocks = 8;
 
 // What a thread takes, by how many threads there would be with one head and full vectors each; measured in
 // rotary_plan.cpp.
 inline constexpr int64_t threads_for_full_vectors = 1 << 16;
-inline constexpr int64_t threads_for_two_heads = 1 << 17;
 
 // The one kernel there is for tokens with several positions.
 inline constexpr int heads_per_thread_with_rows = 2;
@@ -56,16 +48,12 @@ struct RotaryPlan {
     int64_t tokens_per_launch = 0;  // through the batch where it all fits one launch, else of one sequence
 
     int64_t threads_per_token() const { return static_cast<int64_t>(lanes) * head_groups; }
-
-    // As many as a thread takes, or fewer where groups are the more alike for it; neighbours, so that a block reads
-    // and writes in one place: heads far apart cost 512 tokens 9 % on an H200, 8192 tokens 2 %.
-    int heads_per_group(int heads) const { return static_cast<int>(ceil_div(heads, head_groups)); }
 };
 
 RotaryPlan plan_rotary(const RotaryShape& shape);
 
 // The same with what a thread takes given: a vector that the shape allows (full, half or one component), and 1 head, or
-// with full vectors or none 2 or 4.
+// with full vectors or none 2.
 RotaryPlan plan_with(const RotaryShape& shape, int vector, int heads_per_thread);
 
 // The same for any kernel that shares heads among threads in this way, in groups of its own making.

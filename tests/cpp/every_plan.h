@@ -12,7 +12,7 @@ inline std::vector<RotaryPlan> every_plan(const RotaryShape& shape) {
     large.tokens = 1 << 20;
     const int full = plan_rotary(large).vector;
     std::vector<RotaryPlan> plans;
-    for (const int heads_per_thread : {1, 2, 4}) {
+    for (const int heads_per_thread : {1, 2}) {
         if (!shape.with_rows || heads_per_thread == heads_per_thread_with_rows) {
             plans.push_back(plan_with(shape, full, heads_per_thread));
         }

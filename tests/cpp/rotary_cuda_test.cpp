@@ -167,7 +167,7 @@ TEST_F(RotaryCuda, AllKernelsGiveTheSameBits) {
             o.in_place = true;
             const RotaryShape shape = shape_of(RotaryCase(o).args());
             std::vector<RotaryPlan> plans = every_plan(shape);
-            for (const int heads_per_thread : {1, 2, 4}) plans.push_back(plan_with(shape, 1, heads_per_thread));
+            for (const int heads_per_thread : {1, 2}) plans.push_back(plan_with(shape, 1, heads_per_thread));
             std::vector<std::byte> first;
             for (const RotaryPlan& plan : plans) {
                 RotaryCase rotary(o);
