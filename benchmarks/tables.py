@@ -2,7 +2,8 @@
 
     python benchmarks/tables.py [--check]
 
-A table stands between <!-- table NAME --> and <!-- end -->; what is between is replaced. With --check nothing is
+A table stands between <!-- table NAME --> and <!-- end -->, a figure in a sentence between <!-- figure NAME --> and
+<!-- -->; what is between is replaced. With --check nothing is
 written, and the exit status tells whether anything would have been.
 """
 
@@ -25,7 +26,7 @@ from mrrope.theory.command import wavering_past_native
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = ROOT / "docs" / "figures"
-GUIDES = ("speed", "following", "projection", "evaluation", "theory", "study")
+GUIDES = ("speed", "following", "projection", "evaluation", "theory", "study", "calibration")
 PAGES = ("README.md", *(f"docs/{guide}.md" for guide in GUIDES))
 FEWEST_ROWS = 512
 """Of a projection; with fewer, the product and the rotation are done apart by far."""
@@ -488,15 +489,73 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 }
 
 
+def most_copies() -> str:
+    """How many copies the rotation takes at most, of all there is to rotate and as projections give it; rounded up."""
+    rows = [
+        row["seconds"]
+        for row in rows_of("rotary_cuda.json")
+        if row["head_dim"] == row["rotary_dim"] == 128 and row["layout"] != "bhsd"
+    ]
+    most = max(seconds[name] / seconds["copy"] for seconds in rows for name in ("mrrope", "mrrope in place"))
+    return f"{math.ceil(100 * most) / 100:.2f}"
+
+
+def prefill_gain(tokens: int) -> str:
+    """By how much less time a patched model reads a text eagerly."""
+    ratio = next(
+        row["ratios"]["patched"] for row in rows_of("model_cuda.json") if f"prefill {tokens}, e" in row["name"]
+    )
+    return f"{100 * (1 - ratio):.0f} %"
+
+
+def study_mean(scale: int, method: str) -> float:
+    """Over the lengths of a scale."""
+    by_length = parts_of(STUDY)[str(scale)]["results"]["perplexity"][method]
+    return geometric_mean(second_halves(by_length).values())
+
+
+def calibrated_gain(scale: int) -> str:
+    """By how much the calibrated table's perplexity is below the best fixed method's."""
+    fixed = set(parts_of(STUDY)[str(scale)]["results"]["perplexity"]) - {"calibrated", "evolved"}
+    best = min(study_mean(scale, method) for method in fixed)
+    return f"{100 * (1 - study_mean(scale, 'calibrated') / best):.0f} %"
+
+
+def evolved_loss() -> str:
+    """By how much evolution's perplexity is above the calibrated table's."""
+    return f"{100 * (study_mean(4, 'evolved') / study_mean(4, 'calibrated') - 1):.1f} %"
+
+
+def calibration_seconds(scale: int) -> str:
+    """What the search took."""
+    return f"{json.loads((RESULTS / f'calibration_{scale}x.json').read_text())['calibration']['seconds']:.0f}"
+
+
+QUOTED: dict[str, Callable[[], str]] = {
+    "most_copies": most_copies,
+    "evolved_loss": evolved_loss,
+    **{f"prefill_gain_{tokens}": partial(prefill_gain, tokens) for tokens in (8192, 32768)},
+    **{f"calibrated_gain_{scale}": partial(calibrated_gain, scale) for scale in STUDY_SCALES},
+    **{f"calibration_seconds_{scale}": partial(calibration_seconds, scale) for scale in STUDY_SCALES},
+}
+
+
 def filled(text: str) -> str:
-    """A page with its tables as the results are now."""
+    """A page with its tables and figures as the results are now."""
 
     def write(match: re.Match[str]) -> str:
         return "\n".join([match[1], "", *TABLES[match[2]](), "", match[3]])
 
+    def quote(match: re.Match[str]) -> str:
+        return f"{match[1]}{QUOTED[match[2]]()}{match[3]}"
+
+    text, quoted = re.subn(r"(<!-- figure (\w+) -->)[^<]*(<!-- -->)", quote, text)
+    if not text.count("<!-- figure ") == text.count("<!-- -->") == quoted:
+        raise ValueError("every figure must have its end")
+
     text, written = re.subn(r"(<!-- table (\w+) -->)\n.*?(<!-- end -->)", write, text, flags=re.DOTALL)
-    if not written or not text.count("<!-- table ") == text.count("<!-- end -->") == written:
-        raise ValueError("every page must have tables, and every table its end")
+    if not written + quoted or not text.count("<!-- table ") == text.count("<!-- end -->") == written:
+        raise ValueError("every page must have tables or figures, and every table its end")
     return text
 
 

@@ -26,6 +26,7 @@ from mrrope.evaluation.extra import needs
 from mrrope.evaluation.reading import DEFAULT_CHUNK
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.run import is_out_of_memory
+from mrrope.evaluation.texts import text_files
 from mrrope.results_stem import checked_stem
 from mrrope.tables import FrequencyTable
 from mrrope.trained import Trained
@@ -144,6 +145,8 @@ def check(options: argparse.Namespace) -> None:
     for option in ("held_out_documents", "chunk", "sweep"):
         checked_positive(f"--{option.replace('_', '-')}", getattr(options, option))
     checked_stem(options.output)
+    for text in filter(None, (options.text, options.held_out)):
+        text_files(text)  # a model takes its time to load
 
 
 def run(options: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from mrrope.evaluation.methods import UNPATCHED, methods_named
 from mrrope.evaluation.reading import DEFAULT_CHUNK
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.run import DEFAULT_TRIALS, KNOWN_TASKS, PERPLEXITY, Evaluation
-from mrrope.evaluation.texts import long_documents
+from mrrope.evaluation.texts import long_documents, text_files
 from mrrope.results_stem import checked_stem
 
 DEFAULT_METHODS = "rope,yarn,mrrope_uni,mrrope_pro"
@@ -112,6 +112,7 @@ def run(options: argparse.Namespace) -> None:
         checked_positive(f"--{option}", getattr(options, option))
     scale = scale_options(options)
     stem = checked_stem(options.output)
+    text_files(options.text)  # a model takes its time to load
     model, tokenizer = models.load(options.model, dtype=options.dtype, device=options.device)
     methods = methods_named(named(options.methods), model, **scale)
     documents = long_documents(options.text, tokenizer, lengths[-1], options.documents)

@@ -20,15 +20,20 @@ class Document:
     tokens: list[int]
 
 
-def read_texts(path: str | Path) -> Iterator[tuple[str, str]]:
-    """The documents of a file or of a folder's files, in order of their names, each with a name."""
+def text_files(path: str | Path) -> list[Path]:
+    """The file, or the folder's files in order of their names."""
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"text must be a file or a folder, and there is no {path}")
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"text must be a folder with files in it, and {path} is empty")
-    for file in files:
+    return files
+
+
+def read_texts(path: str | Path) -> Iterator[tuple[str, str]]:
+    """The documents of a file or of a folder's files, each with a name."""
+    for file in text_files(path):
         try:
             data = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
             parts = data.decode().split(SEPARATOR)

@@ -719,6 +719,7 @@ def test_the_found_table_goes_to_patch_and_export(folder: Path, unbroken: Path, 
         ({"--scale": "16"}, "text must hold a document of at least 512 tokens, and the longest of .* 144"),
         ({"--text": "missing.txt"}, "text must be a file or a folder, and there is no missing.txt"),
         ({"--held-out": "missing.txt"}, "text must be a file or a folder, and there is no missing.txt"),
+        ({"--text": "missing.txt", "model": "missing.gguf"}, "text must be a file"),  # before any model is loaded
         ({"--output": "no/such/folder/out"}, "--output must be in a folder that exists, and there is no no/such"),
         ({"model": "missing.gguf"}, "model must be a file that exists, and there is no missing.gguf"),
     ],

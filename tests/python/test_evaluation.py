@@ -490,6 +490,7 @@ def test_methods_that_fail_leave_the_picture_to_the_others(explosions: list[list
         ({"--lengths": "1"}, "--lengths must be numbers of tokens, 2 or more, .* got '1'"),
         ({"--lengths": "64,5000"}, "text must hold a document of at least 5000 tokens, and the longest of .*: 720"),
         ({"--text": "missing.txt"}, "text must be a file or a folder, and there is no missing.txt"),
+        ({"--text": "missing.txt", "model": "missing.gguf"}, "text must be a file"),  # before any model is loaded
         ({"--trials": "0"}, "--trials must be a positive number, got 0"),
         ({"--chunk": "-1"}, "--chunk must be a positive number, got -1"),
         ({"--documents": "0"}, "--documents must be a positive number, got 0"),
