@@ -4,6 +4,8 @@
 
 #include <array>
 #include <atomic>
+#include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -26,6 +28,14 @@ __device__ inline void compute_before_wait([[maybe_unused]] bool never, [[maybe_
 #if __CUDA_ARCH__ >= 900
     if (never) asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 #endif
+}
+
+// The same for what is loaded: the compiler asks for it here at the latest, and waits for it where it is used.
+template <class Loaded>
+__device__ void ask_before_here(bool never, const Loaded& loaded) {
+    uint64_t bits = 0;
+    memcpy(&bits, &loaded, sizeof(loaded) < sizeof(bits) ? sizeof(loaded) : sizeof(bits));
+    compute_before_wait(never, reinterpret_cast<const void*>(bits));
 }
 
 // The next kernel, if it can wait like this one, may be started as soon as every block has said so.
