@@ -10,6 +10,7 @@ five times q and k, where the op alone moves two.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -26,7 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 import mrrope
 from mrrope import plain
 from mrrope.benchmark import record
-from mrrope.benchmark.timing import Step, buffer_sets, median_seconds
+from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, Step, buffer_sets, medians_in_turns, with_faster_copy
 
 RESULTS = Path(__file__).parent / "results"
 TABLE = mrrope.frequency_table("mrrope_pro", rotary_dim=128, base=5e5, original_max_position=8192, scale=16.0)
@@ -202,20 +203,20 @@ def measure(device: str, names: list[str]) -> list[dict[str, Any]]:
         for case in cases:
             sets = [Buffers(case, device) for _ in range(buffer_sets(case.bytes, device))]
             torch.compiler.reset()  # every case is compiled for its own shape
-            copies = ([lambda b=b, f=f: f(b) for b in sets] for f in (copy, copy_by_kernel))
-            # The driver's copy is slow for more than a gigabyte; the faster one counts.
-            seconds = {"copy": min(median_seconds(steps, device) for steps in copies)}
+            progress.set_postfix_str(case.name)
+            copies = {COPY: copy, COPY_BY_KERNEL: copy_by_kernel}
+            # In place is for inference.
+            taking = [name for name in names if not (case.with_backward and name == "mrrope in place")]
+            steps: dict[str, list[Step]] = {
+                name: [functools.partial(one, buffers) for buffers in sets] for name, one in copies.items()
+            }
+            for name in taking:
+                steps[name] = [step_of(CONTENDERS[name], buffers, case.with_backward) for buffers in sets]
             errors = {}
-            for name in names:
-                if case.with_backward and name == "mrrope in place":
-                    continue  # is for inference
-                progress.set_postfix_str(f"{case.name}, {name}")
-                steps = [step_of(CONTENDERS[name], buffers, case.with_backward) for buffers in sets]
-                with torch.set_grad_enabled(case.with_backward):
-                    seconds[name] = median_seconds(steps, device)
+            with torch.set_grad_enabled(case.with_backward):
+                seconds = with_faster_copy(medians_in_turns(steps, device))
                 if not case.with_backward:
-                    with torch.no_grad():
-                        errors[name] = relative_error(case, CONTENDERS[name], device)
+                    errors = {name: relative_error(case, CONTENDERS[name], device) for name in taking}
             progress.update()
             rows.append({**asdict(case), "name": case.name, "bytes": case.bytes, "seconds": seconds, "errors": errors})
     return rows

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 import mrrope
 from mrrope.benchmark import record
-from mrrope.benchmark.timing import median_seconds
+from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, Step, medians_in_turns, with_faster_copy
 from mrrope.tables import packed_stack
 
 RESULTS = Path(__file__).parent / "results"
@@ -42,19 +42,21 @@ def measure(tokens: int) -> dict[str, Any]:
     def rescale(old: int, new: int) -> None:
         torch.ops.mrrope.rescale_cache_.default(keys, positions, stack, index[old], index[new])
 
-    def copy() -> None:
+    def copy_by_kernel() -> None:
         for source, target in zip(keys, copies, strict=True):
             torch.bitwise_not(source.view(torch.int32), out=target.view(torch.int32))
 
-    def driver_copy() -> None:
+    def copy() -> None:
         for source, target in zip(keys, copies, strict=True):
             target.copy_(source)
 
-    seconds = {
-        "copy": min(median_seconds([copy], "cuda"), median_seconds([driver_copy], "cuda")),
-        "turn": median_seconds([lambda: rescale(0, 1), lambda: rescale(1, 0)], "cuda"),
-        "nothing to turn": median_seconds([lambda: rescale(0, 0)] * 20, "cuda"),
+    steps: dict[str, list[Step]] = {
+        COPY: [copy],
+        COPY_BY_KERNEL: [copy_by_kernel],
+        "turn": [lambda: rescale(0, 1), lambda: rescale(1, 0)],
+        "nothing to turn": [lambda: rescale(0, 0)] * 20,
     }
+    seconds = with_faster_copy(medians_in_turns(steps, "cuda"))
     before = keys[-1].clone()
     rescale(0, 1)
     exact = mrrope.rotary(before.double(), None, positions, table(2.0).relative_to(table(1.0)))[0]

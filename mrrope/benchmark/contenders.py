@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mrrope.benchmark.cases import Case, Heads
+from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL
 from mrrope.rotation import rotary, rotary_
 
 Turned = tuple[torch.Tensor, torch.Tensor]
@@ -23,7 +24,6 @@ class Contender:
     name: str
     rotate: Callable[[Heads], Any]
     takes: Callable[[Case], bool] = lambda case: True
-    has_gain: bool = True  # multiplies by the attention factor
 
 
 def copy(heads: Heads) -> object:
@@ -94,7 +94,7 @@ def is_whole_and_halved(case: Case) -> bool:
     return case.pairing == "halves" and case.rotary_dim == case.head_dim and not case.backward
 
 
-COPIES = (Contender("copy", copy), Contender("copy by a kernel", copy_by_kernel))
+COPIES = (Contender(COPY, copy), Contender(COPY_BY_KERNEL, copy_by_kernel))
 OURS = (
     Contender("mrrope in place", ours_in_place),
     Contender("mrrope", ours),

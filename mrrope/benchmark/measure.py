@@ -12,7 +12,7 @@ import torch
 
 from mrrope.benchmark.cases import Case, Heads, Positions
 from mrrope.benchmark.contenders import COPIES, Contender
-from mrrope.benchmark.timing import REPLAYS, SECONDS_TO_SETTLE, Step, Turns, buffer_sets
+from mrrope.benchmark.timing import REPLAYS, SECONDS_TO_SETTLE, Step, Turns, buffer_sets, with_faster_copy
 from mrrope.evaluation.extra import needs
 
 TOKENS_COMPARED = 256
@@ -34,10 +34,7 @@ def relative_error(case: Case, contender: Contender, device: str) -> float:
     heads = Heads(shared.case, shared)
     phases = (shared.positions[:, None] * shared.table.turns.to(device)).double() * (math.tau / 2**64)
     direction = -1.0 if case.backward else 1.0
-    gain = shared.table.attention_factor if contender.has_gain else 1.0
-    want = exact(heads.by_head(heads.q).double(), phases.cos(), direction * phases.sin(), case) * gain
-    if case.rotary_dim < case.head_dim:
-        want[..., case.rotary_dim :] /= gain
+    want = exact(heads.by_head(heads.q).double(), phases.cos(), direction * phases.sin(), case)
     got = contender.rotate(heads)[0].double()
     return float((got - want).norm() / want.norm())
 
@@ -83,9 +80,7 @@ def measure(cases: Sequence[Case], contenders: Sequence[Contender], device: str)
                 progress.update()
             turns.settle(SECONDS_TO_SETTLE)
             turns.take(REPLAYS)
-            seconds = {name: turns.median(name) for name in turns.names}
-            # The driver's copy is slow for more than a gigabyte: the faster of two counts.
-            seconds = {"copy": min(seconds.pop(copy.name) for copy in COPIES), **seconds}
+            seconds = with_faster_copy({name: turns.median(name) for name in turns.names})
             row = {**asdict(case), "name": case.name, "bytes": case.bytes, "seconds": seconds, "errors": errors}
             rows.append(row | ({"failures": failures} if failures else {}))
     return rows

@@ -97,7 +97,7 @@ def installed(device: str) -> list[Contender]:
     found = []
     for name, make, takes in PEERS:
         try:
-            found.append(Contender(name, make(), takes, has_gain=name != "transformer_engine"))
+            found.append(Contender(name, make(), takes))
         except ImportError:
             continue
         except Exception as error:  # compiled for another torch, say

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from mrrope.benchmark import cases, contenders, measure, timing
 from mrrope.benchmark.cases import CASES, LAYOUTS, Case, Heads, Positions
 from mrrope.benchmark.contenders import OURS, TRANSFORMERS, Contender
+from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, Turns, medians_in_turns, with_faster_copy
 from mrrope.command_line import main
 
 SMALL = [
@@ -57,13 +59,10 @@ def test_others_tables_are_made_of_ours():
     case = Case(7, head_dim=16, rotary_dim=16, dtype="float32")
     shared = Positions(case, "cpu", first=3)
     exact = torch.arange(3, 10).double()[:, None] * shared.table.inv_freq
-    gain = shared.table.attention_factor
     cos, sin = shared.cos_sin
-    torch.testing.assert_close(cos[0].double(), torch.cat([exact, exact], -1).cos() * gain, rtol=0, atol=1e-5)
-    torch.testing.assert_close(sin[0, :, :8].double(), exact.sin() * gain, rtol=0, atol=1e-5)
-    torch.testing.assert_close(
-        shared.cache[3:].double(), torch.cat([exact.cos(), exact.sin()], -1) * gain, rtol=0, atol=1e-5
-    )
+    torch.testing.assert_close(cos[0].double(), torch.cat([exact, exact], -1).cos(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(sin[0, :, :8].double(), exact.sin(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(shared.cache[3:].double(), torch.cat([exact.cos(), exact.sin()], -1), rtol=0, atol=1e-5)
     torch.testing.assert_close(shared.angles[:, 0, 0, :8].double(), exact, rtol=1e-6, atol=0)
 
 
@@ -144,3 +143,30 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 def test_bad_options(arguments, message, capsys):
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_contenders_take_turns_and_change_their_order():
+    seen = []
+    turns = Turns("cpu")
+    for name, steps in (("a", 2), ("b", 1)):
+        turns.add(name, [lambda name=name: seen.append(name)] * steps)
+    turns.take(2)
+    assert "".join(seen) == "baa" + "aab"
+    assert [len(turns.seconds[name]) for name in turns.names] == [2, 2]
+    turns.drop("a")
+    turns.settle(0.0)
+    turns.take(1)
+    assert "".join(seen[6:]) == "bb"
+
+
+def test_ratios_are_of_the_turns_that_both_took():
+    turns = Turns("cpu")
+    turns.seconds = {"late": [2.0, 9.0, 2.0], "early": [50.0, 1.0, 3.0, 2.0]}
+    assert turns.median("early") == 2.5
+    assert turns.ratio("late", "early") == 2.0  # of 2 / 1, 9 / 3 and 2 / 2
+
+
+def test_the_faster_of_two_copies_counts():
+    seconds = medians_in_turns({COPY: [lambda: time.sleep(0.01)], COPY_BY_KERNEL: [int], "other": [int]}, "cpu")
+    assert list(with_faster_copy(seconds)) == [COPY, "other"]
+    assert with_faster_copy(seconds)[COPY] == seconds[COPY_BY_KERNEL] < 0.01 <= seconds[COPY]
