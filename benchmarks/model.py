@@ -136,7 +136,7 @@ compiled: Forward = torch.compile(eager, dynamic=False)
 def measure(kind: str, forward: Forward, kinds: tuple[str, ...], layers: int, only: str) -> Iterator[dict[str, Any]]:
     """Prefill and decode of a model with that many layers, the rows whose names match ``only``."""
     model = llama(layers)
-    for_prefill, for_decode = (max(1, 16 // layers), PREFILL_ROUNDS), (max(5, 50 // layers), DECODE_ROUNDS)
+    for_prefill, for_decode = (max(1, 16 // layers), PREFILL_ROUNDS), (min(25, max(5, 50 // layers)), DECODE_ROUNDS)
     assert for_decode[0] * (DECODE_ROUNDS + WARM_UP_ROUNDS) < ROOM
     steps = {
         f"prefill {tokens}": (functools.partial(prefill, model, forward, tokens), *for_prefill)

@@ -32,13 +32,12 @@ from torch.nn.functional import linear
 import mrrope
 from mrrope import plain
 from mrrope.benchmark import record
-from mrrope.benchmark.timing import Turns
+from mrrope.benchmark.timing import CACHE_BYTES, Turns
 from mrrope.projection import split_qkv
 
 RESULTS = Path(__file__).parent / "results"
 TABLE = mrrope.frequency_table("mrrope_pro", rotary_dim=128, base=5e5, original_max_position=8192, scale=16.0)
 HEAD_DIM = 128
-CACHE_BYTES = 60 * 2**20  # an H200's second-level cache
 ROWS = (1, 16, 64, 256, 2048, 8192, 32768)
 ROWS_OF_PLANS = (2048, 8192, 32768, 1024, 512, 256)
 SWIZZLES = (1, 2, 4, 8)

@@ -531,9 +531,17 @@ def calibration_seconds(scale: int) -> str:
     return f"{json.loads((RESULTS / f'calibration_{scale}x.json').read_text())['calibration']['seconds']:.0f}"
 
 
+def projection_at_once(rows: int) -> str:
+    """So many times cuBLAS's product alone, on a GPU that was idle just before; the geometries in their order."""
+    ratios = [row["op / cuBLAS"] for row in rows_of("qkv_rotary_at_once_cuda.json") if row["rows"] == rows]
+    *first, last = (f"{ratio:.2f}" for ratio in ratios)
+    return f"{', '.join(first)} and {last}"
+
+
 QUOTED: dict[str, Callable[[], str]] = {
     "most_copies": most_copies,
     "evolved_loss": evolved_loss,
+    **{f"projection_at_once_{rows}": partial(projection_at_once, rows) for rows in (2048, 8192, 32768)},
     **{f"prefill_gain_{tokens}": partial(prefill_gain, tokens) for tokens in (8192, 32768)},
     **{f"calibrated_gain_{scale}": partial(calibrated_gain, scale) for scale in STUDY_SCALES},
     **{f"calibration_seconds_{scale}": partial(calibration_seconds, scale) for scale in STUDY_SCALES},

@@ -34,25 +34,6 @@ struct RotatedAccumulators : Store {
     CUTLASS_HOST_DEVICE RotatedAccumulators(const Params& params, typename Store::TensorStorage& storage)
         : Store(params, storage), rotation_(params.rotation) {}
 
-    // The warp that would load another summand reads what the rotation will need, into this multiprocessor's cache: of
-    // the last tile, whose rotation nothing hides, it is there when the product is.
-    CUTLASS_DEVICE bool is_producer_load_needed() const { return true; }
-
-    template <class ProblemShape, class TileShape, class TileCoord, class TiledMma>
-    CUTLASS_DEVICE auto load(typename Store::LoadPipeline, typename Store::LoadPipelineState state, ProblemShape,
-                             TileShape, TileCoord tile, TiledMma, int lane, typename Store::TensorStorage&) {
-        constexpr int tokens = cute::size<1>(TileShape{});
-        for (int token = lane; token < tokens; token += 32) {
-            bring_near(rotation_.positions.address(cute::get<1>(tile) * tokens + token));
-        }
-        for (int word = lane; word <= rotation_.rotary_dim / 2; word += 32) bring_near(rotation_.table + word);
-        return state;
-    }
-
-    CUTLASS_DEVICE auto load_tail(typename Store::LoadPipeline, typename Store::LoadPipelineState state) {
-        return state;
-    }
-
     template <class LoadState, class StoreState, class ProblemShape, class TileShape, class TileCoord, class Engine,
               class Layout, class TiledMma>
     CUTLASS_DEVICE auto store(typename Store::LoadPipeline load_pipeline, LoadState load_state,
@@ -98,11 +79,6 @@ struct RotatedAccumulators : Store {
     }
 
 private:
-    // A load whose result nobody wants.
-    CUTLASS_DEVICE static void bring_near(const void* address) {
-        asm volatile("{ .reg .b32 unwanted; ld.global.b32 unwanted, [%0]; }" ::"l"(address));
-    }
-
     CUTLASS_DEVICE int component_of(int column) const {
         int head, component;
         rotation_.head_dim(head, component, column);

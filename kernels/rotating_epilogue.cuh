@@ -21,13 +21,11 @@ struct RowPositions {
     int rows;
 
     // Rows past the last one, of a tile that hangs over the edge, turn by anything that can be read.
-    __device__ const void* address(int row) const {
+    __device__ int64_t operator()(int row) const {
         int sequence, token;
         tokens(sequence, token, min(row, rows - 1));
-        return address_of_position(view, 0, sequence, token);
+        return position_at(view, 0, sequence, token);
     }
-
-    __device__ int64_t operator()(int row) const { return position_at(view, address(row)); }
 };
 
 // What it takes to rotate a product: where bias, positions and frequencies are, and which columns turn.

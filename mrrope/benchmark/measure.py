@@ -70,8 +70,9 @@ def measure(cases: Sequence[Case], contenders: Sequence[Contender], device: str)
             for contender in taking:
                 progress.set_postfix_str(f"{case.name}, {contender.name}")
                 try:
-                    errors[contender.name] = relative_error(case, contender, device)
+                    off = relative_error(case, contender, device)
                     turns.add(contender.name, steps_of(contender, sets))
+                    errors[contender.name] = off
                 except Exception as error:  # somebody else's op, perhaps for another version of torch
                     if contender.name.startswith("mrrope"):
                         raise

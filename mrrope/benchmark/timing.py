@@ -43,10 +43,15 @@ class Turns:
         return list(self._replays)
 
     def add(self, name: str, steps: Sequence[Step]) -> None:
-        """The steps do the same work on different buffers."""
+        """The steps do the same work on different buffers. What cannot be run fails here, and the others go on."""
         if self.device == "cuda":
-            self._replays[name] = _graph_of(steps, self._pool)
+            try:
+                self._replays[name] = _graph_of(steps, self._pool)
+            except Exception:
+                self._pool = torch.cuda.graph_pool_handle()  # torch lets nobody else use that of a broken capture
+                raise
         else:
+            steps[0]()
             self._replays[name] = lambda: [step() for step in steps]
         self._steps[name] = len(steps)
         self.seconds[name] = []

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from mrrope.benchmark import cases, contenders, measure
+from mrrope.benchmark import cases, contenders, measure, timing
 from mrrope.benchmark.cases import CASES, LAYOUTS, Case, Heads, Positions
 from mrrope.benchmark.contenders import OURS, TRANSFORMERS, Contender
 from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, Turns, medians_in_turns, with_faster_copy
@@ -73,9 +73,41 @@ def test_a_peer_that_fails_is_named_and_the_rest_goes_on():
     rows = measure.measure(SMALL[:1], (*OURS[:1], Contender("peer", broken)), "cpu")
     # Files by their names: where they lie is not for a results file.
     assert rows[0]["failures"] == {"peer": "RuntimeError: made for another torch, at op.cuh:7: head_dim 3/4"}
-    assert set(rows[0]["seconds"]) == {"copy", OURS[0].name}
+    assert set(rows[0]["seconds"]) == set(rows[0]["errors"]) | {"copy"} == {"copy", OURS[0].name}
     with pytest.raises(RuntimeError, match="made for another torch"):
         measure.measure(SMALL[:1], (Contender("mrrope", broken),), "cpu")
+
+
+def test_a_peer_that_fails_when_it_is_timed_is_named_too():
+    """As for want of memory, which a few tokens do not take."""
+    rotations = iter([OURS[0].rotate])
+    peer = Contender("peer", lambda heads: next(rotations)(heads))
+    (row,) = measure.measure(SMALL[:1], (*OURS[:1], peer), "cpu")
+    assert row["failures"] == {"peer": "StopIteration: "}
+    assert set(row["seconds"]) == {"copy", *row["errors"]} == {"copy", OURS[0].name}
+
+
+def test_a_capture_that_breaks_off_leaves_the_others_a_pool(monkeypatch):
+    """Torch refuses to capture to a pool that a broken capture has begun to use."""
+    pools, broken = iter(range(9)), set()
+
+    def graph_of(steps, pool):
+        if pool in broken:
+            raise RuntimeError("already recording")
+        for step in steps:
+            broken.add(pool)
+            step()
+            broken.remove(pool)
+        return lambda: None
+
+    monkeypatch.setattr(timing, "_replay_a_first_graph", lambda: None)
+    monkeypatch.setattr(timing, "_graph_of", graph_of)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    turns = timing.Turns("cuda")
+    with pytest.raises(ZeroDivisionError):
+        turns.add("broken", [lambda: 1 / 0])
+    turns.add("whole", [lambda: 1])
+    assert turns.names == ["whole"]
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
@@ -118,6 +150,7 @@ def test_contenders_take_turns_and_change_their_order():
     turns = Turns("cpu")
     for name, steps in (("a", 2), ("b", 1)):
         turns.add(name, [lambda name=name: seen.append(name)] * steps)
+    seen.clear()  # one step of each was tried
     turns.take(2)
     assert "".join(seen) == "baa" + "aab"
     assert [len(turns.seconds[name]) for name in turns.names] == [2, 2]
