@@ -15,8 +15,9 @@ import pytest
 import small_models
 import small_training
 import study
-import tables
 import torch
+import written.results
+import written.study
 from test_calibration import SMOLLM, curved_table, distance
 from test_evaluation import VOCABULARY, byte_tokenizer, words
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -295,9 +296,9 @@ def test_results_of_something_else_are_not_gone_on_with(folder: Path, whole: tup
 
 
 def test_tables_show_what_the_study_found(whole: tuple[dict, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "RESULTS", whole[1].parent)
+    monkeypatch.setattr(written.results, "RESULTS", whole[1].parent)
     results = whole[0]["parts"]["2"]["results"]
-    text = tables.study_perplexity(2)
+    text = written.study.study_perplexity(2)
     assert text[0] == "|  | 0.5K | 1K | geo. mean |"
     cells = {row.split(" | ")[0].strip("| `"): row.strip("| ").split(" | ")[1:] for row in text[2:14]}
     halves = {
@@ -317,13 +318,18 @@ def test_tables_show_what_the_study_found(whole: tuple[dict, Path], monkeypatch:
             expected = f"**{shown}**" if value == min(values.values()) else shown
             assert cells[method][column] == expected
     assert text[-1] == "![Perplexity by length at scale 2](../benchmarks/results/study_2x.perplexity.png)"
-    text = tables.study_tasks(2)
+    text = written.study.study_tasks(2)
     assert text[0].startswith("|  | passkey 0.5K | passkey 1K | ")
     assert "| prompts | 3 | 3 | 1 | 1 |" in text[-3]
-    (calibrated, evolved) = tables.study_evolution()[2:]
+    (calibrated, evolved) = written.study.study_evolution()[2:]
     assert f"{whole[0]['parts']['2']['evolution']['search_loss']:.4f}" in evolved
     assert calibrated.startswith("| 2 | `calibrated` |")
-    assert tables.study_perplexity(4) == tables.study_tasks(4) == tables.small_training() == ["Not measured yet."]
+    assert (
+        written.study.study_perplexity(4)
+        == written.study.study_tasks(4)
+        == written.study.small_training()
+        == ["Not measured yet."]
+    )
 
 
 # Small models
@@ -423,12 +429,12 @@ def test_small_models_are_trained_judged_and_gone_on_with(small_texts: Path, mon
     assert f"{cell['mean']:>8.2f}{min(halves):>8.2f}{max(halves):>8.2f}" in small_models.table(data)
     assert list(data["summary"]["16"]["passkey"]["calibrated"]) == ["4"]
     assert (small_texts / "small.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(tables, "RESULTS", small_texts)
-    monkeypatch.setattr(tables, "SMALL_MODELS", "small.json")
+    monkeypatch.setattr(written.results, "RESULTS", small_texts)
+    monkeypatch.setattr(written.study, "SMALL_MODELS", "small.json")
     spread = f"{cell['mean']:.2f} ({min(halves):.2f} to {max(halves):.2f})"
-    (row,) = (row for row in tables.small_models("perplexity", 16) if row.startswith("| `su` |"))
+    (row,) = (row for row in written.study.small_models("perplexity", 16) if row.startswith("| `su` |"))
     assert row.endswith(f"| {spread} |")
-    assert len(tables.small_training()) == 2 + 2
+    assert len(written.study.small_training()) == 2 + 2
     # Again: nothing is trained, nothing is measured.
     monkeypatch.setattr(small_training, "train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(small_models.Examined, "perplexities", lambda *_: pytest.fail("measured again"))

@@ -1,0 +1,1 @@
+"""What README and docs show of the results: tables, and the figures that sentences quote."""

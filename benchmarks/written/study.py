@@ -1,0 +1,193 @@
+"""Tables and figures of the study, and of what was calibrated for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from mrrope.pictures import thousands
+from written.results import NOT_MEASURED, Row, perplexity, pictured, result, table
+
+STUDY, SMALL_MODELS = "study.json", "small_models.json"
+STUDY_SCALES = (2, 4, 8, 16)
+HEAD_DIMS = (64, 128)
+
+
+def parts_of(name: str) -> dict[str, Any]:
+    """The parts of a study's results."""
+    parts: dict[str, Any] = result(name).get("parts", {})
+    return parts
+
+
+def with_lowest_marked(column: dict[str, float]) -> dict[str, str]:
+    """A column in print, its lowest figure in bold."""
+    lowest = min(column.values())
+    return {row: f"**{perplexity(value)}**" if value == lowest else perplexity(value) for row, value in column.items()}
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def second_halves(by_length: dict[str, Any]) -> dict[str, float]:
+    """By length, rising."""
+    return {length: by_length[length]["second_half_perplexity"] for length in sorted(by_length, key=int)}
+
+
+def study_perplexity(scale: int) -> list[str]:
+    """All methods at one scale: every length, and their geometric mean."""
+    by_method = parts_of(STUDY).get(str(scale), {}).get("results", {}).get("perplexity", {})
+    if not by_method:
+        return NOT_MEASURED
+    values = {method: second_halves(by_length) for method, by_length in by_method.items()}
+    lengths = sorted({length for one in values.values() for length in one}, key=int)
+    columns = [{method: one[length] for method, one in values.items() if length in one} for length in lengths]
+    columns.append({method: geometric_mean(one.values()) for method, one in values.items() if len(one) == len(lengths)})
+    shown = [with_lowest_marked(column) for column in columns]
+    return table(
+        ["", *(thousands(int(length)) for length in lengths), "geo. mean"],
+        [[f"`{method}`", *(column.get(method, "") for column in shown)] for method in values],
+    ) + pictured(f"study_{scale}x.perplexity.png", f"Perplexity by length at scale {scale}")
+
+
+def study_means() -> list[str]:
+    """All methods, by the geometric mean over the lengths of each scale."""
+    columns: dict[int, dict[str, float]] = {}
+    for scale in STUDY_SCALES:
+        by_method = parts_of(STUDY).get(str(scale), {}).get("results", {}).get("perplexity", {})
+        values = {method: second_halves(by_length) for method, by_length in by_method.items()}
+        most = max(map(len, values.values()), default=0)
+        columns[scale] = {method: geometric_mean(one.values()) for method, one in values.items() if len(one) == most}
+    methods = dict.fromkeys(method for column in columns.values() for method in column)
+    if not methods:
+        return NOT_MEASURED
+    shown = [with_lowest_marked(column) for column in columns.values()]
+    return table(
+        ["", *(f"{scale}x" for scale in columns)],
+        [[f"`{method}`", *(column.get(method, "") for column in shown)] for method in methods],
+    )
+
+
+def study_tasks(scale: int) -> list[str]:
+    """All tasks with an answer, at one scale."""
+    results = parts_of(STUDY).get(str(scale), {}).get("results", {})
+    columns = {
+        f"{task} {thousands(int(length))}": {
+            method: by_length[length] for method, by_length in by_method.items() if length in by_length
+        }
+        for task, by_method in results.items()
+        if task != "perplexity"
+        for length in sorted({length for by_length in by_method.values() for length in by_length}, key=int)
+    }
+    if not columns:
+        return NOT_MEASURED
+    methods = dict.fromkeys(method for column in columns.values() for method in column)
+    trials = [str(max(len(one["trials"]) for one in column.values())) for column in columns.values()]
+    shown = [{method: f"{one['score']:.2f}" for method, one in column.items()} for column in columns.values()]
+    return table(
+        ["", *columns],
+        [
+            *([f"`{method}`", *(column.get(method, "") for column in shown)] for method in methods),
+            ["prompts", *trials],
+        ],
+    ) + pictured(f"study_{scale}x.tasks.png", f"Tasks at scale {scale}")
+
+
+def study_evolution() -> list[str]:
+    """Calibration beside evolution, wherever both searched."""
+    rows = []
+    for scale, part in parts_of(STUDY).items():
+        if found := part.get("evolution"):
+            means = {
+                method: geometric_mean(second_halves(part["results"]["perplexity"][method]).values())
+                for method in ("calibrated", "evolved")
+                if method in part["results"]["perplexity"]
+            }
+            for method, tokens, loss in (
+                ("calibrated", found["tokens_allowed"], found["calibration_search_loss"]),
+                ("evolved", found["tokens"], found["search_loss"]),
+            ):
+                mean = perplexity(means[method]) if method in means else ""
+                rows.append([scale, f"`{method}`", f"{tokens / 1e6:.2f}M", f"{loss:.4f}", mean])
+    header = ["scale", "", "tokens read", "loss, documents of the search", "held-out perplexity, geo. mean"]
+    return table(header, rows) if rows else NOT_MEASURED
+
+
+def small_training() -> list[str]:
+    """How far each small model got."""
+    return (
+        table(
+            ["head_dim", "seed", "parameters", "trained on", "last loss", "pass keys at the trained length", ""],
+            [
+                [
+                    str(part["head_dim"]),
+                    str(part["seed"]),
+                    f"{part['training']['parameters'] / 1e6:.1f}M",
+                    f"{part['training']['tokens'] / 1e6:.0f}M bytes in {part['training']['seconds']:.0f} s",
+                    f"{part['training']['losses'][-1][1]:.3f}",
+                    f"{part['passkey']:.0%}",
+                    "" if part["judged"] else "not judged",
+                ]
+                for part in sorted(parts_of(SMALL_MODELS).values(), key=lambda one: (one["head_dim"], one["seed"]))
+            ],
+        )
+        if parts_of(SMALL_MODELS)
+        else NOT_MEASURED
+    )
+
+
+def small_models(task: str, head_dim: int) -> list[str]:
+    """Means over seeds, with the lowest and the highest, at S times the trained length."""
+    data = {"summary": {}, "scales": [], **result(SMALL_MODELS)}
+    by_method = data["summary"].get(str(head_dim), {}).get(task, {})
+    scales = [f"{scale:g}" for scale in data["scales"]]
+
+    def shown(cell: Row | None) -> str:
+        return f"{cell['mean']:.2f} ({cell['lowest']:.2f} to {cell['highest']:.2f})" if cell else ""
+
+    rows = [[f"`{method}`", *(shown(cells.get(scale)) for scale in scales)] for method, cells in by_method.items()]
+    return table(["", *(f"{scale}x" for scale in scales)], rows) if rows else NOT_MEASURED
+
+
+def study_mean(scale: int, method: str) -> float:
+    """Over the lengths of a scale."""
+    by_length = parts_of(STUDY)[str(scale)]["results"]["perplexity"][method]
+    return geometric_mean(second_halves(by_length).values())
+
+
+def calibrated_gain(scale: int) -> str:
+    """By how much the calibrated table's perplexity is below the best fixed method's."""
+    fixed = set(parts_of(STUDY)[str(scale)]["results"]["perplexity"]) - {"calibrated", "evolved"}
+    best = min(study_mean(scale, method) for method in fixed)
+    return f"{100 * (1 - study_mean(scale, 'calibrated') / best):.0f} %"
+
+
+def evolved_loss() -> str:
+    """By how much evolution's perplexity is above the calibrated table's."""
+    return f"{100 * (study_mean(4, 'evolved') / study_mean(4, 'calibrated') - 1):.1f} %"
+
+
+def calibration_seconds(scale: int) -> str:
+    """What the search took."""
+    return f"{result(f'calibration_{scale}x.json')['calibration']['seconds']:.0f}"
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    **{function.__name__: function for function in (study_evolution, study_means, small_training)},
+    **{f"study_perplexity_{scale}": partial(study_perplexity, scale) for scale in STUDY_SCALES},
+    **{f"study_tasks_{scale}": partial(study_tasks, scale) for scale in STUDY_SCALES},
+    **{
+        f"small_{task}_{head_dim}": partial(small_models, task, head_dim)
+        for task in ("perplexity", "passkey")
+        for head_dim in HEAD_DIMS
+    },
+    "small_picture": lambda: pictured("small_models.png", "Small models by scale")[1:] or NOT_MEASURED,
+}
+QUOTED: dict[str, Callable[[], str]] = {
+    "evolved_loss": evolved_loss,
+    **{f"calibrated_gain_{scale}": partial(calibrated_gain, scale) for scale in STUDY_SCALES},
+    **{f"calibration_seconds_{scale}": partial(calibration_seconds, scale) for scale in STUDY_SCALES},
+}
