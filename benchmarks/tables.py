@@ -19,7 +19,7 @@ from written.results import ROOT
 GUIDES = ("speed", "following", "projection", "evaluation", "theory", "study", "calibration")
 PAGES = ("README.md", *(f"docs/{guide}.md" for guide in GUIDES))
 TABLES = {**speed.TABLES, **study.TABLES, **reading.TABLES}
-QUOTED = {**speed.QUOTED, **study.QUOTED}
+QUOTED = {**speed.QUOTED, **study.QUOTED, **reading.QUOTED}
 
 
 def filled(text: str) -> str:

@@ -103,7 +103,13 @@ def wavering() -> list[str]:
     return table(by_method, [[f"{value:.2f}" for value in by_method.values()]])
 
 
+def demo_seconds() -> str:
+    """What all of the demo's reading took."""
+    return f"{beside_figure('demo.json')['seconds']:.0f}"
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function
     for function in (long_reading, following, demo, numerics, zeros, zeros_by_scale, wavering)
 }
+QUOTED: dict[str, Callable[[], str]] = {"demo_seconds": demo_seconds}
