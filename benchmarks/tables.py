@@ -3,7 +3,7 @@
     python benchmarks/tables.py [--check]
 
 A table stands between <!-- table NAME --> and <!-- end -->, a figure in a sentence between <!-- figure NAME --> and
-<!-- -->; what is between is replaced. With --check nothing is
+<!-- -->; what is between is replaced, by what benchmarks/written/ makes of the results. With --check nothing is
 written, and the exit status tells whether anything would have been.
 """
 

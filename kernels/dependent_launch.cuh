@@ -33,6 +33,7 @@ __device__ inline void compute_before_wait([[maybe_unused]] bool never, [[maybe_
 // The same for what is loaded: the compiler asks for it here at the latest, and waits for it where it is used.
 template <class Loaded>
 __device__ void ask_before_here(bool never, const Loaded& loaded) {
+    if (!never) return;  // what was not loaded is not read either
     uint64_t bits = 0;
     memcpy(&bits, &loaded, sizeof(loaded) < sizeof(bits) ? sizeof(loaded) : sizeof(bits));
     compute_before_wait(never, reinterpret_cast<const void*>(bits));

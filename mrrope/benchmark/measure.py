@@ -12,7 +12,7 @@ import torch
 
 from mrrope.benchmark.cases import Case, Heads, Positions
 from mrrope.benchmark.contenders import COPIES, Contender
-from mrrope.benchmark.timing import REPLAYS, SECONDS_TO_SETTLE, Step, Turns, buffer_sets, with_faster_copy
+from mrrope.benchmark.timing import Step, Turns, buffer_sets, with_faster_copy
 from mrrope.evaluation.extra import needs
 
 TOKENS_COMPARED = 256
@@ -78,9 +78,7 @@ def measure(cases: Sequence[Case], contenders: Sequence[Contender], device: str)
                         raise
                     failures[contender.name] = f"{type(error).__name__}: {without_folders(str(error))}"
                 progress.update()
-            turns.settle(SECONDS_TO_SETTLE)
-            turns.take(REPLAYS)
-            seconds = with_faster_copy({name: turns.median(name) for name in turns.names})
+            seconds = with_faster_copy(turns.medians())
             row = {**asdict(case), "name": case.name, "bytes": case.bytes, "seconds": seconds, "errors": errors}
             rows.append(row | ({"failures": failures} if failures else {}))
     return rows

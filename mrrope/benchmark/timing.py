@@ -92,6 +92,12 @@ class Turns:
     def median(self, name: str) -> float:
         return statistics.median(self.seconds[name])
 
+    def medians(self) -> dict[str, float]:
+        """Seconds of one step, by contender, after a warm-up."""
+        self.settle(SECONDS_TO_SETTLE)
+        self.take(REPLAYS)
+        return {name: self.median(name) for name in self.names}
+
     def ratio(self, name: str, to: str) -> float:
         """Of those turns that both took; a contender that was dropped and added anew starts later."""
         return statistics.median(a / b for a, b in zip(self.seconds[name][::-1], self.seconds[to][::-1], strict=False))
@@ -102,9 +108,7 @@ def medians_in_turns(contenders: Mapping[str, Sequence[Step]], device: str) -> d
     turns = Turns(device)
     for name, steps in contenders.items():
         turns.add(name, steps)
-    turns.settle(SECONDS_TO_SETTLE)
-    turns.take(REPLAYS)
-    return {name: turns.median(name) for name in turns.names}
+    return turns.medians()
 
 
 def with_faster_copy(seconds: Mapping[str, float]) -> dict[str, float]:
