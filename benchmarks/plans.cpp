@@ -167,7 +167,7 @@ private:
         begin(geometry);
         const RotaryShape shape = shape_of(args(geometry, 0, false));
         const RotaryPlan chosen = plan_rotary(shape);
-        for (const auto& [vector, heads] : {std::array{1, 1}, {4, 1}, {8, 1}, {8, 2}}) {
+        for (const auto& [vector, heads] : {std::array{1, 1}, {4, 1}, {8, 1}, {8, 2}, {8, 3}}) {
             const RotaryPlan plan = plan_with(shape, vector, heads);
             const auto time = [&](bool chooses) {
                 return microseconds(geometry.sets(), [&](int i, cudaStream_t stream) {

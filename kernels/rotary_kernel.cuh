@@ -11,6 +11,8 @@
 
 namespace mrrope {
 
+inline constexpr int few_threads = 1 << 16;
+
 // Passed to the kernel by value. The divisors take a thread's number apart without dividing.
 struct RotaryLaunch {
     RotaryArgs args;
@@ -19,6 +21,9 @@ struct RotaryLaunch {
     cutlass::FastDivmod tokens;
     int threads;
     bool copies_tail;
+    // From a token's position to the one that a block a few microseconds later will ask for.
+    int tokens_ahead;
+    int64_t bytes_ahead;
 };
 
 // One head of q or k, in and out, seen from one token.
@@ -59,16 +64,29 @@ __device__ inline int64_t chosen_table(const TableChoice& choice, const int32_t*
     return min(static_cast<uint32_t>(*address), static_cast<uint32_t>(choice.count - 1));
 }
 
+// What chosen_table will most likely find: asked before the kernel before has ended, which may be about to write it.
+__device__ inline int64_t guessed_table(const TableChoice& choice, const int32_t* address, int batch) {
+    if (address == nullptr) return chosen_table(choice, address, batch);
+    uint32_t index;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(index) : "l"(address));  // here, and not when it is needed
+    return min(index, static_cast<uint32_t>(choice.count - 1));
+}
+
 // A thread takes one vector from either half of HeadsPerThread neighbouring heads of one token: 16 bytes a load, all of
 // them in flight while it computes the Vector phases that those heads share. Neighbouring threads take neighbouring
-// vectors, then heads, then tokens: heads far apart would cost 512 tokens 9 % on an H200, and 8192 tokens 2 %. Memory
-// is touched only when the kernel before has ended. The next one may start when the phases are known: earlier it gets
-// in the way, later it comes late.
+// vectors, then heads, then tokens: heads far apart would cost 512 tokens 9 % on an H200, and 8192 tokens 2 %. Nothing
+// that is read before the kernel before has ended counts.
+//
+// When the next kernel may start was tried out, by graphs of one call after the other: with one head a thread before
+// this one waits, with two and a chosen table after it where threads are few, else when the phases are known. Otherwise
+// it comes late or gets in the way, and 1 to 256 tokens take up to a third longer.
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
-__global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks)
+__global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(HeadsPerThread))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LaneLayout<pairing, Vector>;
+    constexpr bool chooses = lookup != Lookup::one_table;
+    constexpr bool guesses = lookup == Lookup::chosen_table && kernels_overlap;
     const RotaryArgs& args = launch.args;
     const int thread = blockIdx.x * rotary_block_threads + threadIdx.x;
     int item, lane, sequence_token, group, batch, token;
@@ -83,7 +101,11 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks)
     const PositionsView& positions = args.positions;
     const void* position_address = address_of_position(positions, 0, batch, token);
     const int32_t* choice_address = nullptr;
-    if constexpr (lookup != Lookup::one_table) choice_address = address_of_choice(args.choice, batch, token);
+    if constexpr (chooses) choice_address = address_of_choice(args.choice, batch, token);
+    int64_t table_number = 0;
+    if constexpr (guesses) {
+        if (thread < launch.threads) table_number = guessed_table(args.choice, choice_address, batch);
+    }
     const Element* in[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) in[j] = HeadPointers<Element>(args, batch, token, first_head + j).in;
@@ -95,52 +117,63 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks)
         compute_before_wait(never, in[j] + layout.second());
     }
     compute_before_wait(never, position_address);
-    compute_before_wait(
-        never, lookup == Lookup::one_table ? args.table + layout.pair(0) : static_cast<const void*>(choice_address));
+    if constexpr (chooses && !guesses) {
+        compute_before_wait(never, choice_address);
+    } else {
+        compute_before_wait(never, args.table + table_number * args.choice.stride + layout.pair(0));
+    }
+    if constexpr (HeadsPerThread == 1) let_next_kernel_start();
     wait_for_previous_kernel();
+    if constexpr (HeadsPerThread > 1 && guesses) {
+        if (launch.threads < few_threads) let_next_kernel_start();
+    }
     if (thread >= launch.threads) return;
 
     // What leads to the angles is asked for first, since loads are answered in their order: after the heads, it costs
-    // 16 to 128 tokens 10 to 15 %. It takes two steps where the table is a chosen one, and the heads are asked for
-    // between them; an index that nothing waits for would already cost a token 0.11 us on an H200.
+    // 16 to 128 tokens 10 to 15 %. Were the table's number asked for only now, its turns would come a way later.
     const int64_t only_position = position_at(positions, position_address);
-    int64_t table_start = 0;
-    if constexpr (lookup != Lookup::one_table) {
-        table_start = chosen_table(args.choice, choice_address, batch) * args.choice.stride;
-    }
+    if constexpr (chooses && !guesses) table_number = chosen_table(args.choice, choice_address, batch);
+    const uint64_t* table = args.table + table_number * args.choice.stride;
+    uint64_t turns[Vector];
+    load_turns(turns, table, layout);
+    uint64_t factor = table[half];
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
         if (j < heads) fragments[j].load(in[j], layout);
     }
-    if constexpr (lookup == Lookup::chosen_table) {
-        ask_before_here(never, only_position);
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < HeadsPerThread; ++j) {
-            ask_before_here(never, fragments[j].first);
-            ask_before_here(never, fragments[j].second);
+    [[maybe_unused]] int64_t chosen = table_number;
+    if constexpr (guesses) chosen = chosen_table(args.choice, choice_address, batch);
+    if constexpr (HeadsPerThread > 1 && lookup != Lookup::position_rows && kernels_overlap) {
+        // A position that comes from as far as the heads keeps the angles waiting as long.
+        if (threadIdx.x % 64 == 0 && int64_t{token} + launch.tokens_ahead < args.tokens) {
+            prefetch(static_cast<const char*>(position_address) + launch.bytes_ahead);
         }
     }
 
-    const uint64_t* table = args.table + table_start;
-    uint64_t turns[Vector];
-    load_turns(turns, table, layout);
-    const uint64_t factor = table[half];
-
-    const auto gain = static_cast<Real>(attention_factor_of(factor));
     const Real direction = args.conjugate ? Real(-1) : Real(1);
     CosSin<Real> by[Vector];
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Vector; ++j) {
-        int64_t position = only_position;
-        if constexpr (lookup == Lookup::position_rows) {
-            const uint64_t* row_of_pair = positions.row_of_pair + table_start;
-            const auto row = min(row_of_pair[layout.pair(j)], static_cast<uint64_t>(positions.rows - 1));
-            position = position_at(positions, static_cast<int64_t>(row), batch, token);
+    const auto find_angles = [&] {
+        const auto gain = static_cast<Real>(attention_factor_of(factor));
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Vector; ++j) {
+            int64_t position = only_position;
+            if constexpr (lookup == Lookup::position_rows) {
+                const uint64_t* row_of_pair = positions.row_of_pair + table_number * args.choice.stride;
+                const auto row = min(row_of_pair[layout.pair(j)], static_cast<uint64_t>(positions.rows - 1));
+                position = position_at(positions, static_cast<int64_t>(row), batch, token);
+            }
+            by[j] = turn(phase_of(position, turns[j]), gain, direction);
         }
-        by[j] = turn(phase_of(position, turns[j]), gain, direction);
-    }
+    };
+    find_angles();
     let_next_kernel_start();
+    if (chosen != table_number) {  // guessed wrong
+        table = args.table + chosen * args.choice.stride;
+        load_turns(turns, table, layout);
+        factor = table[half];
+        find_angles();
+    }
 
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
@@ -162,6 +195,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks)
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
 void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     const auto threads = static_cast<int>(args.batch * args.tokens * plan.threads_per_token());
+    const auto tokens_ahead = static_cast<int>(rotary_threads_ahead / plan.threads_per_token());
     const RotaryLaunch launch{
         .args = args,
         .lanes = cutlass::FastDivmod(plan.lanes),
@@ -169,6 +203,8 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
         .tokens = cutlass::FastDivmod(static_cast<int>(args.tokens)),
         .threads = threads,
         .copies_tail = args.rotary_dim < args.head_dim && (args.q.in != args.q.out || args.k.in != args.k.out),
+        .tokens_ahead = tokens_ahead,
+        .bytes_ahead = tokens_ahead * args.positions.token_stride * (args.positions.is_int64 ? 8 : 4),
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
     launch_overlapping(rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup>, dim3(blocks),
@@ -180,6 +216,9 @@ void launch_heads(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t s
     if (plan.heads_per_thread == 1) return launch_planned<Element, Vector, 1, pairing, lookup>(args, plan, stream);
     if constexpr (Vector == 1 || Vector * sizeof(Element) == access_bytes) {
         if (plan.heads_per_thread == 2) return launch_planned<Element, Vector, 2, pairing, lookup>(args, plan, stream);
+    }
+    if constexpr (Vector > 1 && Vector * sizeof(Element) == access_bytes) {
+        if (plan.heads_per_thread == 3) return launch_planned<Element, Vector, 3, pairing, lookup>(args, plan, stream);
     }
     throw std::logic_error("mrrope: no rotary kernel takes that many heads a thread");
 }

@@ -34,9 +34,12 @@ int choose_vector(const RotaryShape& shape, int64_t threads, int full) {
     return threads < threads_for_vectors ? 1 : full / 2;
 }
 
-int choose_heads_per_thread(const RotaryShape& shape, int64_t threads) {
+int choose_heads_per_thread(const RotaryShape& shape, int64_t threads, int full) {
     if (shape.with_rows) return heads_per_thread_with_rows;
-    return shape.heads == 1 || threads < threads_for_full_vectors ? 1 : 2;
+    if (shape.heads == 1 || threads < threads_for_full_vectors) return 1;
+    // Of five heads, two a thread leave every third thread with one.
+    const bool divides_badly = shape.heads % 2 == 1 && shape.heads <= 5;
+    return full > 1 && divides_badly ? 3 : 2;
 }
 
 }  // namespace
@@ -56,7 +59,8 @@ RotaryShape shape_of(const RotaryArgs& args) {
 RotaryPlan plan_rotary(const RotaryShape& shape) {
     const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
     const int64_t threads = shape.batch * shape.tokens * shape.heads * split.lanes;
-    return plan_with(shape, choose_vector(shape, threads, split.vector), choose_heads_per_thread(shape, threads));
+    return plan_with(shape, choose_vector(shape, threads, split.vector),
+                     choose_heads_per_thread(shape, threads, split.vector));
 }
 
 RotaryPlan plan_with(const RotaryShape& shape, int vector, int heads_per_thread) {

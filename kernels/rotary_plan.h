@@ -28,7 +28,11 @@ RotaryShape shape_of(const RotaryArgs& args);
 inline constexpr int rotary_block_threads = 128;
 // What registers must leave room for: enough threads to hide the phases behind memory. Left to itself, the compiler
 // spills a few registers to get below thresholds that do not matter.
-inline constexpr int rotary_resident_blocks = 8;
+constexpr int rotary_resident_blocks(int heads_per_thread) {
+    return heads_per_thread <= 2 ? 8 : 6;
+}
+// Positions are brought near for blocks that start when so many threads more have: half as many again as an H200 holds.
+inline constexpr int64_t rotary_threads_ahead = 3 << 16;
 
 // What a thread takes, by how many threads there would be with one head and full vectors each; measured in
 // rotary_plan.cpp.
@@ -53,7 +57,7 @@ struct RotaryPlan {
 RotaryPlan plan_rotary(const RotaryShape& shape);
 
 // The same with what a thread takes given: a vector that the shape allows (full, half or one component), and 1 head, or
-// with full vectors or none 2.
+// with full vectors or none 2, or with full vectors 3.
 RotaryPlan plan_with(const RotaryShape& shape, int vector, int heads_per_thread);
 
 // The same for any kernel that shares heads among threads in this way, in groups of its own making.

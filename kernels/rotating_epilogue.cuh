@@ -175,8 +175,7 @@ struct RotatingEpilogue {
                 const uint64_t frequency = params.table[pair + j];
                 CUTLASS_PRAGMA_UNROLL
                 for (int r = 0; r < 2; ++r) {
-                    const CosSin<float> unit = hardware_turn(position[step][r], frequency);
-                    turns.by[r][j] = {gain * unit.cos, gain * unit.sin};
+                    turns.by[r][j] = hardware_turn(phase_top_of(position[step][r], frequency), gain);
                 }
             }
             return turns;

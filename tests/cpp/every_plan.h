@@ -18,6 +18,7 @@ inline std::vector<RotaryPlan> every_plan(const RotaryShape& shape) {
         }
     }
     if (full > 1 && !shape.with_rows) {
+        plans.push_back(plan_with(shape, full, 3));
         for (const int vector : {full / 2, 1}) plans.push_back(plan_with(shape, vector, 1));
     }
     return plans;

@@ -29,6 +29,12 @@ using namespace mrrope::testing;
 constexpr std::byte poison{0xff};  // not a number, in every element type
 constexpr size_t guard_bytes = 4096;
 
+enum class Positions {
+    anywhere,  // the last there are, the first, and any
+    in_a_row,  // up to the last there is
+    broken,    // the same, but for one
+};
+
 struct QkvCase {
     DType dtype = DType::bfloat16;
     Pairing pairing = Pairing::halves;
@@ -41,6 +47,7 @@ struct QkvCase {
     int rotary_dim = 128;
     bool with_bias = false;
     bool int32_positions = false;
+    Positions positions = Positions::anywhere;
 
     int64_t rows() const { return batch * tokens; }
     int outputs() const { return (q_heads + 2 * kv_heads) * head_dim; }
@@ -50,7 +57,10 @@ std::string describe(const QkvCase& c) {
     return std::string(name_of(c.dtype)) + (c.pairing == Pairing::halves ? " halves " : " interleaved ") +
            std::to_string(c.batch) + " x " + std::to_string(c.tokens) + " rows, " + std::to_string(c.inputs) +
            " inputs, heads " + std::to_string(c.q_heads) + "/" + std::to_string(c.kv_heads) + " of " +
-           std::to_string(c.head_dim) + ", rotary_dim " + std::to_string(c.rotary_dim) + (c.with_bias ? ", bias" : "");
+           std::to_string(c.head_dim) + ", rotary_dim " + std::to_string(c.rotary_dim) + (c.with_bias ? ", bias" : "") +
+           (c.positions == Positions::anywhere   ? ""
+            : c.positions == Positions::in_a_row ? ", tokens in a row"
+                                                 : ", tokens in a broken row");
 }
 
 // One call: its inputs, what should come out, and how far it may be off.
@@ -66,14 +76,16 @@ public:
                                      .base = 5e5,
                                      .original_max_position = 8192,
                                      .scale = 16}))) {
+        constexpr int64_t last = (int64_t{1} << 31) - 1;
         std::mt19937_64 random(4);
         for (int64_t row = 0; row < options.rows(); ++row) {
-            // The last positions there are, the first, and any.
-            const int64_t last = (int64_t{1} << 31) - 1;
-            positions_.push_back(row % 3 == 0   ? last - row
-                                 : row % 3 == 1 ? row
-                                                : static_cast<int64_t>(random() & last));
+            const int64_t in_a_row = last - options.tokens + 1 + row % options.tokens;
+            const int64_t anywhere = row % 3 == 0   ? last - row
+                                     : row % 3 == 1 ? row
+                                                    : static_cast<int64_t>(random() & last);
+            positions_.push_back(options.positions == Positions::anywhere ? anywhere : in_a_row);
         }
+        if (options.positions == Positions::broken) positions_[options.rows() / 2] = 3;
         compute_expected();
     }
 
@@ -253,6 +265,20 @@ TEST_F(QkvRotaryCuda, BiasAndSeveralSequences) {
                                   .with_bias = true,
                                   .int32_positions = int32_positions});
                 if (HasFailure()) return;
+            }
+        }
+    }
+}
+
+TEST_F(QkvRotaryCuda, TokensInARow) {
+    for (const DType dtype : {DType::bfloat16, DType::float16}) {
+        for (const Positions positions : {Positions::in_a_row, Positions::broken}) {
+            for (const int64_t tokens : {1, 33, 160, 333}) {
+                for (const int64_t batch : {1, 2}) {
+                    run_every_kernel(
+                        {.dtype = dtype, .batch = batch, .tokens = tokens, .with_bias = true, .positions = positions});
+                    if (HasFailure()) return;
+                }
             }
         }
     }

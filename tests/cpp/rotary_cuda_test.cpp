@@ -337,6 +337,53 @@ TEST_F(RotaryCuda, CallsInARowGiveWhatCallsApartGive) {
     }
 }
 
+// What the kernel before writes, while this one is started already, is what counts. It is a rotation too, by no angle,
+// of floats that have the bits of the indices, and long enough to write them late.
+TEST_F(RotaryCuda, IndicesThatTheKernelBeforeWrites) {
+    constexpr int dim = 128;
+    constexpr int64_t heads_before = 20000;
+    for (const int64_t tokens : {1, 40, 700}) {
+        CaseOptions o;
+        o.tokens = tokens;
+        o.q_heads = 8;
+        o.head_dim = o.rotary_dim = dim;
+        o.tables = {.table_for = TableFor::each_index, .count = 4};
+        RotaryCase rotary(o);
+        for (const RotaryPlan& plan : every_plan(shape_of(rotary.args()))) {
+            DeviceCase device(rotary);
+            const std::vector<int32_t>& indices = rotary.indices().words();
+            std::vector<int32_t> source(heads_before * dim, 0);
+            std::copy(indices.begin(), indices.end(), source.end() - static_cast<int64_t>(indices.size()));
+            const DeviceMemory written_from(source);
+            const DeviceMemory written(std::vector<int32_t>(source.size(), 3));
+            const DeviceMemory positions(std::vector<int64_t>(1, 0));
+            const DeviceMemory table(packed(
+                build_table({.method = Method::rope, .rotary_dim = dim, .base = 1e4, .original_max_position = 4096})));
+            const HeadStrides strides{.batch = 0, .token = dim, .head = dim};
+            RotaryArgs before;
+            before.q = {.in = written_from.data(),
+                        .out = written.data(),
+                        .heads = 1,
+                        .in_strides = strides,
+                        .out_strides = strides};
+            before.positions = {.data = positions.data(), .token_stride = 0};
+            before.table = table.as<uint64_t>();
+            before.batch = 1;
+            before.tokens = heads_before;
+            before.head_dim = before.rotary_dim = dim;
+            before.dtype = DType::float32;
+            RotaryArgs args = device.args();
+            args.choice.index = written.as<int32_t>() + (source.size() - indices.size());
+            const Stream stream;
+            rotary_cuda(before, stream);
+            rotary_cuda(args, plan, stream);
+            device.fetch();
+            rotary.expect_rotated();
+            if (HasFailure()) return;
+        }
+    }
+}
+
 TEST_F(RotaryCuda, EmptyTensorsLaunchNothing) {
     const Stream stream;
     for (const auto& [batch, tokens, heads] : {std::tuple{0, 5, 2}, {2, 0, 2}, {2, 5, 0}, {0, 0, 0}}) {

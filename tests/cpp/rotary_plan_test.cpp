@@ -75,7 +75,8 @@ TEST(Plan, HoldsItsPromisesForEveryShape) {
             EXPECT_EQ(plan.heads_per_thread, 1) << "the only kernels for short vectors";
         }
         EXPECT_EQ(plan.lanes * plan.vector, half);
-        EXPECT_TRUE(plan.heads_per_thread == 1 || plan.heads_per_thread == 2);
+        EXPECT_GE(plan.heads_per_thread, 1);
+        EXPECT_LE(plan.heads_per_thread, plan.vector == full_vector && full_vector > 1 ? 3 : 2);
         EXPECT_GE(plan.head_groups * plan.heads_per_thread, shape.heads);
         EXPECT_LT((plan.head_groups - 1) * plan.heads_per_thread, shape.heads);
         // The last block may count past the last thread, in 32 bits too.
@@ -107,6 +108,18 @@ TEST(Plan, GivesEveryHeadAThreadWhereThereAreFew) {
     EXPECT_GT(plan_rotary(shape).heads_per_thread, 1);
     shape.heads = 1;
     EXPECT_EQ(plan_rotary(shape).heads_per_thread, 1);
+}
+
+TEST(Plan, DividesFewHeadsEvenly) {
+    RotaryShape shape{
+        .batch = 1, .tokens = 131072, .head_dim = 128, .rotary_dim = 128, .element_size = 2, .aligned = true};
+    for (const auto& [heads, heads_per_thread] : {std::pair{2, 2}, {3, 3}, {4, 2}, {5, 3}, {6, 2}, {9, 2}, {40, 2}}) {
+        shape.heads = heads;
+        EXPECT_EQ(plan_rotary(shape).heads_per_thread, heads_per_thread) << heads;
+    }
+    shape.heads = 5;
+    shape.aligned = false;
+    EXPECT_EQ(plan_rotary(shape).heads_per_thread, 2);
 }
 
 // There is one kernel for them.
