@@ -104,6 +104,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     if constexpr (chooses) choice_address = address_of_choice(args.choice, batch, token);
     int64_t table_number = 0;
     if constexpr (guesses) {
+        if constexpr (HeadsPerThread == 1) let_next_kernel_start();
         if (thread < launch.threads) table_number = guessed_table(args.choice, choice_address, batch);
     }
     const Element* in[HeadsPerThread];
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     } else {
         compute_before_wait(never, args.table + table_number * args.choice.stride + layout.pair(0));
     }
-    if constexpr (HeadsPerThread == 1) let_next_kernel_start();
+    if constexpr (HeadsPerThread == 1 && !guesses) let_next_kernel_start();
     wait_for_previous_kernel();
     if constexpr (HeadsPerThread > 1 && guesses) {
         if (launch.threads < few_threads) let_next_kernel_start();
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     }
     [[maybe_unused]] int64_t chosen = table_number;
     if constexpr (guesses) chosen = chosen_table(args.choice, choice_address, batch);
-    if constexpr (HeadsPerThread > 1 && lookup != Lookup::position_rows && kernels_overlap) {
+    if constexpr (kernels_overlap && (HeadsPerThread == 3 || (HeadsPerThread == 2 && lookup == Lookup::one_table))) {
         // A position that comes from as far as the heads keeps the angles waiting as long.
         if (threadIdx.x % 64 == 0 && int64_t{token} + launch.tokens_ahead < args.tokens) {
             prefetch(static_cast<const char*>(position_address) + launch.bytes_ahead);
