@@ -11,22 +11,19 @@ bool starts_aligned(const HeadsView& view, int element_size) {
 }
 
 // What a thread takes, by how many threads there would be with one head and full vectors each. Few threads finish
-// sooner with less to do; many have the phases to share. Microseconds on an H200 (plans_benchmark), by bytes of a
-// vector and heads of a thread; a copy of as many bytes beside them:
-//     tokens x heads    2, 1    8, 1   16, 1   16, 2     copy
-//         1 x 40       0.950   1.002   1.182   1.204    0.878
-//         4 x 40       1.200   1.228   1.412   1.366    1.164
-//        16 x 40       1.952   1.730   1.835   1.808    1.829
-//        64 x 40       3.245   1.943   2.243   1.945    2.048
-//       128 x 40       4.818   2.265   2.623   2.299    2.360
-//       256 x 40               3.297   3.167   2.804    3.035
-//       512 x 40               5.317   4.675   3.877    4.365
-//      1024 x 40               9.358   7.767   6.780    6.888
-//      8192 x 40                       50.78   42.67    41.96
-//        64 x  5       1.332   1.352   1.468   1.503    1.783
-//      8192 x  5               9.395   7.738   6.831    6.884
-//    131072 x  5                       99.63   84.90    81.60
-// Four heads a thread were no better: 43.7 for 8192 x 40, 84.6 for the last; by a chosen table 89.4, two heads 87.4.
+// sooner with less to do; many have the phases to share. Microseconds on an H200, in turns with a copy of as many bytes,
+// by bytes of a vector and heads of a thread; by a chosen table in brackets:
+//     tokens x heads      2, 1      8, 1           16, 2           16, 3       copy
+//         1 x 40          0.88      0.95                                       0.91
+//        16 x 40                    1.39            1.53                       1.49
+//        64 x 40                    1.59            1.71                       1.71
+//       128 x 40                    1.91            2.09                       2.01
+//       256 x 40                    2.91            2.75                       2.70
+//      1024 x 40                                    6.83 [6.89]     7.11 [7.06]  6.58
+//      8192 x 40                                   42.50 [43.05]   42.92 [43.03] 41.78
+//    131072 x  5                                   83.32 [89.09]   83.26 [84.18] 81.40
+//     65536 x  9                                   74.34 [76.37]   75.30 [75.26] 73.12
+// One head and 16 bytes, or four heads, were no better anywhere.
 constexpr int64_t threads_for_vectors = 1 << 11;
 
 int choose_vector(const RotaryShape& shape, int64_t threads, int full) {

@@ -10,6 +10,8 @@ from written.results import Row, microseconds, result, rows_of, table
 
 FEWEST_ROWS = 512
 """Of a projection; with fewer, the product and the rotation are done apart by far."""
+FEWEST_OF_PREFILL = 1024
+"""Tokens of a rotation; fewer are a step of decoding."""
 MODEL_KINDS = ("stock", "patched", "with fuse_projection")
 
 
@@ -180,6 +182,26 @@ def most_copies() -> str:
     return f"{math.ceil(100 * most) / 100:.2f}"
 
 
+def index_costs(tokens: Callable[[int], bool]) -> list[tuple[float, float]]:
+    """The rotation in place, and what table_index adds to it, where so many tokens are measured with it."""
+    index = "mrrope by table_index"
+    return [
+        (row["seconds"]["mrrope in place"], row["seconds"][index] - row["seconds"]["mrrope in place"])
+        for row in rows_of("rotary_cuda.json")
+        if index in row["seconds"] and tokens(row["tokens"])
+    ]
+
+
+def index_cost_of_prefill() -> str:
+    """At most, of the rotation's time."""
+    return f"{100 * max(cost / time for time, cost in index_costs(lambda tokens: tokens >= FEWEST_OF_PREFILL)):.1f} %"
+
+
+def index_cost_of_decoding() -> str:
+    """At most."""
+    return f"{1e6 * max(cost for _, cost in index_costs(lambda tokens: tokens < FEWEST_OF_PREFILL)):.2f} us"
+
+
 def prefill_gain(tokens: int) -> str:
     """By how much less time a patched model reads a text eagerly."""
     ratio = next(
@@ -204,7 +226,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "model_compiled": partial(model, "model_compiled_cuda.json"),
 }
 QUOTED: dict[str, Callable[[], str]] = {
-    "most_copies": most_copies,
+    **{function.__name__: function for function in (most_copies, index_cost_of_prefill, index_cost_of_decoding)},
     **{f"projection_at_once_{rows}": partial(projection_at_once, rows) for rows in (2048, 8192, 32768)},
     **{f"prefill_gain_{tokens}": partial(prefill_gain, tokens) for tokens in (8192, 32768)},
 }

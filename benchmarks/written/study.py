@@ -165,9 +165,9 @@ def calibrated_gain(scale: int) -> str:
     return f"{100 * (1 - study_mean(scale, 'calibrated') / best):.0f} %"
 
 
-def evolved_loss() -> str:
+def evolved_loss(scale: int) -> str:
     """By how much evolution's perplexity is above the calibrated table's."""
-    return f"{100 * (study_mean(4, 'evolved') / study_mean(4, 'calibrated') - 1):.1f} %"
+    return f"{100 * (study_mean(scale, 'evolved') / study_mean(scale, 'calibrated') - 1):.1f} %"
 
 
 def calibration_seconds(scale: int) -> str:
@@ -187,7 +187,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "small_picture": lambda: pictured("small_models.png", "Small models by scale")[1:] or NOT_MEASURED,
 }
 QUOTED: dict[str, Callable[[], str]] = {
-    "evolved_loss": evolved_loss,
+    **{f"evolved_loss_{scale}": partial(evolved_loss, scale) for scale in STUDY_SCALES},
     **{f"calibrated_gain_{scale}": partial(calibrated_gain, scale) for scale in STUDY_SCALES},
     **{f"calibration_seconds_{scale}": partial(calibration_seconds, scale) for scale in STUDY_SCALES},
 }
