@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device_memory.h"
@@ -39,38 +40,68 @@ DeviceMemory small_numbers(int64_t bytes) {
     return memory;
 }
 
-// Calls step(i, stream) for the i-th of `steps` sets of buffers, all in one graph; the median of its replays, by step.
-double microseconds(int steps, const std::function<void(int, cudaStream_t)>& step) {
-    constexpr int warm_ups = 3;
-    constexpr int replays = 20;
-    const Stream stream;
-    step(0, stream);  // loads the kernel
-    cudaGraph_t graph;
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < steps; ++i) step(i, stream);
-    check(cudaStreamEndCapture(stream, &graph));
-    cudaGraphExec_t executable;
-    check(cudaGraphInstantiate(&executable, graph, 0));
-    cudaEvent_t start, end;
-    check(cudaEventCreate(&start));
-    check(cudaEventCreate(&end));
-    std::vector<float> times;
-    for (int replay = 0; replay < warm_ups + replays; ++replay) {
-        check(cudaEventRecord(start, stream));
-        check(cudaGraphLaunch(executable, stream));
-        check(cudaEventRecord(end, stream));
-        check(cudaEventSynchronize(end));
-        float milliseconds = 0;
-        check(cudaEventElapsedTime(&milliseconds, start, end));
-        if (replay >= warm_ups) times.push_back(milliseconds * 1e3f / static_cast<float>(steps));
+// Graphs that are replayed in turns, so that all see the same clocks.
+class Turns {
+public:
+    Turns() {
+        check(cudaEventCreate(&start_));
+        check(cudaEventCreate(&end_));
     }
-    check(cudaEventDestroy(start));
-    check(cudaEventDestroy(end));
-    check(cudaGraphExecDestroy(executable));
-    check(cudaGraphDestroy(graph));
-    std::nth_element(times.begin(), times.begin() + replays / 2, times.end());
-    return times[replays / 2];
-}
+    Turns(const Turns&) = delete;
+    Turns& operator=(const Turns&) = delete;
+    ~Turns() {
+        for (const Graph& graph : graphs_) cudaGraphExecDestroy(graph.executable);
+        cudaEventDestroy(start_);
+        cudaEventDestroy(end_);
+    }
+
+    // Calls step(i, stream) for the i-th of `steps` sets of buffers, all in one graph; its number.
+    size_t add(int steps, const std::function<void(int, cudaStream_t)>& step) {
+        step(0, stream_);  // loads the kernel
+        cudaGraph_t recorded;
+        check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+        for (int i = 0; i < steps; ++i) step(i, stream_);
+        check(cudaStreamEndCapture(stream_, &recorded));
+        Graph& graph = graphs_.emplace_back(Graph{.steps = steps});
+        check(cudaGraphInstantiate(&graph.executable, recorded, 0));
+        check(cudaGraphDestroy(recorded));
+        return graphs_.size() - 1;
+    }
+
+    void take() {
+        constexpr int warm_ups = 3;
+        constexpr int replays = 21;
+        for (int replay = 0; replay < warm_ups + replays; ++replay) {
+            for (Graph& graph : graphs_) {
+                check(cudaEventRecord(start_, stream_));
+                check(cudaGraphLaunch(graph.executable, stream_));
+                check(cudaEventRecord(end_, stream_));
+                check(cudaEventSynchronize(end_));
+                float milliseconds = 0;
+                check(cudaEventElapsedTime(&milliseconds, start_, end_));
+                if (replay >= warm_ups) graph.times.push_back(milliseconds * 1e3f / static_cast<float>(graph.steps));
+            }
+        }
+    }
+
+    // Of a step, the median.
+    double microseconds(size_t graph) const {
+        std::vector<float> times = graphs_[graph].times;
+        std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+        return times[times.size() / 2];
+    }
+
+private:
+    struct Graph {
+        int steps;
+        cudaGraphExec_t executable = nullptr;
+        std::vector<float> times = {};
+    };
+
+    Stream stream_;
+    cudaEvent_t start_ = nullptr, end_ = nullptr;
+    std::vector<Graph> graphs_;
+};
 
 struct Geometry {
     int64_t tokens;
@@ -105,13 +136,16 @@ public:
         positions_ = std::make_unique<DeviceMemory>(positions);
         tables_ = std::make_unique<DeviceMemory>(stack);
         index_ = std::make_unique<DeviceMemory>(std::vector<int32_t>{tables - 1});
-        copy({64, 32, 8});  // the first graph of a process replays faster than all others
+        Turns thrown_away;  // the first graph of a process replays faster than all others
+        add_copy(thrown_away, {64, 32, 8});
+        thrown_away.take();
     }
 
     void rotary() const {
         std::printf("\nrotary: bytes of a vector, heads of a thread; by a chosen table in brackets\n");
         for (const int64_t tokens : {1, 4, 16, 64, 128, 256, 512, 1024, 8192, 131072}) rotary({tokens, 32, 8});
         for (const int64_t tokens : {64, 8192, 131072}) rotary({tokens, 4, 1});
+        rotary({65536, 8, 1});
     }
 
     void norm(NormOver over) const {
@@ -124,17 +158,17 @@ public:
     }
 
 private:
-    double copy(const Geometry& geometry) const {
-        return microseconds(geometry.sets(), [&](int i, cudaStream_t stream) {
+    size_t add_copy(Turns& turns, const Geometry& geometry) const {
+        return turns.add(geometry.sets(), [&](int i, cudaStream_t stream) {
             const int64_t at = i * geometry.bytes();
             check(cudaMemcpyAsync(copies_.data() + at, heads_.data() + at, geometry.bytes(), cudaMemcpyDeviceToDevice,
                                   stream));
         });
     }
 
-    void begin(const Geometry& geometry) const {
+    static void begin(const Geometry& geometry, double copy) {
         std::printf("%7lld x %2d/%-2d copy %8.3f", static_cast<long long>(geometry.tokens), geometry.q_heads,
-                    geometry.k_heads, copy(geometry));
+                    geometry.k_heads, copy);
     }
 
     HeadsView view(int64_t byte, int heads) const {
@@ -164,26 +198,39 @@ private:
     }
 
     void rotary(const Geometry& geometry) const {
-        begin(geometry);
+        Turns turns;
+        const size_t copy = add_copy(turns, geometry);
         const RotaryShape shape = shape_of(args(geometry, 0, false));
-        const RotaryPlan chosen = plan_rotary(shape);
+        struct Timed {
+            RotaryPlan plan;
+            size_t by_one_table, by_a_chosen_one;
+        };
+        std::vector<Timed> timed;
         for (const auto& [vector, heads] : {std::array{1, 1}, {4, 1}, {8, 1}, {8, 2}, {8, 3}}) {
             const RotaryPlan plan = plan_with(shape, vector, heads);
-            const auto time = [&](bool chooses) {
-                return microseconds(geometry.sets(), [&](int i, cudaStream_t stream) {
+            const auto add = [&](bool chooses) {
+                return turns.add(geometry.sets(), [&](int i, cudaStream_t stream) {
                     rotary_cuda(args(geometry, i, chooses), plan, stream);
                 });
             };
-            const bool is_chosen = chosen.vector == vector && chosen.heads_per_thread == heads;
-            std::printf(" | %s%d, %d: %8.3f [%8.3f]", is_chosen ? "*" : "", vector * element_size, heads, time(false),
-                        time(true));
-            std::fflush(stdout);
+            const size_t by_one_table = add(false);
+            timed.push_back({plan, by_one_table, add(true)});
+        }
+        turns.take();
+        begin(geometry, turns.microseconds(copy));
+        const RotaryPlan chosen = plan_rotary(shape);
+        for (const Timed& one : timed) {
+            const bool is_chosen =
+                chosen.vector == one.plan.vector && chosen.heads_per_thread == one.plan.heads_per_thread;
+            std::printf(" | %s%d, %d: %8.3f [%8.3f]", is_chosen ? "*" : "", one.plan.vector * element_size,
+                        one.plan.heads_per_thread, turns.microseconds(one.by_one_table),
+                        turns.microseconds(one.by_a_chosen_one));
         }
         std::printf("\n");
+        std::fflush(stdout);
     }
 
     void norm(const Geometry& geometry, NormOver over) const {
-        begin(geometry);
         const auto norm_args = [&](int set) {
             QkNormArgs found;
             found.rotary = args(geometry, set, false);
@@ -192,15 +239,24 @@ private:
             found.over = over;
             return found;
         };
+        Turns turns;
+        const size_t copy = add_copy(turns, geometry);
         const QkNormShape shape = shape_of(norm_args(0));
+        std::vector<std::pair<int, size_t>> timed;
         for (const int heads : over == NormOver::head ? std::vector{1, 2, 4, 8} : std::vector{2, 4}) {
             const QkNormPlan plan = plan_with(shape, heads);
-            const double time = microseconds(
-                geometry.sets(), [&](int i, cudaStream_t stream) { qk_norm_rotary_cuda(norm_args(i), plan, stream); });
-            std::printf(" | %s%d: %8.3f", plan_qk_norm(shape).heads_per_thread == heads ? "*" : "", heads, time);
-            std::fflush(stdout);
+            timed.emplace_back(heads, turns.add(geometry.sets(), [&](int i, cudaStream_t stream) {
+                qk_norm_rotary_cuda(norm_args(i), plan, stream);
+            }));
+        }
+        turns.take();
+        begin(geometry, turns.microseconds(copy));
+        for (const auto& [heads, graph] : timed) {
+            std::printf(" | %s%d: %8.3f", plan_qk_norm(shape).heads_per_thread == heads ? "*" : "", heads,
+                        turns.microseconds(graph));
         }
         std::printf("\n");
+        std::fflush(stdout);
     }
 
     DeviceMemory heads_, copies_, weights_;

@@ -19,7 +19,8 @@ inline constexpr bool kernels_overlap = true;
 inline constexpr bool kernels_overlap = false;
 #endif
 
-// Before the first access to memory, by every thread: until the kernel before has ended and its results can be seen.
+// Before the first access to memory that counts, by every thread: until the kernel before has ended and its results can
+// be seen.
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     cudaGridDependencySynchronize();

@@ -11,8 +11,6 @@
 
 namespace mrrope {
 
-inline constexpr int few_threads = 1 << 16;
-
 // Passed to the kernel by value. The divisors take a thread's number apart without dividing.
 struct RotaryLaunch {
     RotaryArgs args;
@@ -65,6 +63,7 @@ __device__ inline int64_t chosen_table(const TableChoice& choice, const int32_t*
 }
 
 // What chosen_table will most likely find: asked before the kernel before has ended, which may be about to write it.
+// What is read after the wait is what that kernel wrote, whatever was read before.
 __device__ inline int64_t guessed_table(const TableChoice& choice, const int32_t* address, int batch) {
     if (address == nullptr) return chosen_table(choice, address, batch);
     uint32_t index;
@@ -78,8 +77,8 @@ __device__ inline int64_t guessed_table(const TableChoice& choice, const int32_t
 // that is read before the kernel before has ended counts.
 //
 // When the next kernel may start was tried out, by graphs of one call after the other: with one head a thread before
-// this one waits, with two and a chosen table after it where threads are few, else when the phases are known. Otherwise
-// it comes late or gets in the way, and 1 to 256 tokens take up to a third longer.
+// this one waits, with more and a chosen table after it where threads are few, else when the phases are known.
+// Otherwise it comes late or gets in the way, and 1 to 256 tokens take up to a third longer.
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(HeadsPerThread))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
@@ -126,28 +125,36 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     if constexpr (HeadsPerThread == 1 && !guesses) let_next_kernel_start();
     wait_for_previous_kernel();
     if constexpr (HeadsPerThread > 1 && guesses) {
-        if (launch.threads < few_threads) let_next_kernel_start();
+        if (launch.threads < threads_for_late_start) let_next_kernel_start();
     }
     if (thread >= launch.threads) return;
 
+    HeadFragment<Element, Vector> fragments[HeadsPerThread];
+    const auto load_heads = [&] {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < HeadsPerThread; ++j) {
+            if (j < heads) fragments[j].load(in[j], layout);
+        }
+    };
+
     // What leads to the angles is asked for first, since loads are answered in their order: after the heads, it costs
-    // 16 to 128 tokens 10 to 15 %. Were the table's number asked for only now, its turns would come a way later.
+    // 16 to 128 tokens 10 to 15 %. Were the table's number asked for only now, its turns would come a way later. Where
+    // nothing has to be waited for, the compiler would ask for heads that come last only when the angles are known.
     const int64_t only_position = position_at(positions, position_address);
+    if constexpr (!kernels_overlap) load_heads();
     if constexpr (chooses && !guesses) table_number = chosen_table(args.choice, choice_address, batch);
     const uint64_t* table = args.table + table_number * args.choice.stride;
     uint64_t turns[Vector];
     load_turns(turns, table, layout);
     uint64_t factor = table[half];
-    HeadFragment<Element, Vector> fragments[HeadsPerThread];
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < HeadsPerThread; ++j) {
-        if (j < heads) fragments[j].load(in[j], layout);
-    }
-    [[maybe_unused]] int64_t chosen = table_number;
+    if constexpr (kernels_overlap) load_heads();
+    int64_t chosen = table_number;
     if constexpr (guesses) chosen = chosen_table(args.choice, choice_address, batch);
+    // A position that comes from as far as the heads keeps the angles waiting as long: of few heads, which share each,
+    // that is 1 %. Twice a block, since a sector of memory has four of them. With two heads and a chosen table it costs
+    // more than it gains.
     if constexpr (kernels_overlap && (HeadsPerThread == 3 || (HeadsPerThread == 2 && lookup == Lookup::one_table))) {
-        // A position that comes from as far as the heads keeps the angles waiting as long.
-        if (threadIdx.x % 64 == 0 && int64_t{token} + launch.tokens_ahead < args.tokens) {
+        if (threadIdx.x % (rotary_block_threads / 2) == 0 && int64_t{token} + launch.tokens_ahead < args.tokens) {
             prefetch(static_cast<const char*>(position_address) + launch.bytes_ahead);
         }
     }

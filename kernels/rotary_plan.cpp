@@ -19,11 +19,12 @@ bool starts_aligned(const HeadsView& view, int element_size) {
 //        64 x 40                1.59        1.71                        1.71
 //       128 x 40                1.91        2.09                        2.01
 //       256 x 40                2.91        2.75                        2.70
-//      1024 x 40                        6.83 [6.89]    7.11 [7.06]      6.58
-//      8192 x 40                       42.50 [43.05]  42.92 [43.03]    41.78
-//    131072 x  5                       83.32 [89.09]  83.26 [84.18]    81.40
-//     65536 x  9                       74.34 [76.37]  75.30 [75.26]    73.12
-// One head and 16 bytes were no better anywhere; four heads were 4 % faster for 1024 x 40, and slower for more.
+//      1024 x 40                        6.83 [6.96]    7.11 [7.06]      6.58
+//      8192 x 40                       42.50 [43.02]  42.92 [43.03]    41.78
+//    131072 x  5                       83.32 [90.19]  83.26 [84.18]    81.40
+//     65536 x  9                       74.34 [77.24]  75.30 [75.26]    73.12
+// One head and 16 bytes were no better anywhere; four heads, which no kernel takes any more, were 4 % faster for
+// 1024 x 40, and slower for more.
 constexpr int64_t threads_for_vectors = 1 << 11;
 
 int choose_vector(const RotaryShape& shape, int64_t threads, int full) {

@@ -28,11 +28,15 @@ RotaryShape shape_of(const RotaryArgs& args);
 inline constexpr int rotary_block_threads = 128;
 // What registers must leave room for: enough threads to hide the phases behind memory. Left to itself, the compiler
 // spills a few registers to get below thresholds that do not matter.
+// Three heads take more registers, and need fewer threads to keep as many bytes on their way.
 constexpr int rotary_resident_blocks(int heads_per_thread) {
     return heads_per_thread <= 2 ? 8 : 6;
 }
-// Positions are brought near for blocks that start when so many threads more have: half as many again as an H200 holds.
+// Positions are brought near for blocks that start when so many threads more have: half as many again as an H200 holds,
+// or with three heads twice as many.
 inline constexpr int64_t rotary_threads_ahead = 3 << 16;
+// So many threads of several heads let the next kernel start late.
+inline constexpr int threads_for_late_start = 1 << 16;
 
 // What a thread takes, by how many threads there would be with one head and full vectors each; measured in
 // rotary_plan.cpp.
@@ -56,8 +60,8 @@ struct RotaryPlan {
 
 RotaryPlan plan_rotary(const RotaryShape& shape);
 
-// The same with what a thread takes given: a vector that the shape allows (full, half or one component), and 1 head, or
-// with full vectors or none 2, or with full vectors 3.
+// The same with what a thread takes given: a vector that the shape allows (full, half or one component), and 1 head, 2
+// with full vectors or single components, or 3 with full vectors.
 RotaryPlan plan_with(const RotaryShape& shape, int vector, int heads_per_thread);
 
 // The same for any kernel that shares heads among threads in this way, in groups of its own making.

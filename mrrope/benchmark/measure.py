@@ -16,6 +16,8 @@ from mrrope.benchmark.timing import Step, Turns, buffer_sets, with_faster_copy
 from mrrope.evaluation.extra import needs
 
 TOKENS_COMPARED = 256
+TEXT_BEFORE = 8192
+"""Tokens of a text that a case of fewer goes on with: at the first position nothing turns."""
 
 
 def steps_of(contender: Contender, sets: list[Heads]) -> list[Step]:
@@ -28,9 +30,9 @@ def without_folders(text: str) -> str:
 
 
 def relative_error(case: Case, contender: Contender, device: str) -> float:
-    """Of q, against float64 with exact phases, over the last tokens of the case."""
+    """Of q, against float64 with exact phases, over the last tokens of the case, or of a text that it goes on with."""
     tokens = min(case.tokens, TOKENS_COMPARED)
-    shared = Positions(replace(case, tokens=tokens), device, first=case.tokens - tokens)
+    shared = Positions(replace(case, tokens=tokens), device, first=max(case.tokens, TEXT_BEFORE) - tokens)
     heads = Heads(shared.case, shared)
     phases = (shared.positions[:, None] * shared.table.turns.to(device)).double() * (math.tau / 2**64)
     direction = -1.0 if case.backward else 1.0

@@ -30,9 +30,11 @@ constexpr std::byte poison{0xff};  // not a number, in every element type
 constexpr size_t guard_bytes = 4096;
 
 enum class Positions {
-    anywhere,  // the last there are, the first, and any
-    in_a_row,  // up to the last there is
-    broken,    // the same, but for one
+    anywhere,     // the last there are, the first, and any
+    in_a_row,     // through all sequences, up to the last there is
+    broken,       // the same, but for the last but one
+    restarting,   // each sequence in a row
+    around_zero,  // in a row, from negative ones on
 };
 
 struct QkvCase {
@@ -58,9 +60,7 @@ std::string describe(const QkvCase& c) {
            std::to_string(c.batch) + " x " + std::to_string(c.tokens) + " rows, " + std::to_string(c.inputs) +
            " inputs, heads " + std::to_string(c.q_heads) + "/" + std::to_string(c.kv_heads) + " of " +
            std::to_string(c.head_dim) + ", rotary_dim " + std::to_string(c.rotary_dim) + (c.with_bias ? ", bias" : "") +
-           (c.positions == Positions::anywhere   ? ""
-            : c.positions == Positions::in_a_row ? ", tokens in a row"
-                                                 : ", tokens in a broken row");
+           ", positions of kind " + std::to_string(static_cast<int>(c.positions));
 }
 
 // One call: its inputs, what should come out, and how far it may be off.
@@ -76,16 +76,8 @@ public:
                                      .base = 5e5,
                                      .original_max_position = 8192,
                                      .scale = 16}))) {
-        constexpr int64_t last = (int64_t{1} << 31) - 1;
         std::mt19937_64 random(4);
-        for (int64_t row = 0; row < options.rows(); ++row) {
-            const int64_t in_a_row = last - options.tokens + 1 + row % options.tokens;
-            const int64_t anywhere = row % 3 == 0   ? last - row
-                                     : row % 3 == 1 ? row
-                                                    : static_cast<int64_t>(random() & last);
-            positions_.push_back(options.positions == Positions::anywhere ? anywhere : in_a_row);
-        }
-        if (options.positions == Positions::broken) positions_[options.rows() / 2] = 3;
+        for (int64_t row = 0; row < options.rows(); ++row) positions_.push_back(position_of(row, random));
         compute_expected();
     }
 
@@ -144,6 +136,19 @@ public:
     const QkvCase& options() const { return options_; }
 
 private:
+    int64_t position_of(int64_t row, std::mt19937_64& random) const {
+        constexpr int64_t last = (int64_t{1} << 31) - 1;
+        const int64_t rows = options_.rows();
+        switch (options_.positions) {
+            case Positions::in_a_row: return last - rows + 1 + row;
+            case Positions::broken: return row == rows - 2 ? 3 : last - rows + 1 + row;
+            case Positions::restarting: return row % options_.tokens;
+            case Positions::around_zero: return row - rows / 2;
+            case Positions::anywhere: break;
+        }
+        return row % 3 == 0 ? last - row : row % 3 == 1 ? row : static_cast<int64_t>(random() & last);
+    }
+
     std::vector<std::byte> random_elements(int64_t count, uint64_t seed) const {
         std::vector<std::byte> elements(count * size_of(options_.dtype));
         std::mt19937_64 random(seed);
@@ -272,11 +277,16 @@ TEST_F(QkvRotaryCuda, BiasAndSeveralSequences) {
 
 TEST_F(QkvRotaryCuda, TokensInARow) {
     for (const DType dtype : {DType::bfloat16, DType::float16}) {
-        for (const Positions positions : {Positions::in_a_row, Positions::broken}) {
+        for (const Positions positions :
+             {Positions::in_a_row, Positions::broken, Positions::restarting, Positions::around_zero}) {
             for (const int64_t tokens : {1, 33, 160, 333}) {
                 for (const int64_t batch : {1, 2}) {
-                    run_every_kernel(
-                        {.dtype = dtype, .batch = batch, .tokens = tokens, .with_bias = true, .positions = positions});
+                    run_every_kernel({.dtype = dtype,
+                                      .batch = batch,
+                                      .tokens = tokens,
+                                      .with_bias = true,
+                                      .int32_positions = batch == 2,
+                                      .positions = positions});
                     if (HasFailure()) return;
                 }
             }

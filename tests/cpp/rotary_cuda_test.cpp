@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <iterator>
 #include <limits>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -186,7 +187,7 @@ TEST_F(RotaryCuda, AllKernelsGiveTheSameBits) {
     }
 }
 
-// Of two heads a thread as of one, and of the head that is left over.
+// Of several heads a thread as of one, and of those that are left over.
 TEST_F(RotaryCuda, PartialRotationCopiesTheTail) {
     for (const DType dtype : all_dtypes) {
         for (const auto& [head_dim, rotary_dim] :
@@ -315,71 +316,90 @@ TEST_F(RotaryCuda, RotatesQueriesAndKeysInOneLaunchThatAGraphCanReplay) {
 
 // A kernel may be started while the one before it still runs.
 TEST_F(RotaryCuda, CallsInARowGiveWhatCallsApartGive) {
-    for (const int64_t tokens : {1, 700}) {
-        CaseOptions o;
-        o.tokens = tokens;
-        o.q_heads = 8;
-        o.head_dim = o.rotary_dim = 128;
-        o.in_place = true;
-        RotaryCase apart(o);
-        RotaryCase in_a_row(o);
-        DeviceCase apart_on_device(apart);
-        DeviceCase in_a_row_on_device(in_a_row);
-        for (int i = 0; i < 50; ++i) {
-            rotary_cuda(apart_on_device.args(), nullptr);
-            check(cudaDeviceSynchronize());
+    for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
+        for (const int64_t tokens : {1, 700}) {
+            CaseOptions o;
+            o.tokens = tokens;
+            o.q_heads = 8;
+            o.head_dim = o.rotary_dim = 128;
+            o.in_place = true;
+            o.tables = {.table_for = table_for, .count = 4};
+            for (const RotaryPlan& plan : every_plan(shape_of(RotaryCase(o).args()))) {
+                RotaryCase apart(o);
+                RotaryCase in_a_row(o);
+                DeviceCase apart_on_device(apart);
+                DeviceCase in_a_row_on_device(in_a_row);
+                for (int i = 0; i < 50; ++i) {
+                    rotary_cuda(apart_on_device.args(), plan, nullptr);
+                    check(cudaDeviceSynchronize());
+                }
+                for (int i = 0; i < 50; ++i) rotary_cuda(in_a_row_on_device.args(), plan, nullptr);
+                apart_on_device.fetch();
+                in_a_row_on_device.fetch();
+                const auto how = [&] {
+                    return describe(o) + ", " + std::to_string(plan.vector) + " components, " +
+                           std::to_string(plan.heads_per_thread) + " heads a thread";
+                };
+                EXPECT_TRUE(in_a_row.q().in.bytes == apart.q().in.bytes) << how();
+                EXPECT_TRUE(in_a_row.k().in.bytes == apart.k().in.bytes) << how();
+            }
         }
-        for (int i = 0; i < 50; ++i) rotary_cuda(in_a_row_on_device.args(), nullptr);
-        apart_on_device.fetch();
-        in_a_row_on_device.fetch();
-        EXPECT_TRUE(in_a_row.q().in.bytes == apart.q().in.bytes) << tokens;
-        EXPECT_TRUE(in_a_row.k().in.bytes == apart.k().in.bytes) << tokens;
     }
 }
 
 // What the kernel before writes, while this one is started already, is what counts. It is a rotation too, by no angle,
-// of floats that have the bits of the indices, and long enough to write them late.
+// of floats that have the bits of the indices, and long enough to write them late. Until then they are of a table that
+// none of them will name.
 TEST_F(RotaryCuda, IndicesThatTheKernelBeforeWrites) {
     constexpr int dim = 128;
     constexpr int64_t heads_before = 20000;
+    constexpr int32_t tables = 4;
+    const DeviceMemory positions(std::vector<int64_t>(1, 0));
+    const DeviceMemory table(
+        packed(build_table({.method = Method::rope, .rotary_dim = dim, .base = 1e4, .original_max_position = 4096})));
     for (const int64_t tokens : {1, 40, 700}) {
         CaseOptions o;
         o.tokens = tokens;
         o.q_heads = 8;
         o.head_dim = o.rotary_dim = dim;
-        o.tables = {.table_for = TableFor::each_index, .count = 4};
+        o.tables = {.table_for = TableFor::each_index, .count = tables};
         RotaryCase rotary(o);
+        std::vector<int32_t>& indices = rotary.indices().words();
+        for (int32_t& index : indices) index %= tables - 1;
+        std::vector<int32_t> source(heads_before * dim, 0);
+        std::copy(indices.begin(), indices.end(), source.end() - static_cast<int64_t>(indices.size()));
+        const DeviceMemory written_from(source);
+        const DeviceMemory written(source);
+        const HeadStrides strides{.batch = 0, .token = dim, .head = dim};
+        RotaryArgs before;
+        before.q = {.in = written_from.data(),
+                    .out = written.data(),
+                    .heads = 1,
+                    .in_strides = strides,
+                    .out_strides = strides};
+        before.positions = {.data = positions.data(), .token_stride = 0};
+        before.table = table.as<uint64_t>();
+        before.batch = 1;
+        before.tokens = heads_before;
+        before.head_dim = before.rotary_dim = dim;
+        before.dtype = DType::float32;
         for (const RotaryPlan& plan : every_plan(shape_of(rotary.args()))) {
             DeviceCase device(rotary);
-            const std::vector<int32_t>& indices = rotary.indices().words();
-            std::vector<int32_t> source(heads_before * dim, 0);
-            std::copy(indices.begin(), indices.end(), source.end() - static_cast<int64_t>(indices.size()));
-            const DeviceMemory written_from(source);
-            const DeviceMemory written(std::vector<int32_t>(source.size(), 3));
-            const DeviceMemory positions(std::vector<int64_t>(1, 0));
-            const DeviceMemory table(packed(
-                build_table({.method = Method::rope, .rotary_dim = dim, .base = 1e4, .original_max_position = 4096})));
-            const HeadStrides strides{.batch = 0, .token = dim, .head = dim};
-            RotaryArgs before;
-            before.q = {.in = written_from.data(),
-                        .out = written.data(),
-                        .heads = 1,
-                        .in_strides = strides,
-                        .out_strides = strides};
-            before.positions = {.data = positions.data(), .token_stride = 0};
-            before.table = table.as<uint64_t>();
-            before.batch = 1;
-            before.tokens = heads_before;
-            before.head_dim = before.rotary_dim = dim;
-            before.dtype = DType::float32;
             RotaryArgs args = device.args();
             args.choice.index = written.as<int32_t>() + (source.size() - indices.size());
             const Stream stream;
-            rotary_cuda(before, stream);
-            rotary_cuda(args, plan, stream);
-            device.fetch();
-            rotary.expect_rotated();
-            if (HasFailure()) return;
+            const Recording recording(stream, [&](cudaStream_t on) {
+                check(cudaMemsetAsync(written.data(), 0x7f, source.size() * sizeof(int32_t), on));
+                rotary_cuda(before, on);
+                rotary_cuda(args, plan, on);
+            });
+            // The first time kernels are loaded, one after the other.
+            for (int i = 0; i < 4; ++i) {
+                recording.play(stream);
+                device.fetch();
+                rotary.expect_rotated();
+                if (HasFailure()) return;
+            }
         }
     }
 }
