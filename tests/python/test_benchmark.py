@@ -34,7 +34,9 @@ def test_everybody_rotates_the_same(case):
     for contender in (*OURS, *TRANSFORMERS):
         if contender.takes(case):
             error = measure.relative_error(case, contender, "cpu")
-            assert error < (5e-7 if case.dtype == "float32" else 5e-3), contender.name
+            # Theirs are angles in float32.
+            angle_error = measure.TEXT_BEFORE * 2.0**-24 if contender in TRANSFORMERS else 0.0
+            assert error < (5e-7 if case.dtype == "float32" else 5e-3) + angle_error, contender.name
 
 
 def test_a_wrong_rotation_is_an_error_of_its_size():
