@@ -28,6 +28,7 @@ constexpr int head_dim = 128;
 constexpr int element_size = 2;
 constexpr int tables = 5;
 constexpr int64_t most_tokens = 131072;
+constexpr int64_t most_decoded = 256;
 constexpr int64_t cache_bytes = int64_t{60} << 20;  // an H200's second-level cache
 
 using testing::check;
@@ -135,7 +136,7 @@ public:
         words_ = static_cast<int64_t>(stack.size()) / tables;
         positions_ = std::make_unique<DeviceMemory>(positions);
         tables_ = std::make_unique<DeviceMemory>(stack);
-        index_ = std::make_unique<DeviceMemory>(std::vector<int32_t>{tables - 1});
+        index_ = std::make_unique<DeviceMemory>(std::vector<int32_t>(most_decoded, tables - 1));
         Turns thrown_away;  // the first graph of a process replays faster than all others
         add_copy(thrown_away, {64, 32, 8});
         thrown_away.take();
@@ -188,7 +189,11 @@ private:
         args.positions.data = positions_->data();
         args.table = tables_->as<uint64_t>();
         if (chooses) {
-            args.choice = {.count = tables, .stride = words_, .index = index_->as<int32_t>()};
+            // Decoding, every token is of another sequence, and has an index of its own.
+            args.choice = {.count = tables,
+                           .stride = words_,
+                           .index = index_->as<int32_t>(),
+                           .token_stride = geometry.tokens <= most_decoded ? 1 : 0};
         }
         args.batch = 1;
         args.tokens = geometry.tokens;
