@@ -389,12 +389,12 @@ TEST_F(RotaryCuda, IndicesThatTheKernelBeforeWrites) {
             args.choice.index = written.as<int32_t>() + (source.size() - indices.size());
             const Stream stream;
             const Recording recording(stream, [&](cudaStream_t on) {
-                check(cudaMemsetAsync(written.data(), 0x7f, source.size() * sizeof(int32_t), on));
                 rotary_cuda(before, on);
                 rotary_cuda(args, plan, on);
             });
             // The first time kernels are loaded, one after the other.
             for (int i = 0; i < 4; ++i) {
+                check(cudaMemsetAsync(written.data(), 0x7f, source.size() * sizeof(int32_t), stream));
                 recording.play(stream);
                 device.fetch();
                 rotary.expect_rotated();
