@@ -133,7 +133,7 @@ public:
                                                    .scale = static_cast<double>(1 << i)}));
             stack.insert(stack.end(), words.begin(), words.end());
         }
-        words_ = static_cast<int64_t>(stack.size()) / tables;
+        words_ = static_cast<int32_t>(stack.size()) / tables;
         positions_ = std::make_unique<DeviceMemory>(positions);
         tables_ = std::make_unique<DeviceMemory>(stack);
         index_ = std::make_unique<DeviceMemory>(std::vector<int32_t>(most_decoded, tables - 1));
@@ -266,7 +266,7 @@ private:
 
     DeviceMemory heads_, copies_, weights_;
     std::unique_ptr<DeviceMemory> positions_, tables_, index_;
-    int64_t words_ = 0;
+    int32_t words_ = 0;
 };
 
 }  // namespace

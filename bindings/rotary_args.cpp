@@ -41,7 +41,8 @@ TableChoice choice_of(const at::Tensor& table, const std::optional<at::Tensor>& 
         return {};
     }
     const int64_t count = table.size(0);
-    TableChoice choice{.count = count, .stride = table.numel() / count};
+    TableChoice choice{.count = c10::checked_convert<int32_t>(count, "int32"),
+                       .stride = c10::checked_convert<int32_t>(table.numel() / count, "int32")};
     if (!index) {
         TORCH_CHECK_VALUE(count == 1 || (layout.batch >= 0 && count == layout.batch_of(q)),
                           "table must be one, or one ", "for each of the ", layout.batch_of(q),
@@ -52,9 +53,12 @@ TableChoice choice_of(const at::Tensor& table, const std::optional<at::Tensor>& 
     TORCH_CHECK_VALUE(index->dim() == 1 && index->size(0) == expected, "table_index must be [", expected, "], one ",
                       layout.batch < 0 ? "a token" : "a sequence", ", for q of ", q.sizes(), " in layout ", layout.name,
                       ", got ", index->sizes());
+    const int64_t apart = step(*index, 0);
+    TORCH_CHECK_VALUE(apart <= std::numeric_limits<int32_t>::max(),
+                      "table_index must have its elements less than 2^31 apart, got a stride of ", apart);
     check_range("table_index", *index, count);
     choice.index = static_cast<const int32_t*>(index->const_data_ptr());
-    (layout.batch < 0 ? choice.token_stride : choice.batch_stride) = step(*index, 0);
+    (layout.batch < 0 ? choice.token_stride : choice.batch_stride) = static_cast<int32_t>(apart);
     return choice;
 }
 

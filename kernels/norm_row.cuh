@@ -65,10 +65,7 @@ struct LaneTurns {
     template <class Lane>
     __device__ void ask(const RotaryArgs& args, const Lane& lane, int batch, int token) {
         position = position_at(args.positions, 0, batch, token);
-        if constexpr (looks_up) {
-            const int32_t* choice = address_of_choice(args.choice, batch, token);
-            table_start = chosen_table(args.choice, choice, batch) * args.choice.stride;
-        }
+        if constexpr (looks_up) table_start = first_word_of_choice(args.choice, batch, token);
         const uint64_t* table = args.table + table_start;
         load_turns(turns, table, lane);
         factor = table[args.rotary_dim / 2];

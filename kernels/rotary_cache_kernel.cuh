@@ -119,8 +119,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_cache_resident_bl
     const int64_t position = position_at(rotary.positions, position_address);
     int64_t table_start = 0;
     if constexpr (lookup != Lookup::one_table) {
-        const int32_t* choice = address_of_choice(rotary.choice, token.outer, token.inner);
-        table_start = chosen_table(rotary.choice, choice, token.outer) * rotary.choice.stride;
+        table_start = first_word_of_choice(rotary.choice, token.outer, token.inner);
     }
     const int64_t slot = position_at(args.slots.of_tokens, slot_address);
     HeadFragment<Element, Vector> fragments[HeadsPerThread];

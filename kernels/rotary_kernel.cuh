@@ -46,29 +46,40 @@ struct HeadPointers {
 // costs a decoding step a third of its time.
 enum class Lookup {
     one_table,      // every token turns by the same table
+    guessed_table,  // by the one that TableChoice names, which is guessed at first
     chosen_table,   // by the one that TableChoice names
     position_rows,  // every pair has a position of its own; one table or a chosen one
 };
 
-// Where a token's index lies; null where its sequence decides.
+// Where a token's index lies, if there are any.
 __device__ inline const int32_t* address_of_choice(const TableChoice& choice, int batch, int token) {
-    if (choice.index == nullptr) return nullptr;
-    return choice.index + batch * choice.batch_stride + token * choice.token_stride;
+    return choice.index + int64_t{batch} * choice.batch_stride + int64_t{token} * choice.token_stride;
 }
 
-// Unsigned, so that no index, however wrong, leads out of the tables.
-__device__ inline int64_t chosen_table(const TableChoice& choice, const int32_t* address, int batch) {
-    if (address == nullptr) return choice.count == 1 ? 0 : batch;
-    return min(static_cast<uint32_t>(*address), static_cast<uint32_t>(choice.count - 1));
+// Without indices, a token's sequence decides.
+__device__ inline uint32_t chosen_index(const TableChoice& choice, const int32_t* address, int batch) {
+    return choice.index == nullptr ? batch : *address;
 }
 
-// What chosen_table will most likely find: asked before the kernel before has ended, which may be about to write it.
+// What chosen_index will most likely find: asked before the kernel before has ended, which may be about to write it.
 // What is read after the wait is what that kernel wrote, whatever was read before.
-__device__ inline int64_t guessed_table(const TableChoice& choice, const int32_t* address, int batch) {
-    if (address == nullptr) return chosen_table(choice, address, batch);
-    uint32_t index;
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(index) : "l"(address));  // here, and not when it is needed
-    return min(index, static_cast<uint32_t>(choice.count - 1));
+__device__ inline uint32_t guessed_index(const TableChoice& choice, const int32_t* address, int batch, bool exists) {
+    uint32_t index = batch;
+    if (choice.index != nullptr && exists) {
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(index) : "l"(address));  // here, and not when it is needed
+    }
+    return index;
+}
+
+// Where a table begins. Unsigned, so that no index, however wrong, leads out of the tables.
+__device__ inline int64_t first_word_of(const TableChoice& choice, uint32_t index) {
+    const uint32_t number = min(index, static_cast<uint32_t>(choice.count - 1));
+    return static_cast<int64_t>(uint64_t{number} * static_cast<uint32_t>(choice.stride));
+}
+
+// All of it in turn.
+__device__ inline int64_t first_word_of_choice(const TableChoice& choice, int batch, int token) {
+    return first_word_of(choice, chosen_index(choice, address_of_choice(choice, batch, token), batch));
 }
 
 // A thread takes one vector from either half of HeadsPerThread neighbouring heads of one token: 16 bytes a load, all of
@@ -85,7 +96,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     using Real = RealOf<Element>;
     using Layout = LaneLayout<pairing, Vector>;
     constexpr bool chooses = lookup != Lookup::one_table;
-    constexpr bool guesses = lookup == Lookup::chosen_table && kernels_overlap;
+    constexpr bool guesses = lookup == Lookup::guessed_table && kernels_overlap;
     const RotaryArgs& args = launch.args;
     const int thread = blockIdx.x * rotary_block_threads + threadIdx.x;
     int item, lane, sequence_token, group, batch, token;
@@ -101,10 +112,10 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     const void* position_address = address_of_position(positions, 0, batch, token);
     const int32_t* choice_address = nullptr;
     if constexpr (chooses) choice_address = address_of_choice(args.choice, batch, token);
-    int64_t table_number = 0;
+    uint32_t index = 0;
     if constexpr (guesses) {
         if constexpr (HeadsPerThread == 1) let_next_kernel_start();
-        if (thread < launch.threads) table_number = guessed_table(args.choice, choice_address, batch);
+        index = guessed_index(args.choice, choice_address, batch, thread < launch.threads);
     }
     const Element* in[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
@@ -120,7 +131,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     if constexpr (chooses && !guesses) {
         compute_before_wait(never, choice_address);
     } else {
-        compute_before_wait(never, args.table + table_number * args.choice.stride + layout.pair(0));
+        compute_before_wait(never, args.table + first_word_of(args.choice, index) + layout.pair(0));
     }
     if constexpr (HeadsPerThread == 1 && !guesses) let_next_kernel_start();
     wait_for_previous_kernel();
@@ -138,18 +149,24 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     };
 
     // What leads to the angles is asked for first, since loads are answered in their order: after the heads, it costs
-    // 16 to 128 tokens 10 to 15 %. Were the table's number asked for only now, its turns would come a way later. Where
-    // nothing has to be waited for, the compiler would ask for heads that come last only when the angles are known.
+    // 16 to 128 tokens 10 to 15 %. Were the table's number asked for only now, its turns would come a way later: of
+    // many threads others fill that time, if only the heads do not wait with them. Where nothing has to be waited for,
+    // the compiler would ask for heads that come last only when the angles are known.
+    constexpr bool heads_come_first = !kernels_overlap || lookup == Lookup::chosen_table;
     const int64_t only_position = position_at(positions, position_address);
-    if constexpr (!kernels_overlap) load_heads();
-    if constexpr (chooses && !guesses) table_number = chosen_table(args.choice, choice_address, batch);
-    const uint64_t* table = args.table + table_number * args.choice.stride;
+    if constexpr (chooses && !guesses) index = chosen_index(args.choice, choice_address, batch);
+    if constexpr (heads_come_first) {
+        load_heads();
+        __syncwarp();  // past which the compiler moves no load
+    }
+    const int64_t first_word = first_word_of(args.choice, index);
+    const uint64_t* table = args.table + first_word;
     uint64_t turns[Vector];
     load_turns(turns, table, layout);
     uint64_t factor = table[half];
-    if constexpr (kernels_overlap) load_heads();
-    int64_t chosen = table_number;
-    if constexpr (guesses) chosen = chosen_table(args.choice, choice_address, batch);
+    if constexpr (!heads_come_first) load_heads();
+    uint32_t chosen = index;
+    if constexpr (guesses) chosen = chosen_index(args.choice, choice_address, batch);
     // A position that comes from as far as the heads keeps the angles waiting as long: of few heads, which share each,
     // that is 1 %. Twice a block, since a sector of memory has four of them. With two heads and a chosen table it costs
     // more than it gains.
@@ -167,7 +184,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
         for (int j = 0; j < Vector; ++j) {
             int64_t position = only_position;
             if constexpr (lookup == Lookup::position_rows) {
-                const uint64_t* row_of_pair = positions.row_of_pair + table_number * args.choice.stride;
+                const uint64_t* row_of_pair = positions.row_of_pair + first_word;
                 const auto row = min(row_of_pair[layout.pair(j)], static_cast<uint64_t>(positions.rows - 1));
                 position = position_at(positions, static_cast<int64_t>(row), batch, token);
             }
@@ -176,8 +193,8 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     };
     find_angles();
     let_next_kernel_start();
-    if (chosen != table_number) {  // guessed wrong
-        table = args.table + chosen * args.choice.stride;
+    if (chosen != index) {  // guessed wrong
+        table = args.table + first_word_of(args.choice, chosen);
         load_turns(turns, table, layout);
         factor = table[half];
         find_angles();
@@ -241,6 +258,9 @@ void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t 
         throw std::logic_error("mrrope: no rotary kernel takes positions with rows by short vectors");
     }
     if (args.choice.count > 1) {
+        if (plan.guesses_table) {
+            return launch_heads<Element, Vector, pairing, Lookup::guessed_table>(args, plan, stream);
+        }
         return launch_heads<Element, Vector, pairing, Lookup::chosen_table>(args, plan, stream);
     }
     return launch_heads<Element, Vector, pairing, Lookup::one_table>(args, plan, stream);

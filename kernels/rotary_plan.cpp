@@ -25,6 +25,18 @@ bool starts_aligned(const HeadsView& view, int element_size) {
 //     65536 x  9                       74.34 [77.24]  75.30 [75.26]    73.12
 // One head and 16 bytes were no better anywhere; four heads, which no kernel takes any more, were 4 % faster for
 // 1024 x 40, and slower for more.
+//
+// What a chosen table costs over a given one, in percent, where it is guessed (or not), in two runs:
+//     tokens x heads    threads
+//       256 x 40        2^15.3     4.2,  2.9  (25.6, 26.6)
+//      1024 x 40        2^17.3    -0.1,  0.1   (7.1,  6.7)
+//      4096 x 40        2^19.3     0.6,  0.2   (3.3,  3.0)
+//      8192 x 40        2^20.3    -0.1,  0.0   (1.9,  1.9)
+//    131072 x  5        2^21       1.8,  1.9   (1.1,  0.6)
+//      8192 x 72        2^21.2     2.7,  2.3   (2.3,  2.5)
+//    131072 x 40        2^24.3     4.9,  3.5   (3.7,  2.0)
+// On another H200 of the same kind the last ones, with the kernel before, were 0 to 1.5: what all threads read lies in
+// one place of the second-level cache, and some places are further.
 constexpr int64_t threads_for_vectors = 1 << 11;
 
 int choose_vector(const RotaryShape& shape, int64_t threads, int full) {
@@ -62,7 +74,10 @@ RotaryPlan plan_rotary(const RotaryShape& shape) {
 }
 
 RotaryPlan plan_with(const RotaryShape& shape, int vector, int heads_per_thread) {
-    return plan_groups(shape, vector, heads_per_thread, static_cast<int>(ceil_div(shape.heads, heads_per_thread)));
+    RotaryPlan plan =
+        plan_groups(shape, vector, heads_per_thread, static_cast<int>(ceil_div(shape.heads, heads_per_thread)));
+    plan.guesses_table = shape.batch * shape.tokens * plan.threads_per_token() < threads_for_no_guess;
+    return plan;
 }
 
 RotaryPlan plan_groups(const RotaryShape& shape, int vector, int heads_per_thread, int head_groups) {

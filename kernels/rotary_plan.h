@@ -37,6 +37,8 @@ constexpr int rotary_resident_blocks(int heads_per_thread) {
 inline constexpr int64_t rotary_threads_ahead = 3 << 16;
 // So many threads of several heads let the next kernel start late.
 inline constexpr int threads_for_late_start = 1 << 16;
+// So many threads do not guess which of several tables they will turn by: measured in rotary_plan.cpp.
+inline constexpr int64_t threads_for_no_guess = 1 << 21;
 
 // What a thread takes, by how many threads there would be with one head and full vectors each; measured in
 // rotary_plan.cpp.
@@ -53,6 +55,7 @@ struct RotaryPlan {
     int lanes = 1;
     int heads_per_thread = 1;
     int head_groups = 1;            // groups of heads_per_thread heads
+    bool guesses_table = true;      // of several: before it can be known
     int64_t tokens_per_launch = 0;  // through the batch where it all fits one launch, else of one sequence
 
     int64_t threads_per_token() const { return static_cast<int64_t>(lanes) * head_groups; }

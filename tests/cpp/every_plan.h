@@ -21,6 +21,11 @@ inline std::vector<RotaryPlan> every_plan(const RotaryShape& shape) {
         plans.push_back(plan_with(shape, full, 3));
         for (const int vector : {full / 2, 1}) plans.push_back(plan_with(shape, vector, 1));
     }
+    const size_t known = plans.size();
+    for (size_t i = 0; i < known && !shape.with_rows; ++i) {
+        plans.push_back(plans[i]);
+        plans.back().guesses_table = !plans[i].guesses_table;
+    }
     return plans;
 }
 

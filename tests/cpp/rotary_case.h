@@ -133,12 +133,13 @@ public:
         args.positions = positions_.view();
         if (options_.position_rows > 0) args.positions.row_of_pair = args.table + tables_.first_row_word();
         if (options_.tables.table_for != TableFor::all) {
-            args.choice = {.count = table_count_, .stride = tables_.stride()};
+            args.choice = {.count = static_cast<int32_t>(table_count_),
+                           .stride = static_cast<int32_t>(tables_.stride())};
         }
         if (options_.tables.table_for == TableFor::each_index) {
             args.choice.index = indices_.words().data();
-            args.choice.batch_stride = indices_.batch_stride();
-            args.choice.token_stride = indices_.token_stride();
+            args.choice.batch_stride = static_cast<int32_t>(indices_.batch_stride());
+            args.choice.token_stride = static_cast<int32_t>(indices_.token_stride());
         }
         args.batch = options_.batch;
         args.tokens = options_.tokens;

@@ -100,6 +100,19 @@ TEST(Plan, IsAlreadyFullWithOneTokenMore) {
     });
 }
 
+TEST(Plan, GuessesTablesWhereThreadsAreFew) {
+    RotaryShape shape{.batch = 1,
+                      .tokens = 8192,
+                      .heads = 40,
+                      .head_dim = 128,
+                      .rotary_dim = 128,
+                      .element_size = 2,
+                      .aligned = true};
+    EXPECT_TRUE(plan_rotary(shape).guesses_table);
+    shape.batch = 2;  // 2 * 8192 * 20 * 8 threads
+    EXPECT_FALSE(plan_rotary(shape).guesses_table);
+}
+
 TEST(Plan, GivesEveryHeadAThreadWhereThereAreFew) {
     RotaryShape shape{
         .batch = 1, .tokens = 1, .heads = 40, .head_dim = 128, .rotary_dim = 128, .element_size = 2, .aligned = true};

@@ -45,13 +45,14 @@ struct PositionsView {
 };
 
 // Which of `count` tables, `stride` words apart, a token is rotated by: the one that its int32 index names, or, without
-// an index, the one of its sequence; of one table there is no choice. Stride 0 broadcasts an index.
+// an index, the one of its sequence; of one table there is no choice. Stride 0 broadcasts an index. In 32 bits, since
+// every thread of a GPU multiplies by them.
 struct TableChoice {
-    int64_t count = 1;
-    int64_t stride = 0;
+    int32_t count = 1;
+    int32_t stride = 0;
     const int32_t* index = nullptr;  // where the tables are
-    int64_t batch_stride = 0;
-    int64_t token_stride = 0;
+    int32_t batch_stride = 0;
+    int32_t token_stride = 0;
 };
 
 struct RotaryArgs {
