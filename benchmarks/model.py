@@ -3,8 +3,7 @@
     python benchmarks/model.py [--layers 32] [--compiled-layers 2] [--only REGEX] [--output benchmarks/results/NAME]
 
 Random weights, bfloat16, one GPU. Patched is so with and without fuse_projection. They take turns, so that all see the
-same clocks; prints one table and writes NAME.json and NAME.png. Prefill is measured by cuDNN's attention too, which on
-Hopper is the fastest of torch's, and not the one that it takes by itself.
+same clocks; prints one table and writes NAME.json and NAME.png.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import mrrope
 from mrrope.benchmark import record
-from mrrope.evaluation.reading import fast_attention
 
 Step = Callable[[], Any]
 Forward = Callable[..., Any]
@@ -132,18 +130,10 @@ def eager(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
-def eager_by_cudnn(model: Any, text: torch.Tensor, **kwargs: Any) -> Any:
-    """With the attention that mrrope eval reads long texts by."""
-    with fast_attention(text, 0):
-        return model(text, **kwargs)
-
-
 compiled: Forward = torch.compile(eager, dynamic=False)
 
 
-def measure(
-    kind: str, forward: Forward, kinds: tuple[str, ...], layers: int, only: str, *, decodes: bool = True
-) -> Iterator[dict[str, Any]]:
+def measure(kind: str, forward: Forward, kinds: tuple[str, ...], layers: int, only: str) -> Iterator[dict[str, Any]]:
     """Prefill and decode of a model with that many layers, the rows whose names match ``only``."""
     model = llama(layers)
     for_prefill, for_decode = (max(1, 16 // layers), PREFILL_ROUNDS), (min(25, max(5, 50 // layers)), DECODE_ROUNDS)
@@ -152,11 +142,10 @@ def measure(
         f"prefill {tokens}": (functools.partial(prefill, model, forward, tokens), *for_prefill)
         for tokens in PREFILL_TOKENS
     }
-    if decodes:
-        steps |= {
-            f"decode batch {batch}": (functools.partial(decode, model, forward, batch), *for_decode)
-            for batch in DECODE_BATCHES
-        }
+    steps |= {
+        f"decode batch {batch}": (functools.partial(decode, model, forward, batch), *for_decode)
+        for batch in DECODE_BATCHES
+    }
     named = {f"{name}, {kind}, {layers} layers": step for name, step in steps.items()}
     wanted = {name: step for name, step in named.items() if re.search(only, name)}
     for name, how in tqdm(wanted.items(), desc=kind):
@@ -220,7 +209,6 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for measured in (
         measure("eager", eager, (STOCK, PATCHED, FUSED), options.layers, options.only),
-        measure("eager, cuDNN", eager_by_cudnn, (STOCK, PATCHED, FUSED), options.layers, options.only, decodes=False),
         # Compiling takes its time, and all layers are alike: a few will do.
         measure("compiled", compiled, (STOCK, PATCHED), options.compiled_layers, options.only),
     ):
