@@ -1,7 +1,8 @@
 """How much is a table worth that was found for the model? Calibrated on some texts, measured on others.
 
     python benchmarks/quality/calibration.py MODEL TEXTS HELD_OUT [--scales 16 4] [--budget 4] [--chunk 131072]
-        [--documents 6] [--held-out-documents 8] [--trials 12] [--sweep N]
+        [--lengths 8192,65536,131072] [--documents 6] [--held-out-documents 8] [--retrieval 0.1] [--trials 12]
+        [--sweep N]
         [--output benchmarks/results/calibration]
 
 MODEL is a folder, a name on the hub or a .gguf file; TEXTS and HELD_OUT as mrrope eval takes them, with documents as
@@ -70,6 +71,9 @@ def main() -> None:
     parser.add_argument("held_out", type=Path)
     parser.add_argument("--scales", type=float, nargs="+", default=[16.0, 4.0])
     parser.add_argument("--budget", type=float, default=4.0, help="in minutes, for each scale")
+    parser.add_argument(
+        "--lengths", help="what to read well at; unless given, the native length, doubled up to the scale"
+    )
     parser.add_argument("--documents", type=int, default=6)
     parser.add_argument("--held-out-documents", type=int, default=8)
     parser.add_argument("--retrieval", type=float, default=0.1)
@@ -93,6 +97,7 @@ def main() -> None:
             "--retrieval": options.retrieval,
             "--chunk": options.chunk,
             "--output": stem,
+            **({"--lengths": options.lengths} if options.lengths else {}),
             **({"--sweep": options.sweep} if options.sweep else {}),
         }
         arguments = [str(part) for option in given.items() for part in option]
