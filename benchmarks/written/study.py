@@ -10,7 +10,7 @@ from typing import Any
 from mrrope.pictures import thousands
 from written.results import NOT_MEASURED, Row, perplexity, pictured, result, table
 
-STUDY, SMALL_MODELS = "study.json", "small_models.json"
+STUDY, STUDY_KEYS, SMALL_MODELS = "study.json", "study_keys.json", "small_models.json"
 STUDY_SCALES = (2, 4, 8, 16)
 HEAD_DIMS = (64, 128)
 
@@ -116,6 +116,32 @@ def study_evolution() -> list[str]:
     return table(header, rows) if rows else NOT_MEASURED
 
 
+def study_keys() -> list[str]:
+    """The table that was found with keys counting for more, beside those that it competes with."""
+    found = {
+        "`calibrated`": (parts_of(STUDY), "calibrated"),
+        "`calibrated`, `--retrieval 2`": (parts_of(STUDY_KEYS), "calibrated"),
+        "`evolved`": (parts_of(STUDY), "evolved"),
+        "`yarn_ratio`": (parts_of(STUDY), "yarn_ratio"),
+    }
+    rows = []
+    for name, (parts, method) in found.items():
+        results = parts.get("16", {}).get("results", {})
+        if not all(method in results.get(task, {}) for task in ("perplexity", "passkey")):
+            return NOT_MEASURED
+        values = second_halves(results["perplexity"][method])
+        keys = results["passkey"][method].values()
+        rows.append(
+            [
+                name,
+                *(perplexity(value) for value in (*values.values(), geometric_mean(values.values()))),
+                *(f"{sum(trial['score'] for trial in one['trials']):g} of {len(one['trials'])}" for one in keys),
+            ]
+        )
+    lengths = [thousands(int(length)) for length in values]
+    return table(["", *lengths, "geo. mean", *(f"keys {length}" for length in lengths[-2:])], rows)
+
+
 def small_training() -> list[str]:
     """How far each small model got."""
     return (
@@ -176,7 +202,7 @@ def calibration_seconds(scale: int) -> str:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    **{function.__name__: function for function in (study_evolution, study_means, small_training)},
+    **{function.__name__: function for function in (study_evolution, study_keys, study_means, small_training)},
     **{f"study_perplexity_{scale}": partial(study_perplexity, scale) for scale in STUDY_SCALES},
     **{f"study_tasks_{scale}": partial(study_tasks, scale) for scale in STUDY_SCALES},
     **{
