@@ -143,10 +143,11 @@ public:
     }
 
     void rotary() const {
-        std::printf("\nrotary: bytes of a vector, heads of a thread; by a chosen table in brackets\n");
-        for (const int64_t tokens : {1, 4, 16, 64, 128, 256, 512, 1024, 8192, 131072}) rotary({tokens, 32, 8});
+        std::printf("\nrotary: bytes of a vector, heads of a thread; by a chosen table in brackets, guessed or not\n");
+        for (const int64_t tokens : {1, 4, 16, 64, 128, 256, 512, 1024, 4096, 8192, 131072}) rotary({tokens, 32, 8});
         for (const int64_t tokens : {64, 8192, 131072}) rotary({tokens, 4, 1});
         rotary({65536, 8, 1});
+        rotary({8192, 64, 8});
     }
 
     void norm(NormOver over) const {
@@ -208,18 +209,21 @@ private:
         const RotaryShape shape = shape_of(args(geometry, 0, false));
         struct Timed {
             RotaryPlan plan;
-            size_t by_one_table, by_a_chosen_one;
+            size_t by_one_table, guessed, not_guessed;
         };
         std::vector<Timed> timed;
         for (const auto& [vector, heads] : {std::array{1, 1}, {4, 1}, {8, 1}, {8, 2}, {8, 3}}) {
-            const RotaryPlan plan = plan_with(shape, vector, heads);
-            const auto add = [&](bool chooses) {
+            RotaryPlan plan = plan_with(shape, vector, heads);
+            const auto add = [&](bool chooses, bool guesses) {
+                plan.guesses_table = guesses;
                 return turns.add(geometry.sets(), [&](int i, cudaStream_t stream) {
                     rotary_cuda(args(geometry, i, chooses), plan, stream);
                 });
             };
-            const size_t by_one_table = add(false);
-            timed.push_back({plan, by_one_table, add(true)});
+            timed.push_back({.plan = plan,
+                             .by_one_table = add(false, false),
+                             .guessed = add(true, true),
+                             .not_guessed = add(true, false)});
         }
         turns.take();
         begin(geometry, turns.microseconds(copy));
@@ -227,9 +231,10 @@ private:
         for (const Timed& one : timed) {
             const bool is_chosen =
                 chosen.vector == one.plan.vector && chosen.heads_per_thread == one.plan.heads_per_thread;
-            std::printf(" | %s%d, %d: %8.3f [%8.3f]", is_chosen ? "*" : "", one.plan.vector * element_size,
+            std::printf(" | %s%d, %d: %8.3f [%s%.3f, %s%.3f]", is_chosen ? "*" : "", one.plan.vector * element_size,
                         one.plan.heads_per_thread, turns.microseconds(one.by_one_table),
-                        turns.microseconds(one.by_a_chosen_one));
+                        chosen.guesses_table ? "*" : "", turns.microseconds(one.guessed),
+                        chosen.guesses_table ? "" : "*", turns.microseconds(one.not_guessed));
         }
         std::printf("\n");
         std::fflush(stdout);

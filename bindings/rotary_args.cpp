@@ -41,8 +41,9 @@ TableChoice choice_of(const at::Tensor& table, const std::optional<at::Tensor>& 
         return {};
     }
     const int64_t count = table.size(0);
-    TableChoice choice{.count = c10::checked_convert<int32_t>(count, "int32"),
-                       .stride = c10::checked_convert<int32_t>(table.numel() / count, "int32")};
+    constexpr int64_t most = std::numeric_limits<int32_t>::max();
+    TORCH_CHECK_VALUE(count <= most, "table must be a stack of less than 2^31 tables, got ", count);
+    TableChoice choice{.count = static_cast<int32_t>(count), .stride = static_cast<int32_t>(table.numel() / count)};
     if (!index) {
         TORCH_CHECK_VALUE(count == 1 || (layout.batch >= 0 && count == layout.batch_of(q)),
                           "table must be one, or one ", "for each of the ", layout.batch_of(q),
@@ -54,8 +55,8 @@ TableChoice choice_of(const at::Tensor& table, const std::optional<at::Tensor>& 
                       layout.batch < 0 ? "a token" : "a sequence", ", for q of ", q.sizes(), " in layout ", layout.name,
                       ", got ", index->sizes());
     const int64_t apart = step(*index, 0);
-    TORCH_CHECK_VALUE(apart <= std::numeric_limits<int32_t>::max(),
-                      "table_index must have its elements less than 2^31 apart, got a stride of ", apart);
+    TORCH_CHECK_VALUE(apart <= most, "table_index must have its elements less than 2^31 apart, got a stride of ",
+                      apart);
     check_range("table_index", *index, count);
     choice.index = static_cast<const int32_t*>(index->const_data_ptr());
     (layout.batch < 0 ? choice.token_stride : choice.batch_stride) = static_cast<int32_t>(apart);

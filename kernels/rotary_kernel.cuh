@@ -46,8 +46,8 @@ struct HeadPointers {
 // costs a decoding step a third of its time.
 enum class Lookup {
     one_table,      // every token turns by the same table
-    guessed_table,  // by the one that TableChoice names, which is guessed at first
-    chosen_table,   // by the one that TableChoice names
+    guessed_table,  // by the one that TableChoice names; few threads guess it first, where kernels overlap
+    chosen_table,   // by the one that TableChoice names; many threads need no guess
     position_rows,  // every pair has a position of its own; one table or a chosen one
 };
 
@@ -77,7 +77,7 @@ __device__ inline int64_t first_word_of(const TableChoice& choice, uint32_t inde
     return static_cast<int64_t>(uint64_t{number} * static_cast<uint32_t>(choice.stride));
 }
 
-// All of it in turn.
+// Where the table of a token begins, for kernels that know nothing of it before.
 __device__ inline int64_t first_word_of_choice(const TableChoice& choice, int batch, int token) {
     return first_word_of(choice, chosen_index(choice, address_of_choice(choice, batch, token), batch));
 }
@@ -88,7 +88,7 @@ __device__ inline int64_t first_word_of_choice(const TableChoice& choice, int ba
 // that is read before the kernel before has ended counts.
 //
 // When the next kernel may start was tried out, by graphs of one call after the other: with one head a thread before
-// this one waits, with more and a chosen table after it where threads are few, else when the phases are known.
+// this one waits, with more and a guessed table after it where threads are few, else when the phases are known.
 // Otherwise it comes late or gets in the way, and 1 to 256 tokens take up to a third longer.
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(HeadsPerThread))
@@ -149,15 +149,15 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     };
 
     // What leads to the angles is asked for first, since loads are answered in their order: after the heads, it costs
-    // 16 to 128 tokens 10 to 15 %. Were the table's number asked for only now, its turns would come a way later: of
-    // many threads others fill that time, if only the heads do not wait with them. Where nothing has to be waited for,
-    // the compiler would ask for heads that come last only when the angles are known.
+    // 16 to 128 tokens 10 to 15 %. But by a table that was not guessed the turns come a way later than their index, and
+    // the heads are asked for in between, so that they do not wait too. So they are before sm_90, where the compiler
+    // would ask for heads that come last only when the angles are known.
     constexpr bool heads_come_first = !kernels_overlap || lookup == Lookup::chosen_table;
     const int64_t only_position = position_at(positions, position_address);
     if constexpr (chooses && !guesses) index = chosen_index(args.choice, choice_address, batch);
     if constexpr (heads_come_first) {
         load_heads();
-        __syncwarp();  // past which the compiler moves no load
+        __syncwarp();  // the compiler moves no load past it; threads that have returned need not come
     }
     const int64_t first_word = first_word_of(args.choice, index);
     const uint64_t* table = args.table + first_word;

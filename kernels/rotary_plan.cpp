@@ -12,7 +12,7 @@ bool starts_aligned(const HeadsView& view, int element_size) {
 
 // What a thread takes, by how many threads there would be with one head and full vectors each. Few threads finish
 // sooner with less to do; many have the phases to share. Microseconds on an H200, in turns with a copy, by bytes of a
-// vector and heads of a thread; by a chosen table in brackets:
+// vector and heads of a thread; by a chosen table, as it was guessed then, in brackets:
 //     tokens x heads    2, 1    8, 1       16, 2           16, 3        copy
 //         1 x 40        0.88    0.95                                    0.91
 //        16 x 40                1.39        1.53                        1.49
@@ -25,18 +25,6 @@ bool starts_aligned(const HeadsView& view, int element_size) {
 //     65536 x  9                       74.34 [77.24]  75.30 [75.26]    73.12
 // One head and 16 bytes were no better anywhere; four heads, which no kernel takes any more, were 4 % faster for
 // 1024 x 40, and slower for more.
-//
-// What a chosen table costs over a given one, in percent, where it is guessed (or not), in two runs:
-//     tokens x heads    threads
-//       256 x 40        2^15.3     4.2,  2.9  (25.6, 26.6)
-//      1024 x 40        2^17.3    -0.1,  0.1   (7.1,  6.7)
-//      4096 x 40        2^19.3     0.6,  0.2   (3.3,  3.0)
-//      8192 x 40        2^20.3    -0.1,  0.0   (1.9,  1.9)
-//    131072 x  5        2^21       1.8,  1.9   (1.1,  0.6)
-//      8192 x 72        2^21.2     2.7,  2.3   (2.3,  2.5)
-//    131072 x 40        2^24.3     4.9,  3.5   (3.7,  2.0)
-// On another H200 of the same kind the last ones, with the kernel before, were 0 to 1.5: what all threads read lies in
-// one place of the second-level cache, and some places are further.
 constexpr int64_t threads_for_vectors = 1 << 11;
 
 int choose_vector(const RotaryShape& shape, int64_t threads, int full) {
@@ -73,6 +61,17 @@ RotaryPlan plan_rotary(const RotaryShape& shape) {
                      choose_heads_per_thread(shape, threads, split.vector));
 }
 
+// How much longer a chosen table takes than a given one, in percent, in two runs on an H200:
+//     tokens x heads    threads      guessed       not guessed
+//       256 x 40        2^15.3      4.2,  2.9      25.6, 26.6
+//      1024 x 40        2^17.3     -0.1,  0.1       7.1,  6.7
+//      4096 x 40        2^19.3      0.6,  0.2       3.3,  3.0
+//      8192 x 40        2^20.3     -0.1,  0.0       1.9,  1.9
+//    131072 x  5        2^21        1.8,  1.9       1.1,  0.6
+//      8192 x 72        2^21.2      2.7,  2.3       2.3,  2.5
+//    131072 x 40        2^24.3      4.9,  3.5       3.7,  2.0
+// On another H200 an older kernel, which guessed, took -0.6 to 1.5 % longer for the last three: perhaps the index,
+// which all threads read, was in a better place of the second-level cache.
 RotaryPlan plan_with(const RotaryShape& shape, int vector, int heads_per_thread) {
     RotaryPlan plan =
         plan_groups(shape, vector, heads_per_thread, static_cast<int>(ceil_div(shape.heads, heads_per_thread)));

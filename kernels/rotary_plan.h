@@ -55,7 +55,7 @@ struct RotaryPlan {
     int lanes = 1;
     int heads_per_thread = 1;
     int head_groups = 1;            // groups of heads_per_thread heads
-    bool guesses_table = true;      // of several: before it can be known
+    bool guesses_table = true;      // reads which of several it is before the kernel before has ended, too
     int64_t tokens_per_launch = 0;  // through the batch where it all fits one launch, else of one sequence
 
     int64_t threads_per_token() const { return static_cast<int64_t>(lanes) * head_groups; }

@@ -1,15 +1,14 @@
 """How much is a table worth that was found for the model? Calibrated on some texts, measured on others.
 
-    python benchmarks/quality/calibration.py MODEL TEXTS HELD_OUT [--scales 16 4] [--budget 4] [--chunk 131072]
-        [--lengths 8192,65536,131072] [--documents 6] [--held-out-documents 8] [--retrieval 0.1] [--trials 12]
-        [--sweep N]
+    python benchmarks/quality/calibration.py MODEL TEXTS HELD_OUT [--scales 16 4] [--lengths N,N,...] [--budget 4]
+        [--documents 6] [--held-out-documents 8] [--retrieval 0.1] [--trials 12] [--sweep N] [--chunk 131072]
         [--output benchmarks/results/calibration]
 
 MODEL is a folder, a name on the hub or a .gguf file; TEXTS and HELD_OUT as mrrope eval takes them, with documents as
-long as the native length times the scale. For every scale S it searches within the budget of minutes, then reads the
-held-out documents with every fixed method and the table found: perplexity at all lengths, passkeys at the three
-longest. It writes NAME_Sx.json, NAME_Sx.table.json and pictures; run again after a kill, it goes on where it was, but
-for the passkeys.
+long as the longest length: unless given, the native length times the scale. For every scale S it searches within the
+budget of minutes, then reads the held-out documents with every fixed method and the table found: perplexity at all
+lengths, passkeys at the three longest. It writes NAME_Sx.json, NAME_Sx.table.json and pictures; run again after a kill,
+it goes on where it was, but for the passkeys.
 """
 
 from __future__ import annotations
@@ -72,7 +71,9 @@ def main() -> None:
     parser.add_argument("--scales", type=float, nargs="+", default=[16.0, 4.0])
     parser.add_argument("--budget", type=float, default=4.0, help="in minutes, for each scale")
     parser.add_argument(
-        "--lengths", help="what to read well at; unless given, the native length, doubled up to the scale"
+        "--lengths",
+        metavar="N,N,...",
+        help="for every scale alike (default: the native length, doubled up to the scale)",
     )
     parser.add_argument("--documents", type=int, default=6)
     parser.add_argument("--held-out-documents", type=int, default=8)

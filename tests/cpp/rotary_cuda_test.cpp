@@ -64,7 +64,8 @@ protected:
     }
 
     static void rotate_by_every_kernel_and_expect(const CaseOptions& options) {
-        for (const RotaryPlan& plan : every_plan(shape_of(RotaryCase(options).args()))) {
+        for (const RotaryPlan& plan : every_plan(RotaryCase(options).args())) {
+            SCOPED_TRACE(describe(plan));
             RotaryCase rotary(options);
             DeviceCase device(rotary);
             rotary_cuda(device.args(), plan, nullptr);
@@ -162,26 +163,30 @@ TEST_F(RotaryCuda, EveryKernel) {
 TEST_F(RotaryCuda, AllKernelsGiveTheSameBits) {
     for (const DType dtype : all_dtypes) {
         for (const Pairing pairing : both_pairings) {
-            CaseOptions o;
-            o.dtype = dtype;
-            o.pairing = pairing;
-            o.tokens = 64;
-            o.q_heads = 5;
-            o.head_dim = o.rotary_dim = 128;
-            o.attention_factor = 1.3;
-            o.in_place = true;
-            const RotaryShape shape = shape_of(RotaryCase(o).args());
-            std::vector<RotaryPlan> plans = every_plan(shape);
-            for (const int heads_per_thread : {1, 2}) plans.push_back(plan_with(shape, 1, heads_per_thread));
-            std::vector<std::byte> first;
-            for (const RotaryPlan& plan : plans) {
-                RotaryCase rotary(o);
-                DeviceCase device(rotary);
-                rotary_cuda(device.args(), plan, nullptr);
-                device.fetch();
-                if (first.empty()) first = rotary.q().in.bytes;
-                EXPECT_EQ(rotary.q().in.bytes, first)
-                    << plan.vector << " components, " << plan.heads_per_thread << " heads a thread, " << describe(o);
+            for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
+                CaseOptions o;
+                o.dtype = dtype;
+                o.pairing = pairing;
+                o.tokens = 64;
+                o.q_heads = 5;
+                o.head_dim = o.rotary_dim = 128;
+                o.attention_factor = 1.3;
+                o.in_place = true;
+                o.tables = {.table_for = table_for, .count = 4};
+                const RotaryArgs args = RotaryCase(o).args();
+                std::vector<RotaryPlan> plans = every_plan(args);
+                for (const int heads_per_thread : {1, 2}) {
+                    plans.push_back(plan_with(shape_of(args), 1, heads_per_thread));
+                }
+                std::vector<std::byte> first;
+                for (const RotaryPlan& plan : plans) {
+                    RotaryCase rotary(o);
+                    DeviceCase device(rotary);
+                    rotary_cuda(device.args(), plan, nullptr);
+                    device.fetch();
+                    if (first.empty()) first = rotary.q().in.bytes;
+                    EXPECT_EQ(rotary.q().in.bytes, first) << describe(plan) << ", " << describe(o);
+                }
             }
         }
     }
@@ -237,7 +242,7 @@ TEST_F(RotaryCuda, ChosenTablesAndPositionRows) {
                         o.in.misalignment = misalignment;
                         o.position_rows = rows;
                         o.tables = {.table_for = table_for, .count = 3, .padding = misalignment};
-                        rotate_and_expect(o);
+                        rotate_by_every_kernel_and_expect(o);
                         if (HasFailure()) return;
                     }
                 }
@@ -253,18 +258,21 @@ TEST_F(RotaryCuda, IndicesOutOfRangeStayWithinTheTables) {
         o.tokens = 6;
         o.position_rows = rows;
         o.tables = {.table_for = TableFor::each_index, .count = 3};
-        RotaryCase rotary(o);
-        std::vector<int32_t>& indices = rotary.indices().words();
-        std::fill(indices.begin(), indices.end(), 2);
-        const std::vector<int32_t> in_range = indices;
-        const int32_t wrong[] = {
-            3, -1, 1 << 20, std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min(), 1000};
-        std::copy(std::begin(wrong), std::end(wrong), indices.begin());
-        DeviceCase device(rotary);
-        indices = in_range;
-        rotary_cuda(device.args(), nullptr);
-        device.fetch();
-        rotary.expect_rotated();
+        for (const RotaryPlan& plan : every_plan(RotaryCase(o).args())) {
+            SCOPED_TRACE(describe(plan));
+            RotaryCase rotary(o);
+            std::vector<int32_t>& indices = rotary.indices().words();
+            std::fill(indices.begin(), indices.end(), 2);
+            const std::vector<int32_t> in_range = indices;
+            const int32_t wrong[] = {
+                3, -1, 1 << 20, std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min(), 1000};
+            std::copy(std::begin(wrong), std::end(wrong), indices.begin());
+            DeviceCase device(rotary);
+            indices = in_range;
+            rotary_cuda(device.args(), plan, nullptr);
+            device.fetch();
+            rotary.expect_rotated();
+        }
     }
 }
 
@@ -324,7 +332,8 @@ TEST_F(RotaryCuda, CallsInARowGiveWhatCallsApartGive) {
             o.head_dim = o.rotary_dim = 128;
             o.in_place = true;
             o.tables = {.table_for = table_for, .count = 4};
-            for (const RotaryPlan& plan : every_plan(shape_of(RotaryCase(o).args()))) {
+            for (const RotaryPlan& plan : every_plan(RotaryCase(o).args())) {
+                SCOPED_TRACE(describe(plan) + ", " + describe(o));
                 RotaryCase apart(o);
                 RotaryCase in_a_row(o);
                 DeviceCase apart_on_device(apart);
@@ -336,12 +345,8 @@ TEST_F(RotaryCuda, CallsInARowGiveWhatCallsApartGive) {
                 for (int i = 0; i < 50; ++i) rotary_cuda(in_a_row_on_device.args(), plan, nullptr);
                 apart_on_device.fetch();
                 in_a_row_on_device.fetch();
-                const auto how = [&] {
-                    return describe(o) + ", " + std::to_string(plan.vector) + " components, " +
-                           std::to_string(plan.heads_per_thread) + " heads a thread";
-                };
-                EXPECT_TRUE(in_a_row.q().in.bytes == apart.q().in.bytes) << how();
-                EXPECT_TRUE(in_a_row.k().in.bytes == apart.k().in.bytes) << how();
+                EXPECT_TRUE(in_a_row.q().in.bytes == apart.q().in.bytes);
+                EXPECT_TRUE(in_a_row.k().in.bytes == apart.k().in.bytes);
             }
         }
     }
@@ -383,7 +388,8 @@ TEST_F(RotaryCuda, IndicesThatTheKernelBeforeWrites) {
         before.tokens = heads_before;
         before.head_dim = before.rotary_dim = dim;
         before.dtype = DType::float32;
-        for (const RotaryPlan& plan : every_plan(shape_of(rotary.args()))) {
+        for (const RotaryPlan& plan : every_plan(rotary.args())) {
+            SCOPED_TRACE(describe(plan));
             DeviceCase device(rotary);
             RotaryArgs args = device.args();
             args.choice.index = written.as<int32_t>() + (source.size() - indices.size());
@@ -439,14 +445,45 @@ TEST_F(RotaryCuda, SlicesGiveWhatOneLaunchGives) {
     }
 }
 
+bool has_room_for(size_t bytes) {
+    size_t available = 0;
+    size_t total = 0;
+    check(cudaMemGetInfo(&available, &total));
+    return available >= bytes + (size_t{1} << 28);
+}
+
+TEST_F(RotaryCuda, IndicesTwoToThe31ElementsApart) {
+    constexpr int64_t tokens = 3;
+    constexpr int32_t apart = 1 << 30;
+    constexpr size_t bytes = ((tokens - 1) * apart + 1) * sizeof(int32_t);
+    if (!has_room_for(bytes)) GTEST_SKIP() << "needs " << bytes << " bytes of GPU memory";
+
+    CaseOptions o;
+    o.tokens = tokens;
+    o.tables = {.table_for = TableFor::each_index, .count = 4};
+    RotaryCase rotary(o);
+    const DeviceMemory far(bytes);
+    for (int64_t t = 0; t < tokens; ++t) {
+        const int32_t* near = rotary.indices().words().data() + t * rotary.indices().token_stride();
+        check(cudaMemcpy(far.data() + t * apart * sizeof(int32_t), near, sizeof(int32_t), cudaMemcpyHostToDevice));
+    }
+    for (const RotaryPlan& plan : every_plan(rotary.args())) {
+        SCOPED_TRACE(describe(plan));
+        DeviceCase device(rotary);
+        RotaryArgs args = device.args();
+        args.choice.index = far.as<int32_t>();
+        args.choice.token_stride = apart;
+        rotary_cuda(args, plan, nullptr);
+        device.fetch();
+        rotary.expect_rotated();
+    }
+}
+
 TEST_F(RotaryCuda, TokensMoreThanTwoToThe31ElementsApart) {
     constexpr int dim = 64;
     constexpr int64_t apart = (int64_t{1} << 31) + 8;
     constexpr size_t bytes = 2 * (apart + dim);
-    size_t available = 0;
-    size_t total = 0;
-    check(cudaMemGetInfo(&available, &total));
-    if (available < bytes + (size_t{1} << 28)) GTEST_SKIP() << "needs " << bytes << " bytes of GPU memory";
+    if (!has_room_for(bytes)) GTEST_SKIP() << "needs " << bytes << " bytes of GPU memory";
 
     CaseOptions o;
     o.dtype = DType::bfloat16;

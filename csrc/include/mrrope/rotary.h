@@ -45,8 +45,8 @@ struct PositionsView {
 };
 
 // Which of `count` tables, `stride` words apart, a token is rotated by: the one that its int32 index names, or, without
-// an index, the one of its sequence; of one table there is no choice. Stride 0 broadcasts an index. In 32 bits, since
-// every thread of a GPU multiplies by them.
+// an index, the one of its sequence; of one table there is no choice. Stride 0 broadcasts an index. All are
+// of 32 bits: every thread of a GPU multiplies by them.
 struct TableChoice {
     int32_t count = 1;
     int32_t stride = 0;
