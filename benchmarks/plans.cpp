@@ -231,10 +231,11 @@ private:
         for (const Timed& one : timed) {
             const bool is_chosen =
                 chosen.vector == one.plan.vector && chosen.heads_per_thread == one.plan.heads_per_thread;
-            std::printf(" | %s%d, %d: %8.3f [%s%.3f, %s%.3f]", is_chosen ? "*" : "", one.plan.vector * element_size,
-                        one.plan.heads_per_thread, turns.microseconds(one.by_one_table),
-                        chosen.guesses_table ? "*" : "", turns.microseconds(one.guessed),
-                        chosen.guesses_table ? "" : "*", turns.microseconds(one.not_guessed));
+            const auto mark = [&](bool is_taken) { return is_chosen && is_taken ? "*" : ""; };
+            std::printf(" | %s%d, %d: %8.3f [%s%.3f, %s%.3f]", mark(true), one.plan.vector * element_size,
+                        one.plan.heads_per_thread, turns.microseconds(one.by_one_table), mark(chosen.guesses_table),
+                        turns.microseconds(one.guessed), mark(!chosen.guesses_table),
+                        turns.microseconds(one.not_guessed));
         }
         std::printf("\n");
         std::fflush(stdout);
