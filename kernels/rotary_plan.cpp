@@ -61,21 +61,20 @@ RotaryPlan plan_rotary(const RotaryShape& shape) {
                      choose_heads_per_thread(shape, threads, split.vector));
 }
 
-// How much longer a chosen table takes than a given one, in percent, in two runs on an H200:
+// How much longer a chosen table takes than a given one, in percent, on two H200s; the second prefetched positions
+// where it did not guess:
 //     tokens x heads    threads      guessed       not guessed
-//       256 x 40        2^15.3      4.2,  2.9      25.6, 26.6
-//      1024 x 40        2^17.3     -0.1,  0.1       7.1,  6.7
-//      4096 x 40        2^19.3      0.6,  0.2       3.3,  3.0
-//      8192 x 40        2^20.3     -0.1,  0.0       1.9,  1.9
-//    131072 x  5        2^21        1.8,  1.9       1.1,  0.6
-//      8192 x 72        2^21.2      2.7,  2.3       2.3,  2.5
-//    131072 x 40        2^24.3      4.9,  3.5       3.7,  2.0
-// On another H200 an older kernel, which guessed, took -0.6 to 1.5 % longer for the last three: perhaps the index,
-// which all threads read, was in a better place of the second-level cache.
+//       256 x 40        2^15.3      2.9,  2.5      26.6
+//      1024 x 40        2^17.3      0.1,  0.1       6.7,  6.4
+//      8192 x 40        2^20.3      0.0, -0.2       1.9,  1.0
+//    131072 x  5        2^21        1.9,  0.2       0.6,  0.2    three heads a thread
+//      8192 x 72        2^21.2      2.3, -0.3       2.5,  0.8
+//    131072 x 40        2^24.3      3.5,  1.8       2.0,  0.0
+// The chips differ: perhaps the index, which all threads read, was in a better place of the second's cache.
 RotaryPlan plan_with(const RotaryShape& shape, int vector, int heads_per_thread) {
     RotaryPlan plan =
         plan_groups(shape, vector, heads_per_thread, static_cast<int>(ceil_div(shape.heads, heads_per_thread)));
-    plan.guesses_table = shape.batch * shape.tokens * plan.threads_per_token() < threads_for_no_guess;
+    plan.guesses_table = shape.batch * shape.tokens * plan.threads_per_token() < threads_for_no_guess(heads_per_thread);
     return plan;
 }
 

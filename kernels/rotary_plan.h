@@ -38,7 +38,9 @@ inline constexpr int64_t rotary_threads_ahead = 3 << 16;
 // So many threads of several heads let the next kernel start late.
 inline constexpr int threads_for_late_start = 1 << 16;
 // So many threads do not guess which of several tables they will turn by: measured in rotary_plan.cpp.
-inline constexpr int64_t threads_for_no_guess = 1 << 21;
+constexpr int64_t threads_for_no_guess(int heads_per_thread) {
+    return heads_per_thread <= 2 ? 1 << 22 : 1 << 21;
+}
 
 // What a thread takes, by how many threads there would be with one head and full vectors each; measured in
 // rotary_plan.cpp.

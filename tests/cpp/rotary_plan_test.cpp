@@ -101,16 +101,22 @@ TEST(Plan, IsAlreadyFullWithOneTokenMore) {
 }
 
 TEST(Plan, GuessesTablesWhereThreadsAreFew) {
-    RotaryShape shape{.batch = 1,
-                      .tokens = 8192,
-                      .heads = 40,
-                      .head_dim = 128,
-                      .rotary_dim = 128,
-                      .element_size = 2,
-                      .aligned = true};
-    EXPECT_TRUE(plan_rotary(shape).guesses_table);
-    shape.batch = 2;  // 2 * 8192 * 20 * 8 threads
-    EXPECT_FALSE(plan_rotary(shape).guesses_table);
+    const auto guesses = [](int64_t batch, int64_t tokens, int heads) {
+        return plan_rotary({.batch = batch,
+                            .tokens = tokens,
+                            .heads = heads,
+                            .head_dim = 128,
+                            .rotary_dim = 128,
+                            .element_size = 2,
+                            .aligned = true})
+            .guesses_table;
+    };
+    // Threads: two heads each, 8 lanes a head.
+    EXPECT_TRUE(guesses(1, 8192, 72));    // 8192 * 36 * 8
+    EXPECT_FALSE(guesses(2, 16384, 40));  // 2 * 16384 * 20 * 8
+    // Three heads each.
+    EXPECT_TRUE(guesses(1, 65536, 5));    // 65536 * 2 * 8
+    EXPECT_FALSE(guesses(1, 131072, 5));  // 131072 * 2 * 8
 }
 
 TEST(Plan, GivesEveryHeadAThreadWhereThereAreFew) {
