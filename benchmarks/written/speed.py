@@ -10,8 +10,8 @@ from written.results import Row, microseconds, result, rows_of, table
 
 FEWEST_ROWS = 512
 """Of a projection; with fewer, the product and the rotation are done apart by far."""
-FEWEST_OF_PREFILL = 1024
-"""Tokens of a rotation; fewer are a step of decoding."""
+MOST_DECODED, FEWEST_OF_PREFILL = 256, 8192
+"""Tokens of a rotation: up to the first it is a step of decoding, from the second on the reading of a text."""
 MODEL_KINDS = ("stock", "patched", "with fuse_projection")
 
 
@@ -199,9 +199,15 @@ def index_cost_of_prefill() -> str:
     return f"{100 * max(cost / time for time, cost in index_costs(lambda tokens: tokens >= FEWEST_OF_PREFILL)):.1f} %"
 
 
+def index_cost_between() -> str:
+    """Of the rotation's time."""
+    between = index_costs(lambda tokens: MOST_DECODED < tokens < FEWEST_OF_PREFILL)
+    return f"{100 * max(cost / time for time, cost in between):.1f} %"
+
+
 def index_cost_of_decoding() -> str:
     """At most."""
-    return f"{1e6 * max(cost for _, cost in index_costs(lambda tokens: tokens < FEWEST_OF_PREFILL)):.2f} us"
+    return f"{1e6 * max(cost for _, cost in index_costs(lambda tokens: tokens <= MOST_DECODED)):.2f} us"
 
 
 def prefill_gain(tokens: int) -> str:
@@ -228,7 +234,10 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "model_compiled": partial(model, "model_compiled_cuda.json"),
 }
 QUOTED: dict[str, Callable[[], str]] = {
-    **{function.__name__: function for function in (most_copies, index_cost_of_prefill, index_cost_of_decoding)},
+    **{
+        function.__name__: function
+        for function in (most_copies, index_cost_of_prefill, index_cost_between, index_cost_of_decoding)
+    },
     **{f"projection_at_once_{rows}": partial(projection_at_once, rows) for rows in (2048, 8192, 32768)},
     **{f"prefill_gain_{tokens}": partial(prefill_gain, tokens) for tokens in (8192, 32768)},
 }

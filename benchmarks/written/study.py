@@ -10,7 +10,9 @@ from typing import Any
 from mrrope.pictures import thousands
 from written.results import NOT_MEASURED, Row, perplexity, pictured, result, table
 
-STUDY, STUDY_KEYS, SMALL_MODELS = "study.json", "study_keys.json", "small_models.json"
+STUDY, SMALL_MODELS = "study.json", "small_models.json"
+STUDY_TEXT, STUDY_KEYS = "study_text.json", "study_keys.json"
+"""Of tables that were found with keys counting for less, and for more."""
 STUDY_SCALES = (2, 4, 8, 16)
 HEAD_DIMS = (64, 128)
 
@@ -117,10 +119,11 @@ def study_evolution() -> list[str]:
 
 
 def study_keys() -> list[str]:
-    """The table that was found with keys counting for more, beside those that it competes with."""
+    """What a table gains in keys and loses in perplexity where keys count for more."""
     found = {
-        "`calibrated`": (parts_of(STUDY), "calibrated"),
-        "`calibrated`, `--retrieval 2`": (parts_of(STUDY_KEYS), "calibrated"),
+        "`--retrieval 0.1`": (parts_of(STUDY_TEXT), "calibrated"),
+        "`--retrieval 1`, which is `calibrated`": (parts_of(STUDY), "calibrated"),
+        "`--retrieval 2`, at 8K, 64K and 128K": (parts_of(STUDY_KEYS), "calibrated"),
         "`evolved`": (parts_of(STUDY), "evolved"),
         "`yarn_ratio`": (parts_of(STUDY), "yarn_ratio"),
     }
@@ -178,9 +181,9 @@ def small_models(task: str, head_dim: int) -> list[str]:
     return table(["", *(f"{scale}x" for scale in scales)], rows) if rows else NOT_MEASURED
 
 
-def study_mean(scale: int, method: str) -> float:
+def study_mean(scale: int, method: str, study: str = STUDY) -> float:
     """Over the lengths of a scale."""
-    by_length = parts_of(STUDY)[str(scale)]["results"]["perplexity"][method]
+    by_length = parts_of(study)[str(scale)]["results"]["perplexity"][method]
     return geometric_mean(second_halves(by_length).values())
 
 
@@ -194,6 +197,11 @@ def calibrated_gain(scale: int) -> str:
 def evolved_loss(scale: int) -> str:
     """By how much evolution's perplexity is above the calibrated table's."""
     return f"{100 * (study_mean(scale, 'evolved') / study_mean(scale, 'calibrated') - 1):.1f} %"
+
+
+def cost_of_keys() -> str:
+    """How much more perplexity the table for scale 16 has than one found with keys counting little."""
+    return f"{100 * (study_mean(16, 'calibrated') / study_mean(16, 'calibrated', STUDY_TEXT) - 1):.0f} %"
 
 
 def calibration_seconds(scale: int) -> str:
@@ -213,6 +221,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "small_picture": lambda: pictured("small_models.png", "Small models by scale")[1:] or NOT_MEASURED,
 }
 QUOTED: dict[str, Callable[[], str]] = {
+    "cost_of_keys": cost_of_keys,
     **{f"evolved_loss_{scale}": partial(evolved_loss, scale) for scale in STUDY_SCALES},
     **{f"calibrated_gain_{scale}": partial(calibrated_gain, scale) for scale in STUDY_SCALES},
     **{f"calibration_seconds_{scale}": partial(calibration_seconds, scale) for scale in STUDY_SCALES},

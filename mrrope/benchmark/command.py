@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+from typing import Any
 
 import torch
 
@@ -42,9 +43,12 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--tokens must leave a row, and the smallest has {min(c.tokens for c in CASES[device])}")
     others = peers.installed(device)
     host = host_seconds(others, device)
-    rows = measure(cases, (*OURS, *others, *TRANSFORMERS), device)
     json_file, picture = (output.with_name(output.name + ending) for ending in (".json", ".png"))
-    written = record.write(json_file, device, rows, host_seconds=host)
+    rows: list[dict[str, Any]] = []
+    for row in measure(cases, (*OURS, *others, *TRANSFORMERS), device):
+        rows.append(row)
+        # After an error of the GPU, which anybody's kernel may bring about, nothing more can be measured.
+        written = record.write(json_file, device, rows, host_seconds=host)
     report.plot(rows, written["machine"], picture)
     if options.json:
         print(json.dumps(written))

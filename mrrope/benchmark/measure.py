@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -53,12 +53,11 @@ def exact(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, case: Case) -> 
     return torch.cat([turned, rest], dim=-1)
 
 
-def measure(cases: Sequence[Case], contenders: Sequence[Contender], device: str) -> list[dict[str, Any]]:
-    """A row for every case: seconds and errors by contender."""
+def measure(cases: Sequence[Case], contenders: Sequence[Contender], device: str) -> Iterator[dict[str, Any]]:
+    """A row for every case, as soon as it is there: seconds and errors by contender."""
     with needs("tqdm"):
         from tqdm import tqdm
 
-    rows = []
     work = [(case, [one for one in contenders if one.takes(case)]) for case in cases]
     with tqdm(total=sum(len(taking) for _, taking in work), desc="rotary", unit="timing") as progress:
         for case, taking in work:
@@ -82,5 +81,4 @@ def measure(cases: Sequence[Case], contenders: Sequence[Contender], device: str)
                 progress.update()
             seconds = with_faster_copy(turns.medians())
             row = {**asdict(case), "name": case.name, "bytes": case.bytes, "seconds": seconds, "errors": errors}
-            rows.append(row | ({"failures": failures} if failures else {}))
-    return rows
+            yield row | ({"failures": failures} if failures else {})

@@ -72,12 +72,12 @@ def test_a_peer_that_fails_is_named_and_the_rest_goes_on():
     def broken(heads):
         raise RuntimeError("made for another torch, at /home/somebody/peer/op.cuh:7: head_dim 3/4")
 
-    rows = measure.measure(SMALL[:1], (*OURS[:1], Contender("peer", broken)), "cpu")
+    (row,) = measure.measure(SMALL[:1], (*OURS[:1], Contender("peer", broken)), "cpu")
     # Files by their names: where they lie is not for a results file.
-    assert rows[0]["failures"] == {"peer": "RuntimeError: made for another torch, at op.cuh:7: head_dim 3/4"}
-    assert set(rows[0]["seconds"]) == set(rows[0]["errors"]) | {"copy"} == {"copy", OURS[0].name}
+    assert row["failures"] == {"peer": "RuntimeError: made for another torch, at op.cuh:7: head_dim 3/4"}
+    assert set(row["seconds"]) == set(row["errors"]) | {"copy"} == {"copy", OURS[0].name}
     with pytest.raises(RuntimeError, match="made for another torch"):
-        measure.measure(SMALL[:1], (Contender("mrrope", broken),), "cpu")
+        next(measure.measure(SMALL[:1], (Contender("mrrope", broken),), "cpu"))
 
 
 def test_a_peer_that_fails_when_it_is_timed_is_named_too():
@@ -125,6 +125,22 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "transformers eager" in printed
     assert "torch, mul_" in printed
+
+
+def test_rows_before_an_error_of_the_gpu_are_kept(tmp_path, monkeypatch):
+    medians, taken = timing.Turns.medians, []
+
+    def medians_once(turns):
+        if taken:
+            raise RuntimeError("an illegal memory access was encountered")
+        taken.append(turns)
+        return medians(turns)
+
+    monkeypatch.setitem(cases.CASES, "cpu", SMALL[:2])
+    monkeypatch.setattr(timing.Turns, "medians", medians_once)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        main(["bench", "--device", "cpu", "--output", str(tmp_path / "speed")])
+    assert [row["name"] for row in json.loads((tmp_path / "speed.json").read_text())["rows"]] == [SMALL[0].name]
 
 
 @pytest.mark.parametrize(
