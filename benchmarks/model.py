@@ -2,8 +2,8 @@
 
     python benchmarks/model.py [--layers 32] [--compiled-layers 2] [--only REGEX] [--output benchmarks/results/NAME]
 
-Random weights, bfloat16, one GPU. Patched is so with and without fuse_projection. They take turns, so that all see the
-same clocks; prints one table and writes NAME.json and NAME.png.
+Random weights, bfloat16, one GPU. Patched is so by itself, with fuse_projection, and eagerly with fuse_norms as well.
+They take turns, so that all see the same clocks; prints one table and writes NAME.json and NAME.png.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ WARM_UP_ROUNDS = 2
 PREFILL_ROUNDS = 7
 DECODE_ROUNDS = 15
 """More, since a step is short and the host's time is part of it."""
-STOCK, PATCHED, FUSED = "stock", "patched", "with fuse_projection"
+STOCK, PATCHED, FUSED, ALL_FUSED = "stock", "patched", "with fuse_projection", "and fuse_norms"
+OPTIONS = {PATCHED: {}, FUSED: {"fuse_projection": True}, ALL_FUSED: {"fuse_projection": True, "fuse_norms": True}}
 
 
 def llama(layers: int) -> Any:
@@ -86,7 +87,7 @@ def patched_as(kind: str, model: Any) -> contextlib.AbstractContextManager[Any]:
     """The model as one of the kinds has it."""
     if kind == STOCK:
         return contextlib.nullcontext()
-    return mrrope.patched(model, "rope", fuse_projection=kind == FUSED)
+    return mrrope.patched(model, "rope", **OPTIONS[kind])
 
 
 def compare(
@@ -167,7 +168,7 @@ def logits_errors(layers: int) -> dict[str, float]:
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """Milliseconds, gigabytes, ratios."""
-    print(f"\n{'':36}" + "".join(f"{kind:>44}" for kind in (STOCK, PATCHED, FUSED)))
+    print(f"\n{'':36}" + "".join(f"{kind:>44}" for kind in (STOCK, *OPTIONS)))
     for row in rows:
         cells = []
         for kind, time in row["seconds"].items():
@@ -184,12 +185,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    height = 0.4
-    for i, (kind, colour) in enumerate(((PATCHED, "tab:green"), (FUSED, "tab:olive"))):
-        places = [place + (i - 0.5) * height for place in range(len(rows))]
+    height = 0.8 / len(OPTIONS)
+    for i, (kind, colour) in enumerate(zip(OPTIONS, ("tab:green", "tab:olive", "tab:brown"), strict=True)):
+        places = [place + (i - 1) * height for place in range(len(rows))]
         axes.barh(places, [row["ratios"].get(kind, 0) for row in rows], height, color=colour, label=kind)
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
-    figure.legend(loc="outside lower center", ncols=2)
+    figure.legend(loc="outside lower center", ncols=len(OPTIONS))
     axes.axvline(1.0, color="black", linewidth=1)
     axes.invert_yaxis()
     axes.set(xlabel="time of the patched model / time of stock transformers", title=torch.cuda.get_device_name())
@@ -209,7 +210,7 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64  # every shape, stock and patched, is a graph of its own
     rows: list[dict[str, Any]] = []
     for measured in (
-        measure("eager", eager, (STOCK, PATCHED, FUSED), options.layers, options.only),
+        measure("eager", eager, (STOCK, *OPTIONS), options.layers, options.only),
         # Compiling takes its time, and all layers are alike: a few will do.
         measure("compiled", compiled, (STOCK, PATCHED), options.compiled_layers, options.only),
     ):

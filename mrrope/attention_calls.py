@@ -21,9 +21,8 @@ from torch import nn
 
 from mrrope import model_rope
 from mrrope.conventions import PACKED_TABLE_DTYPE, NotedTable
+from mrrope.derived_classes import derived
 
-ORIGINAL = "_mrrope_original"
-"""Where the class of an attention module that runs on stand-ins keeps the one that it was made from."""
 TRIED_TOKENS = 4
 KEPT_FOR_OTHER_LAYERS = "shared_kv_states"
 """A dictionary that attention modules of some models are called with, to leave their keys in."""
@@ -84,39 +83,7 @@ def class_on_stand_ins(
         table.expect_nothing_waiting()
         return result
 
-    def reduced(self: nn.Module, protocol: Any) -> Any:
-        # Pickle finds classes by their names, and this one has its original's.
-        parts: Any = original.__reduce_ex__(self, protocol)
-        if ORIGINAL not in vars(type(self)):
-            return parts
-        return (new, (original,), *parts[2:])
-
-    members = {
-        "forward": on_stand_in,
-        ORIGINAL: original,
-        "__reduce_ex__": reduced,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-    }
-    return type(original.__name__, (original,), members)
-
-
-def run_on_stand_ins(attention: nn.Module, attribute: str, kept: Any, change: Callable[[Any], Any]) -> None:
-    """Makes a module keep ``kept``, and its class, unless that was done before, the one ``change`` makes of it."""
-    setattr(attention, attribute, kept)
-    if not hasattr(attention, ORIGINAL):
-        attention.__class__ = change(type(attention))
-
-
-def run_as_before(attention: nn.Module, attribute: str) -> None:
-    """Undoes :func:`run_on_stand_ins`.
-
-    A class that was made from the changed one meanwhile, as sharding does, stays, and runs the original's forward.
-    """
-    delattr(attention, attribute)
-    if ORIGINAL in vars(type(attention)):
-        attention.__class__ = getattr(attention, ORIGINAL)
+    return derived(original, on_stand_in, new)
 
 
 # --- trying ---

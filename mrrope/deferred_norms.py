@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,66 +21,13 @@ from torch import nn
 from mrrope import attention_calls
 from mrrope.attention_calls import StandIn, agree, random
 from mrrope.conventions import DeferredNorm, TableAfterNorms
+from mrrope.derived_classes import change_class, change_class_back
+from mrrope.norm_forms import NormForm, form_of
 
 logger = logging.getLogger(__name__)
 
 FORMS = "_mrrope_norms"
 """Where an attention module keeps how its norms norm, by their names."""
-EPS_NAMES = ("variance_epsilon", "eps", "norm_eps", "epsilon")
-
-
-@dataclass(frozen=True)
-class NormForm:
-    """How a module norms: x / rms(x) * (weight + weight_offset) over the last dimension."""
-
-    module_class: type
-    eps_name: str
-    eps: float
-    weight_offset: float
-
-    def may_wait(self, norm: nn.Module, x: torch.Tensor) -> bool:
-        """Whether a norm of this class is still what it was, so that the op may do its work on ``x`` later."""
-        weight = norm.weight
-        return (
-            "forward" not in vars(norm)
-            and getattr(norm, self.eps_name, None) == self.eps
-            and not (norm._forward_hooks or norm._forward_pre_hooks)
-            and not (norm._backward_hooks or norm._backward_pre_hooks)
-            and not nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
-            and type(weight) in (nn.Parameter, torch.Tensor)
-            and weight.dtype == x.dtype
-            and weight.device == x.device
-            and weight.shape == x.shape[-1:]
-        )
-
-
-def form_of(norm: nn.Module) -> NormForm | None:
-    """How a module norms, if it is an RMSNorm."""
-    tensors = dict(norm.named_parameters()) | dict(norm.named_buffers())
-    weight = tensors.get("weight")
-    if len(tensors) != 1 or type(weight) is not nn.Parameter or weight.dim() != 1 or weight.is_meta:
-        return None
-    eps_name = next((name for name in EPS_NAMES if isinstance(getattr(norm, name, None), float)), None)
-    if eps_name is None:
-        return None
-    eps = float(getattr(norm, eps_name))
-    for offset in (0.0, 1.0):
-        form = NormForm(type(norm), eps_name, eps, offset)
-        # Small ones too, where eps counts.
-        if all(_norms_as(form, norm, weight, scale) for scale in (1.0, eps**0.5)):
-            return form
-    return None
-
-
-def _norms_as(form: NormForm, norm: nn.Module, weight: nn.Parameter, scale: float) -> bool:
-    x = (scale * random(3, weight.numel())).to(weight)
-    try:
-        got = form.module_class.forward(norm, x)  # type: ignore[attr-defined]
-    except (RuntimeError, TypeError, ValueError):
-        return False
-    x, exact_weight = x.double(), weight.double() + form.weight_offset
-    want = x * (x.square().mean(-1, keepdim=True) + form.eps).rsqrt() * exact_weight
-    return isinstance(got, torch.Tensor) and agree(got, want)
 
 
 class WithoutNorms(StandIn):
@@ -100,8 +46,19 @@ class WithoutNorms(StandIn):
         return functools.partial(_norm_or_wait, value, form, name[0], self._mrrope_table)
 
 
+def _may_wait(norm: nn.Module, form: NormForm, x: torch.Tensor) -> bool:
+    """Whether the op may norm ``x`` later, and nobody would miss the norm's being called."""
+    return (
+        "forward" not in vars(norm)
+        and not (norm._forward_hooks or norm._forward_pre_hooks)
+        and not (norm._backward_hooks or norm._backward_pre_hooks)
+        and not nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        and form.is_of(norm, x)
+    )
+
+
 def _norm_or_wait(norm: nn.Module, form: NormForm, role: str, table: TableAfterNorms, x: torch.Tensor) -> torch.Tensor:
-    if not form.may_wait(norm, x):
+    if not _may_wait(norm, form, x):
         normed: torch.Tensor = norm(x)
         return normed
     table.wait(role, DeferredNorm(norm.weight, form.eps, form.weight_offset), x)  # type: ignore[arg-type]
@@ -133,7 +90,7 @@ def defer_norms(model: nn.Module, rotary: nn.Module) -> None:
     """
     for attention in model.modules():
         if not norms_wait_in(attention) and (forms := _forms_in(attention)) and _is_the_same(attention, forms, rotary):
-            attention_calls.run_on_stand_ins(attention, FORMS, forms, class_that_defers)
+            change_class(attention, FORMS, forms, class_that_defers)
 
 
 def norms_wait_in(module: nn.Module) -> bool:
@@ -143,7 +100,7 @@ def norms_wait_in(module: nn.Module) -> bool:
 
 def restore_norms(module: nn.Module) -> None:
     """Undoes what :func:`defer_norms` did to an attention module."""
-    attention_calls.run_as_before(module, FORMS)
+    change_class_back(module, FORMS)
 
 
 def _forms_in(attention: nn.Module) -> dict[str, NormForm]:

@@ -30,6 +30,7 @@ from torch import nn
 from mrrope import attention_calls
 from mrrope.attention_calls import StandIn, agree, random
 from mrrope.conventions import Convention, TableAfterProjection
+from mrrope.derived_classes import change_class, change_class_back
 from mrrope.embeddings import TableRotaryEmbedding
 from mrrope.projection import pack_qkv, split_qkv, unpack_qkv
 
@@ -329,14 +330,14 @@ def projections_fused_in(module: nn.Module) -> FusedProjection | None:
 def fuse_again(module: nn.Module, projection: FusedProjection) -> None:
     """Undoes :func:`restore_projections`; whatever the projections are by now, every call looks at them anyway."""
     projection.link(module)
-    attention_calls.run_on_stand_ins(module, PROJECTION, projection, class_that_fuses)
+    change_class(module, PROJECTION, projection, class_that_fuses)
 
 
 def restore_projections(module: nn.Module) -> None:
     """Undoes what :func:`fuse_projections` did to an attention module."""
     projection: FusedProjection = vars(module)[PROJECTION]
     projection.unlink(module)
-    attention_calls.run_as_before(module, PROJECTION)
+    change_class_back(module, PROJECTION)
 
 
 def fuse_projections(model: nn.Module) -> None:
@@ -393,7 +394,7 @@ def _fuse(attention: nn.Module, rotaries: list[TableRotaryEmbedding]) -> Iterato
     projection.link(attention)
     found = {outcome for rotary in rotaries for outcome in _tried(attention, projection, rotary)}
     if "the same" in found:
-        attention_calls.run_on_stand_ins(attention, PROJECTION, projection, class_that_fuses)
+        change_class(attention, PROJECTION, projection, class_that_fuses)
         return
     projection.unlink(attention)
     # Layers that do not rotate, as some models have, project as they did.

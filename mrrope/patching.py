@@ -23,6 +23,7 @@ from mrrope.embeddings import (
     installed_functions,
 )
 from mrrope.following import Follower, GenerateKnowingLengths
+from mrrope.fused_norms import UnfusableNormsError, fuse_all_norms, fuse_norm, norm_fused_in, restore_norm
 from mrrope.fused_projections import (
     FusedProjection,
     UnfusableProjectionError,
@@ -33,6 +34,7 @@ from mrrope.fused_projections import (
 )
 from mrrope.ladder import Ladder, Step, ladder_for
 from mrrope.model_cache import UnfollowableError, find_cached_keys
+from mrrope.norm_forms import NormForm
 from mrrope.trained import table_for
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -46,6 +48,7 @@ def patch(
     max_scale: float | None = None,
     local_layers: bool = False,
     fuse_projection: bool = False,
+    fuse_norms: bool = False,
     **options: Any,
 ) -> Model:
     """Makes a model of transformers read by another frequency table, with the fused op; returns the model.
@@ -63,6 +66,8 @@ def patch(
         fuse_projection: whether q, k and v are projected and rotated by one op, :func:`qkv_rotary`, in models whose
             attention has ``q_proj``, ``k_proj`` and ``v_proj``, or ``qkv_proj``, and nothing between them and the
             rotation. For inference: where the weights want gradients, three projections are done as before.
+        fuse_norms: whether the model's RMSNorms, which transformers writes out, are done by torch's own kernel where a
+            model is run eagerly. Those of q and k just before the rotation are part of its op with or without.
         options: more arguments of :func:`frequency_table`: ``alpha``, ``beta``, ``bounds``, ``power``, ``factors``,
             ``attention_factor``; or ``base`` and ``original_max_position``, in place of what the model's configuration
             says.
@@ -103,10 +108,14 @@ def patch(
             if why := next(filter(None, reasons), None):
                 raise UnfusableProjectionError(why)
             fuse_projections(model)
+        if fuse_norms:
+            fuse_all_norms(model)
     except BaseException as error:
         _restore(model, before)
         if isinstance(error, UnfusableProjectionError):
             raise ValueError(f"fuse_projection must be False for {type(model).__name__}: {error}") from None
+        if isinstance(error, UnfusableNormsError):
+            raise ValueError(f"fuse_norms must be False for {type(model).__name__}: {error}") from None
         if isinstance(error, UnfollowableError):
             raise ValueError(f"scale must be a number for {type(model).__name__}: {error}, got 'auto'") from None
         raise
@@ -141,13 +150,15 @@ def unpatch(model: Model) -> Model:
             restore_norms(module)
         elif projections_fused_in(module):
             restore_projections(module)
+        elif norm_fused_in(module):
+            restore_norm(module)
     return model
 
 
 @contextlib.contextmanager
 def patched(model: Model, method: Step | Sequence[Step], **options: Any) -> Iterator[Model]:
     """:func:`patch` for the length of a ``with`` block; a model that comes patched leaves as it came."""
-    before = _state_of(model) if isinstance(model, nn.Module) else Patches([], [])
+    before = _state_of(model) if isinstance(model, nn.Module) else Patches([], [], [])
     patch(model, method, **options)
     try:
         yield model
@@ -192,11 +203,17 @@ class Patches:
 
     ladders: list[tuple[nn.Module, Ladders]]
     projections: list[tuple[nn.Module, FusedProjection]]
+    norms: list[tuple[nn.Module, NormForm]]
 
 
 def _state_of(model: nn.Module) -> Patches:
-    found = ((module, projections_fused_in(module)) for module in model.modules())
-    return Patches(list(_ladders_in(model)), [(module, fused) for module, fused in found if fused is not None])
+    projections = ((module, projections_fused_in(module)) for module in model.modules())
+    norms = ((module, norm_fused_in(module)) for module in model.modules())
+    return Patches(
+        list(_ladders_in(model)),
+        [(module, projection) for module, projection in projections if projection is not None],
+        [(module, form) for module, form in norms if form is not None],
+    )
 
 
 def _restore(model: nn.Module, before: Patches) -> None:
@@ -206,6 +223,8 @@ def _restore(model: nn.Module, before: Patches) -> None:
         _put_in(model, rotary, ladders)
     for module, projection in before.projections:
         fuse_again(module, projection)
+    for norm, form in before.norms:
+        fuse_norm(norm, form)
 
 
 @torch.inference_mode(mode=False)  # tables made in it could not take part in training later

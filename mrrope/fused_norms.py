@@ -1,0 +1,82 @@
+"""RMSNorms of a model, by one kernel each.
+
+Transformers writes a norm out; run eagerly, that takes half a dozen kernels, each of which goes through memory, and
+rounds twice. With ``fuse_norms`` such a norm calls torch's own, which is one kernel and rounds once. Which modules are
+norms of that kind is found by trying; what changes later, as another eps, or weights that are sharded or in another
+dtype, is looked at in every call, and normed by the model's own code then.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from mrrope.deferred_norms import norms_wait_in
+from mrrope.derived_classes import change_class, change_class_back, derived
+from mrrope.norm_forms import NormForm, form_of
+
+FORM = "_mrrope_norm"
+"""Where a norm keeps how it norms."""
+
+
+class UnfusableNormsError(Exception):
+    """Why no norm of a model can be fused."""
+
+
+@functools.cache
+def class_in_one_kernel(original: type[nn.Module]) -> type[nn.Module]:
+    """The class of a norm, but normed by one kernel."""
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        form: NormForm | None = vars(self).get(FORM)
+        # The compiler makes one kernel of the model's own code; some norms take a gate, too.
+        if form is None or torch.compiler.is_compiling() or kwargs or not _may_be_fused(self, form, *args):
+            normed: torch.Tensor = original.forward(self, *args, **kwargs)
+            return normed
+        return nn.functional.rms_norm(args[0], self.weight.shape, self.weight, form.eps)  # type: ignore[arg-type]
+
+    return derived(original, forward, _new_in_one_kernel)
+
+
+def _may_be_fused(norm: nn.Module, form: NormForm, x: torch.Tensor, *more: Any) -> bool:
+    return not more and form.is_of(norm, x) and not torch.is_autocast_enabled(x.device.type)
+
+
+def _new_in_one_kernel(original: type[nn.Module]) -> nn.Module:
+    new: type[nn.Module] = class_in_one_kernel(original)  # type: ignore[arg-type]
+    return new.__new__(new)
+
+
+def fuse_all_norms(model: nn.Module) -> None:
+    """Makes the RMSNorms of a patched model norm by one kernel each, but for those that norm and rotate at once.
+
+    Raises :class:`UnfusableNormsError` where there are none.
+    """
+    waiting = {norm for module in model.modules() if norms_wait_in(module) for norm in module.children()}
+    candidates = [module for module in model.modules() if module not in waiting and not isinstance(module, nn.RMSNorm)]
+    found = {module: form_of(module) for module in candidates}
+    # Torch's takes a weight of the input's dtype, in which 1 + weight would be rounded.
+    forms = {module: form for module, form in found.items() if form is not None and form.weight_offset == 0}
+    if not forms:
+        raise UnfusableNormsError("it has no norm of the form x / rms(x) * weight, in code of its own")
+    for norm, form in forms.items():
+        fuse_norm(norm, form)
+
+
+def fuse_norm(norm: nn.Module, form: NormForm) -> None:
+    """Makes one norm use one kernel."""
+    change_class(norm, FORM, form, class_in_one_kernel)
+
+
+def norm_fused_in(module: nn.Module) -> NormForm | None:
+    """How a module norms, if :func:`fuse_norm` changed it."""
+    return vars(module).get(FORM)
+
+
+def restore_norm(module: nn.Module) -> None:
+    """Undoes :func:`fuse_norm`."""
+    change_class_back(module, FORM)

@@ -1,0 +1,292 @@
+"""Models patched with fuse_norms: torch's kernel norms, and everything else stays as it was.
+
+The reference is the same model, patched without; and float64 arithmetic.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mrrope
+from mrrope.fused_norms import norm_fused_in
+
+pytest.importorskip("transformers")
+
+from test_patch import Snapshot, assert_same, logits, relative
+from test_patch_in_use import assert_same_gradients, assert_same_text, generated, gradients
+from tiny_models import causal_lm_families, inputs, tiny_model, tokens
+from transformers import PreTrainedModel
+
+FAMILIES = {
+    "llama": "two a layer, one at the end",
+    "qwen3": "those of q and k are left to the rotation",
+    "phi3": "another name for eps",
+    "deepseek_v3": "norms within the attention",
+    "olmo2": "norms after the attention",
+    "smollm3": "layers that do not rotate",
+}
+PATCH = {"scale": 4.0, "original_max_position": 64}
+REFUSED = {
+    "gemma3_text": "1 + weight",
+    "cohere": "norms that take the mean away",
+    "stablelm": "torch's own norms",
+}
+
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
+
+@pytest.fixture
+def dynamo() -> Iterator[Any]:
+    torch._dynamo.reset()
+    yield torch._dynamo
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What torch's norm is called with."""
+    found: list[torch.Tensor] = []
+    rms_norm = nn.functional.rms_norm
+
+    def noted(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found.append(x)
+        return rms_norm(x, *args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "rms_norm", noted)
+    return found
+
+
+def fused(family: str = "llama", **options: Any) -> PreTrainedModel:
+    return mrrope.patch(tiny_model(family), "mrrope_pro", **PATCH | {"fuse_norms": True} | options)
+
+
+def reference(family: str = "llama", **options: Any) -> PreTrainedModel:
+    return fused(family, fuse_norms=False, **options)
+
+
+def norms(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if norm_fused_in(module) is not None]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, calls: list[torch.Tensor]) -> None:
+    model = fused(family)
+    found = logits(model)
+    assert len(calls) == len(norms(model)) > len(model.model.layers)
+    assert_same(found, logits(reference(family)))
+
+
+def test_every_family_norms_as_it_did() -> None:
+    """Those that have norms of this kind; most do."""
+    changed = []
+    for family in causal_lm_families():
+        try:
+            model = fused(family, local_layers=True)
+        except ValueError:
+            continue
+        changed.append(family)
+        apart = reference(family, local_layers=True)
+        with torch.no_grad():
+            got, want = (one(**inputs(one, tokens(1, 16))).logits for one in (model, apart))
+        assert (got - want).norm() < 2.5e-5 * want.norm(), family
+    assert len(changed) > 80, changed
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_it_rounds_once(dtype: torch.dtype) -> None:
+    model = fused().to(dtype)
+    norm = model.model.norm
+    x = 3 * torch.randn(64, norm.weight.numel(), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = x.to(dtype)
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    exact = exact * norm.weight.double()
+    one_rounding = torch.finfo(dtype).eps / 2
+
+    def error(got: torch.Tensor) -> float:
+        return float(((got.double() - exact) / exact).abs().max())
+
+    with torch.no_grad():
+        assert error(norm(x)) < 1.01 * one_rounding
+        mrrope.unpatch(model)
+        assert error(norm(x)) > 1.5 * one_rounding, "the model's own code rounds twice"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_other_dtypes(dtype: torch.dtype, calls: list[torch.Tensor]) -> None:
+    """As near as the model's own code, or nearer, to the same weights in float64."""
+    model, apart, exact = (tiny_model("llama").to(dtype) for _ in range(3))
+    for one, fuse_norms in ((model, True), (apart, False), (exact.double(), False)):
+        mrrope.patch(one, "yarn", scale=4.0, fuse_norms=fuse_norms)
+    want = logits(exact)
+    assert relative(logits(model), want) < 1.1 * relative(logits(apart), want)
+    assert {x.dtype for x in calls} == {dtype}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpatch_puts_everything_back(family: str) -> None:
+    model = tiny_model(family)
+    before, plain = Snapshot(model), logits(model)
+    classes = {name: type(module) for name, module in model.named_modules()}
+    mrrope.patch(model, "mrrope_pro", fuse_norms=True, **PATCH)
+    assert norms(model)
+    assert model.state_dict().keys() == {*before.keys}
+    mrrope.unpatch(model)
+    before.assert_untouched()
+    assert {name: type(module) for name, module in model.named_modules()} == classes
+    assert torch.equal(logits(model), plain)
+
+
+def test_patched_anew_without() -> None:
+    model = fused()
+    assert_same(logits(mrrope.patch(model, "mrrope_pro", **PATCH)), logits(reference()))
+    assert not norms(model)
+
+
+def test_a_block_leaves_it_fused() -> None:
+    model = fused()
+    found, fused_norms = logits(model), norms(model)
+    with mrrope.patched(model, "yarn", scale=2.0):
+        assert not norms(model)
+    assert norms(model) == fused_norms
+    assert torch.equal(logits(model), found)
+
+
+def test_a_block_that_fuses() -> None:
+    model = tiny_model("llama")
+    before = Snapshot(model)
+    with mrrope.patched(model, "mrrope_pro", fuse_norms=True, **PATCH):
+        assert_same(logits(model), logits(reference()))
+    before.assert_untouched()
+
+
+def test_with_everything_else() -> None:
+    model = fused(fuse_projection=True, scale="auto", max_scale=8.0)
+    apart = reference(scale="auto", max_scale=8.0)
+    options = {"do_sample": False, "max_new_tokens": 80}
+    assert_same_text(*(generated(one, tokens(2, 9), **options) for one in (model, apart)))
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_stand_on_their_own(how: Callable[[Any], Any]) -> None:
+    model = fused()
+    found, plain = logits(model), logits(tiny_model("llama"))
+    clone = how(model)
+    assert len(norms(clone)) == len(norms(model))
+    mrrope.unpatch(model)
+    assert torch.equal(logits(clone), found)
+    assert torch.equal(logits(mrrope.unpatch(clone)), plain)
+    assert type(clone.model.norm) is type(model.model.norm)
+
+
+def with_another_eps(model: PreTrainedModel) -> None:
+    model.model.norm.variance_epsilon = 0.5
+
+
+def with_weights_in_another_dtype(model: PreTrainedModel) -> None:
+    model.model.norm.double()
+    model.lm_head.double()
+
+
+def with_a_hook(model: PreTrainedModel) -> None:
+    model.model.norm.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def with_other_weights(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.model.norm.weight.mul_(3.0)
+
+
+@pytest.mark.parametrize("change", [with_another_eps, with_weights_in_another_dtype, with_a_hook, with_other_weights])
+def test_what_changes_later_is_seen(change: Callable[[PreTrainedModel], None]) -> None:
+    models = [fused(), reference()]
+    before = logits(models[0])
+    for model in models:
+        change(model)
+    found = [logits(model) for model in models]
+    assert found[0].dtype == found[1].dtype
+    assert_same(*found)
+    assert (found[0] - before).norm() > 0.01 * before.norm() or found[0].dtype != before.dtype
+
+
+def test_a_norm_that_is_given_a_gate() -> None:
+    class Gated(type(tiny_model("llama").model.norm)):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> Any:
+            normed = super().forward(hidden_states)
+            return normed if gate is None else normed * gate
+
+    model = tiny_model("llama")
+    model.model.norm.__class__ = Gated
+    mrrope.patch(model, "mrrope_pro", fuse_norms=True, **PATCH)
+    norm, x = model.model.norm, torch.randn(3, model.config.hidden_size)
+    assert norm in norms(model)
+    with torch.no_grad():
+        for arguments in ((x, x), (x,)):
+            assert_same(norm(*arguments), Gated.forward(norm, *arguments))
+        assert torch.equal(norm(x, gate=x), norm(x, x))
+        assert torch.equal(norm(hidden_states=x), Gated.forward(norm, x))
+
+
+def test_autocast(calls: list[torch.Tensor]) -> None:
+    model, apart = fused(), reference()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = [logits(one) for one in (model, apart)]
+    assert not calls
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
+def test_training(checkpointing: str | None) -> None:
+    model, apart = fused().train(), reference().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        model.enable_input_require_grads()
+    assert_same_gradients(gradients(model, use_cache=False), gradients(apart))
+
+
+def test_compiled_it_is_the_model_s_own_code(dynamo: Any, calls: list[torch.Tensor]) -> None:
+    model = fused()
+    found = logits(torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert not calls
+    assert_same(found, logits(reference()))
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_sharded_later() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fused()
+    mesh = init_device_mesh("cpu", (1,))
+    for norm in norms(model):
+        fully_shard(norm, mesh=mesh)
+    assert_same(logits(model), logits(reference()))
+    mrrope.unpatch(model)
+    assert not norms(model)
+    assert_same(logits(model), logits(tiny_model("llama")))
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_refused(family: str) -> None:
+    model = tiny_model(family)
+    if family == "stablelm":
+        for layer in model.model.layers:
+            layer.input_layernorm = nn.RMSNorm(model.config.hidden_size)
+    before = Snapshot(model)
+    with pytest.raises(ValueError, match=r"^fuse_norms must be False for .*: it has no norm of the form x / rms"):
+        mrrope.patch(model, "mrrope_pro", fuse_norms=True, **PATCH)
+    before.assert_untouched()
