@@ -105,7 +105,7 @@ def compare(
         for turn in range(rounds + WARM_UP_ROUNDS):
             # Whoever comes later meets a warmer chip, and whoever follows a hot one a slower.
             in_turn = kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]
-            for kind in in_turn if turn % 2 else reversed(in_turn):
+            for kind in in_turn if turn // len(kinds) % 2 else reversed(in_turn):
                 with patched_as(kind, model):
                     torch.cuda.reset_peak_memory_stats()
                     times[kind].append(seconds(steps[kind], repeats))

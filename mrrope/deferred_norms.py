@@ -98,6 +98,11 @@ def norms_wait_in(module: nn.Module) -> bool:
     return FORMS in vars(module)
 
 
+def waiting_norms_in(module: nn.Module) -> list[nn.Module]:
+    """The norms of an attention module that are left to its rotation."""
+    return [getattr(module, name) for name in vars(module).get(FORMS, ())]
+
+
 def restore_norms(module: nn.Module) -> None:
     """Undoes what :func:`defer_norms` did to an attention module."""
     change_class_back(module, FORMS)

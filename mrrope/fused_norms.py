@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mrrope.deferred_norms import norms_wait_in
+from mrrope.deferred_norms import waiting_norms_in
 from mrrope.derived_classes import change_class, change_class_back, derived
 from mrrope.norm_forms import NormForm, form_of
 
@@ -43,7 +43,11 @@ def class_in_one_kernel(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _may_be_fused(norm: nn.Module, form: NormForm, x: torch.Tensor, *more: Any) -> bool:
-    return not more and form.is_of(norm, x) and not torch.is_autocast_enabled(x.device.type)
+    return not more and form.is_of(norm, x) and not _is_autocast(x.device.type)
+
+
+def _is_autocast(device_type: str) -> bool:
+    return torch.amp.autocast_mode.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _new_in_one_kernel(original: type[nn.Module]) -> nn.Module:
@@ -56,8 +60,8 @@ def fuse_all_norms(model: nn.Module) -> None:
 
     Raises :class:`UnfusableNormsError` where there are none.
     """
-    waiting = {norm for module in model.modules() if norms_wait_in(module) for norm in module.children()}
-    candidates = [module for module in model.modules() if module not in waiting and not isinstance(module, nn.RMSNorm)]
+    waiting = {norm for module in model.modules() for norm in waiting_norms_in(module)}
+    candidates = [module for module in model.modules() if module not in waiting and _has_code_of_its_own(module)]
     found = {module: form_of(module) for module in candidates}
     # Torch's takes a weight of the input's dtype, in which 1 + weight would be rounded.
     forms = {module: form for module, form in found.items() if form is not None and form.weight_offset == 0}
@@ -65,6 +69,11 @@ def fuse_all_norms(model: nn.Module) -> None:
         raise UnfusableNormsError("it has no norm of the form x / rms(x) * weight, in code of its own")
     for norm, form in forms.items():
         fuse_norm(norm, form)
+
+
+def _has_code_of_its_own(module: nn.Module) -> bool:
+    # A forward that was put over its class's, as by accelerate, would go on calling what it was put over.
+    return not isinstance(module, nn.RMSNorm) and "forward" not in vars(module)
 
 
 def fuse_norm(norm: nn.Module, form: NormForm) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,8 @@ def form_of(norm: nn.Module) -> NormForm | None:
     """How a module norms, if it is an RMSNorm."""
     tensors = dict(norm.named_parameters()) | dict(norm.named_buffers())
     weight = tensors.get("weight")
-    if len(tensors) != 1 or type(weight) is not nn.Parameter or weight.dim() != 1 or weight.is_meta:
+    # An empty one is kept elsewhere, in parts, until it is needed.
+    if len(tensors) != 1 or type(weight) is not nn.Parameter or weight.dim() != 1 or weight.is_meta or not len(weight):
         return None
     eps_name = next((name for name in EPS_NAMES if isinstance(getattr(norm, name, None), float)), None)
     if eps_name is None:
@@ -51,12 +53,18 @@ def form_of(norm: nn.Module) -> NormForm | None:
     return None
 
 
+@torch.no_grad()
 def _norms_as(form: NormForm, norm: nn.Module, weight: nn.Parameter, scale: float) -> bool:
-    x = (scale * random(3, weight.numel())).to(weight)
+    """By a double of the module in float32: in fewer bits, and by weights as they are trained, norms that take the mean
+    away or add 1 to their weight can look alike."""
+    x, tried_weight = random(2, 3, len(weight)).float().to(weight.device)
+    x, tried_weight = scale * (1 + x), 1.5 + tried_weight[0].sigmoid()
+    double = copy.copy(norm)
+    vars(double)["_parameters"] = {"weight": nn.Parameter(tried_weight)}
     try:
-        got = form.module_class.forward(norm, x)  # type: ignore[attr-defined]
-    except (RuntimeError, TypeError, ValueError):
+        got = form.module_class.forward(double, x)  # type: ignore[attr-defined]
+    except Exception:  # it may be anybody's
         return False
-    x, exact_weight = x.double(), weight.double() + form.weight_offset
+    x, exact_weight = x.double(), tried_weight.double() + form.weight_offset
     want = x * (x.square().mean(-1, keepdim=True) + form.eps).rsqrt() * exact_weight
     return isinstance(got, torch.Tensor) and agree(got, want)

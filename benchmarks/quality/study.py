@@ -238,7 +238,7 @@ class ScaleStudy:
             "readings": readings.count,
             "seconds": readings.spent,
             "search_loss": readings.loss(found, rungs[-1]),
-            "calibration_search_loss": min(one["search_loss"] for one in data["calibration"]["finalists"].values()),
+            "calibration_search_loss": data["calibration"]["finalists"][data["calibration"]["chosen"]]["search_loss"],
             "history": history,
             "table": found.to_dict(),
         }

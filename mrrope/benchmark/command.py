@@ -44,11 +44,12 @@ def run(options: argparse.Namespace) -> None:
     others = peers.installed(device)
     host = host_seconds(others, device)
     json_file, picture = (output.with_name(output.name + ending) for ending in (".json", ".png"))
+    about = {"host_seconds": host, "peers": peers.versions(one.name for one in others)}
     rows: list[dict[str, Any]] = []
     for row in measure(cases, (*OURS, *others, *TRANSFORMERS), device):
         rows.append(row)
         # After an error of the GPU, which anybody's kernel may bring about, nothing more can be measured.
-        written = record.write(json_file, device, rows, host_seconds=host)
+        written = record.write(json_file, device, rows, **about)
     report.plot(rows, written["machine"], picture)
     if options.json:
         print(json.dumps(written))

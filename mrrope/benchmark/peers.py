@@ -6,8 +6,9 @@ Each is called the way its own documentation does, with tables made from ours, s
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from mrrope.benchmark.cases import Case, Heads
 from mrrope.benchmark.contenders import Contender, Turned, is_whole_and_halved
@@ -84,11 +85,17 @@ def _in_16_bits(case: Case) -> bool:
 PEERS: tuple[tuple[str, Callable[[], Callable[[Heads], Turned]], Callable[[Case], bool]], ...] = (
     ("liger_kernel", liger, lambda case: is_whole_and_halved(case) and case.layout == "projected"),
     ("flash_attn", flash_attn, lambda case: not case.backward),
-    # Of other widths version 0.7.2 reads where it must not, and the GPU's errors end the run.
+    # With heads of 80, version 0.7.2 ends the run with an illegal access; earlier ones refused them.
     ("flashinfer", flashinfer, lambda case: _in_16_bits(case) and case.head_dim % 64 == 0),
     ("vllm", vllm, _in_16_bits),
     ("transformer_engine", transformer_engine, is_whole_and_halved),
 )
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Of these packages, as far as they are known; a copy of some files has none."""
+    distributions = importlib.metadata.packages_distributions()
+    return {name: importlib.metadata.version(distributions[name][0]) for name in names if name in distributions}
 
 
 def installed(device: str) -> list[Contender]:

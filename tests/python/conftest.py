@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,22 @@ def quiet_transformers() -> Iterator[None]:
     transformers.logging.set_verbosity_error()
     yield
     transformers.logging.set_verbosity(level)
+
+
+@pytest.fixture
+def dynamo() -> Iterator[Any]:
+    """With nothing compiled before, and nothing left."""
+    torch._dynamo.reset()
+    yield torch._dynamo
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """mrrope bench: what it measures is what it says, and others' failures are theirs."""
 
+import importlib.metadata
 import json
 import math
 import time
@@ -7,7 +8,7 @@ import time
 import pytest
 import torch
 
-from mrrope.benchmark import cases, contenders, measure, timing
+from mrrope.benchmark import cases, contenders, measure, peers, timing
 from mrrope.benchmark.cases import CASES, LAYOUTS, Case, Heads, Positions
 from mrrope.benchmark.contenders import OURS, TRANSFORMERS, Contender
 from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, Turns, medians_in_turns, with_faster_copy
@@ -87,6 +88,16 @@ def test_a_peer_that_fails_when_it_is_timed_is_named_too():
     (row,) = measure.measure(SMALL[:1], (*OURS[:1], peer), "cpu")
     assert row["failures"] == {"peer": "StopIteration: "}
     assert set(row["seconds"]) == {"copy", *row["errors"]} == {"copy", OURS[0].name}
+
+
+def test_peers_are_spared_what_ends_a_run():
+    takes = {name: takes for name, _, takes in peers.PEERS}["flashinfer"]
+    wide = {case.head_dim: takes(case) for case in cases.CASES["cuda"] if case.dtype == "bfloat16"}
+    assert {head_dim: wide[head_dim] for head_dim in (64, 80, 96, 128)} == {64: True, 80: False, 96: False, 128: True}
+
+
+def test_versions_of_peers():
+    assert peers.versions(["torch", "no_such_peer"]) == {"torch": importlib.metadata.version("torch")}
 
 
 def test_a_capture_that_breaks_off_leaves_the_others_a_pool(monkeypatch):

@@ -4,8 +4,9 @@ The reference is the same model, patched without; and float64 arithmetic.
 """
 
 import copy
+import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import mrrope
 from mrrope.fused_norms import norm_fused_in
+from mrrope.norm_forms import form_of
 
 pytest.importorskip("transformers")
 
@@ -21,6 +23,9 @@ from test_patch import Snapshot, assert_same, logits, relative
 from test_patch_in_use import assert_same_gradients, assert_same_text, generated, gradients
 from tiny_models import causal_lm_families, inputs, tiny_model, tokens
 from transformers import PreTrainedModel
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 FAMILIES = {
     "llama": "two a layer, one at the end",
@@ -38,13 +43,6 @@ REFUSED = {
 }
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
-
-
-@pytest.fixture
-def dynamo() -> Iterator[Any]:
-    torch._dynamo.reset()
-    yield torch._dynamo
-    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -257,14 +255,6 @@ def test_compiled_it_is_the_model_s_own_code(dynamo: Any, calls: list[torch.Tens
     assert_same(found, logits(reference()))
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """Of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.usefixtures("process_group")
 def test_sharded_later() -> None:
     from torch.distributed.device_mesh import init_device_mesh
@@ -290,3 +280,83 @@ def test_refused(family: str) -> None:
     with pytest.raises(ValueError, match=r"^fuse_norms must be False for .*: it has no norm of the form x / rms"):
         mrrope.patch(model, "mrrope_pro", fuse_norms=True, **PATCH)
     before.assert_untouched()
+
+
+def with_weights(norm: nn.Module, value: float) -> nn.Module:
+    nn.init.constant_(norm.weight, value)
+    return norm
+
+
+NORMS = {
+    "the mean taken away": (lambda: CohereLayerNorm(4096), None),
+    "the mean taken away, by torch": (lambda: nn.LayerNorm(4096, bias=False), None),
+    "large weights": (lambda: with_weights(LlamaRMSNorm(4096), 60.0), 0.0),
+    "large weights, and 1": (lambda: with_weights(Gemma3RMSNorm(4096), 60.0), 1.0),
+    "weights of zero": (lambda: with_weights(LlamaRMSNorm(4096), 0.0), 0.0),
+    "weights of zero, and 1": (lambda: with_weights(Gemma3RMSNorm(4096), 0.0), 1.0),
+    "weights kept elsewhere": (lambda: LlamaRMSNorm(0), None),
+    "not to be called": (lambda: Uncallable(4096), None),
+}
+
+
+class Uncallable(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        raise IndexError("only by those who know me")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_are_told_apart_whatever_their_weights(kind: str, dtype: torch.dtype) -> None:
+    make, offset = NORMS[kind]
+    norm = make().to(dtype)
+    before = dict(norm.named_parameters())
+    form = form_of(norm)
+    assert (form and form.weight_offset) == offset
+    assert dict(norm.named_parameters()) == before
+
+
+def test_hooks_of_accelerate_that_came_first() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_model("llama")
+    accelerate.hooks.attach_execution_device_hook(model, torch.device("cpu"))
+    with pytest.raises(ValueError, match="fuse_norms must be False"):
+        mrrope.patch(model, "mrrope_pro", fuse_norms=True, **PATCH)
+
+
+def test_without_memory() -> None:
+    assert fused().to("meta")(input_ids=tokens(1, 4).to("meta")).logits.is_meta
+
+
+def test_spread_weights_are_normed_by_the_models_own_code(process_group: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    norm = fused().model.norm
+    form, x = norm_fused_in(norm), torch.ones(2, norm.weight.numel())
+    assert form.is_of(norm, x)
+    norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), init_device_mesh("cpu", (1,))))
+    assert not form.is_of(norm, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(cuda: str, dtype: torch.dtype) -> None:
+    model, apart, exact = (tiny_model("llama").to(cuda, dtype) for _ in range(3))
+    for one, fuse_norms in ((model, True), (apart, False), (exact.double(), False)):
+        mrrope.patch(one, "yarn", scale=4.0, fuse_norms=fuse_norms)
+    ids = tokens(2, 24).to(cuda)
+    found = {}
+    for name, one in (("fused", model), ("apart", apart), ("exact", exact)):
+        one(input_ids=ids, labels=ids).loss.backward()
+        found[name] = torch.cat([weight.grad.double().flatten() for weight in one.parameters()])
+    errors = {name: relative(found[name], found["exact"]) for name in ("fused", "apart")}
+    assert errors["fused"] < 1.2 * errors["apart"]
+
+    norm, x = model.model.norm, torch.randn(7, model.config.hidden_size, device=cuda, dtype=dtype)
+    with torch.no_grad():
+        want = norm(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = norm(x)
+        captured.fill_(math.nan)
+        graph.replay()
+    assert torch.equal(captured, want)

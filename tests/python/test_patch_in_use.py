@@ -34,13 +34,6 @@ SLIDING_WINDOW = 8
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
-@pytest.fixture
-def dynamo() -> Iterator[Any]:
-    torch._dynamo.reset()
-    yield torch._dynamo
-    torch._dynamo.reset()
-
-
 @contextlib.contextmanager
 def skipped_where_stock_fails() -> Iterator[None]:
     try:

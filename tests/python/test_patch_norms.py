@@ -85,13 +85,6 @@ def calls(model: nn.Module) -> Counter[str]:
     return mode.counts
 
 
-@pytest.fixture
-def dynamo() -> Iterator[Any]:
-    torch._dynamo.reset()
-    yield torch._dynamo
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str) -> None:
     model, apart = patched(family), reference(family)
@@ -293,14 +286,6 @@ def test_a_class_that_was_derived_meanwhile_stays() -> None:
     assert calls(model)["qk_norm_rotary"] == 2
     assert_same(logits(model), logits(reference("qwen3")))
     assert {type(layer.self_attn).__name__ for layer in model.model.layers} == {"Derived"}
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """Of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")

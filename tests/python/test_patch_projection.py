@@ -49,13 +49,6 @@ def without_gradients() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def dynamo() -> Iterator[Any]:
-    torch._dynamo.reset()
-    yield torch._dynamo
-    torch._dynamo.reset()
-
-
 def fused(family: str = "llama", **options: Any) -> PreTrainedModel:
     return mrrope.patch(tiny_model(family), "mrrope_pro", **PATCH | {"fuse_projection": True} | options)
 
