@@ -48,23 +48,41 @@ def form_of(norm: nn.Module) -> NormForm | None:
     for offset in (0.0, 1.0):
         form = NormForm(type(norm), eps_name, eps, offset)
         # Small ones too, where eps counts.
-        if all(_norms_as(form, norm, weight, scale) for scale in (1.0, eps**0.5)):
+        if all(_norms_as(form, norm, scale) for scale in (1.0, eps**0.5)) and _keeps_dtype(norm):
             return form
     return None
 
 
-@torch.no_grad()
-def _norms_as(form: NormForm, norm: nn.Module, weight: nn.Parameter, scale: float) -> bool:
-    """By a double of the module in float32: in fewer bits, and by weights as they are trained, norms that take the mean
-    away or add 1 to their weight can look alike."""
-    x, tried_weight = random(2, 3, len(weight)).float().to(weight.device)
-    x, tried_weight = scale * (1 + x), 1.5 + tried_weight[0].sigmoid()
-    double = copy.copy(norm)
-    vars(double)["_parameters"] = {"weight": nn.Parameter(tried_weight)}
-    try:
-        got = form.module_class.forward(double, x)  # type: ignore[attr-defined]
-    except Exception:  # it may be anybody's
-        return False
-    x, exact_weight = x.double(), tried_weight.double() + form.weight_offset
+def _norms_as(form: NormForm, norm: nn.Module, scale: float) -> bool:
+    """In float32, and not by its own weights: in fewer bits, or by weights as they are trained, norms that take the
+    mean away or add 1 to their weight can look alike."""
+    x, weight = _tried_with(norm)
+    got = _tried(norm, scale * x, weight)
+    x, exact_weight = (scale * x).double(), weight.double() + form.weight_offset
     want = x * (x.square().mean(-1, keepdim=True) + form.eps).rsqrt() * exact_weight
-    return isinstance(got, torch.Tensor) and agree(got, want)
+    return got is not None and agree(got, want)
+
+
+def _keeps_dtype(norm: nn.Module) -> bool:
+    x, weight = (tensor.bfloat16() for tensor in _tried_with(norm))
+    got = _tried(norm, x, weight)
+    return got is not None and got.dtype == x.dtype
+
+
+def _tried_with(norm: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Something to norm, which has a mean, and weights."""
+    device = norm.weight.device
+    x, weight = random(2, 3, norm.weight.numel()).to(device)  # type: ignore[operator,arg-type]
+    return 1 + x, 0.5 + weight[0].sigmoid()
+
+
+@torch.no_grad()
+def _tried(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """What a double of the module with these weights gives, if anything."""
+    double = copy.copy(norm)
+    vars(double)["_parameters"] = {"weight": nn.Parameter(weight)}
+    try:
+        got = type(norm).forward(double, x)
+    except Exception:  # it may be anybody's
+        return None
+    return got if isinstance(got, torch.Tensor) else None

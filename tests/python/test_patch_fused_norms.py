@@ -296,12 +296,18 @@ NORMS = {
     "weights of zero, and 1": (lambda: with_weights(Gemma3RMSNorm(4096), 0.0), 1.0),
     "weights kept elsewhere": (lambda: LlamaRMSNorm(0), None),
     "not to be called": (lambda: Uncallable(4096), None),
+    "more bits than it is given": (lambda: Widening(4096), None),
 }
 
 
 class Uncallable(LlamaRMSNorm):
     def forward(self, hidden_states: torch.Tensor) -> Any:
         raise IndexError("only by those who know me")
+
+
+class Widening(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return super().forward(hidden_states.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
