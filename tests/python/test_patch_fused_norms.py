@@ -321,6 +321,39 @@ def test_norms_are_told_apart_whatever_their_weights(kind: str, dtype: torch.dty
     assert dict(norm.named_parameters()) == before
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("method", ["lora", "norms"])
+def test_adapters(method: str, when: str) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = {
+        "lora": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.0, init_lora_weights=False),
+        "norms": lambda: peft.LNTuningConfig(target_modules=["input_layernorm", "norm"], task_type="CAUSAL_LM"),
+    }[method]
+
+    def wrapped(model: PreTrainedModel) -> nn.Module:
+        torch.manual_seed(0)
+        return peft.get_peft_model(model, adapter()).train()
+
+    apart = wrapped(reference())
+    if when == "before":
+        model = wrapped(fused())
+    else:
+        model = mrrope.patch(wrapped(tiny_model("llama")), "mrrope_pro", fuse_norms=True, **PATCH)
+    assert norms(model)
+    assert_same_gradients(gradients(model), gradients(apart))
+    assert_same(logits(model.eval()), logits(apart.eval()))
+    assert not norms(mrrope.unpatch(model))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(strict: bool) -> None:
+    ids = tokens(1, 8)
+    with torch.no_grad():
+        exported = torch.export.export(fused(), (ids,), {"use_cache": False}, strict=strict)
+        found = exported.module()(ids, use_cache=False).logits
+    assert_same(found, logits(reference(), input_ids=ids))
+
+
 def test_hooks_of_accelerate_that_came_first() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = tiny_model("llama")

@@ -408,6 +408,8 @@ def tensor_parallel():
     result["patched"] = logits(model)
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     result["text"] = model.generate(tokens(1, 12), **options)
+    mrrope.patch(model, ready(), fuse_norms=True)
+    result["fused_norms"] = logits(model)
     mrrope.unpatch(model)
     return result | {"unpatched": logits(model)}
 
@@ -452,6 +454,7 @@ def test_tensor_parallel(distributed: Callable[[str], dict[str, Any]]) -> None:
     assert_same(result["plain"], logits(reference))
     unfused(reference, ready())
     assert_same(result["patched"], logits(reference))
+    assert_same(result["fused_norms"], logits(reference))
     assert torch.equal(result["text"], generated(reference, tokens(1, 12)).sequences)
     assert torch.equal(result["unpatched"], result["plain"])
 
