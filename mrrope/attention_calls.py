@@ -21,7 +21,7 @@ from torch import nn
 
 from mrrope import model_rope
 from mrrope.conventions import PACKED_TABLE_DTYPE, NotedTable
-from mrrope.derived_classes import derived
+from mrrope.derived_classes import Derive, derived
 
 TRIED_TOKENS = 4
 KEPT_FOR_OTHER_LAYERS = "shared_kv_states"
@@ -55,13 +55,10 @@ class StandIn:
         return getattr(self._mrrope_attention, name)
 
 
-def class_on_stand_ins(
-    original: type[nn.Module], attribute: str, begin: Begin, new: Callable[[type[nn.Module]], nn.Module]
-) -> type[nn.Module]:
+def class_on_stand_ins(original: type[nn.Module], attribute: str, begin: Begin, derive: Derive) -> type[nn.Module]:
     """The class of an attention module, but run on stand-ins in calls of a patched model.
 
-    What ``begin`` needs the module keeps under ``attribute``; without it, it runs as it did. ``new`` makes a module of
-    this class from the original's, for pickle.
+    What ``begin`` needs the module keeps under ``attribute``; without it, it runs as it did. ``derive`` is who asks.
     """
     place = list(inspect.signature(original.forward).parameters).index("position_embeddings") - 1
 
@@ -83,7 +80,7 @@ def class_on_stand_ins(
         table.expect_nothing_waiting()
         return result
 
-    return derived(original, on_stand_in, new)
+    return derived(original, on_stand_in, derive)
 
 
 # --- trying ---

@@ -75,12 +75,7 @@ def _begin(
 @functools.cache
 def class_that_defers(original: type[nn.Module]) -> type[nn.Module]:
     """The class of an attention module, but with norms that wait in calls of a patched model."""
-    return attention_calls.class_on_stand_ins(original, FORMS, _begin, _new_that_defers)
-
-
-def _new_that_defers(original: type[nn.Module]) -> nn.Module:
-    new: type[nn.Module] = class_that_defers(original)  # type: ignore[arg-type]
-    return new.__new__(new)
+    return attention_calls.class_on_stand_ins(original, FORMS, _begin, class_that_defers)
 
 
 def defer_norms(model: nn.Module, rotary: nn.Module) -> None:
@@ -98,7 +93,7 @@ def norms_wait_in(module: nn.Module) -> bool:
     return FORMS in vars(module)
 
 
-def waiting_norms_in(module: nn.Module) -> list[nn.Module]:
+def deferred_norms_of(module: nn.Module) -> list[nn.Module]:
     """The norms of an attention module that are left to its rotation."""
     return [getattr(module, name) for name in vars(module).get(FORMS, ())]
 

@@ -12,17 +12,19 @@ ORIGINAL = "_mrrope_original"
 """Where a derived class keeps the one that it was made from."""
 
 
-def derived(
-    original: type[nn.Module], forward: Callable[..., Any], new: Callable[[type[nn.Module]], nn.Module]
-) -> type[nn.Module]:
-    """A class with this forward. ``new`` makes a module of it from the original's, for pickle."""
+Derive = Callable[[Any], type[nn.Module]]
+"""From a class to the one derived from it: a function that pickle finds by its name, and that gives the same again."""
+
+
+def derived(original: type[nn.Module], forward: Callable[..., Any], derive: Derive) -> type[nn.Module]:
+    """A class with this forward, for ``derive`` to give."""
 
     def reduced(self: nn.Module, protocol: Any) -> Any:
         # Pickle finds classes by their names, and this one has its original's.
         parts: Any = original.__reduce_ex__(self, protocol)
         if ORIGINAL not in vars(type(self)):
             return parts
-        return (new, (original,), *parts[2:])
+        return (_new, (derive, original), *parts[2:])
 
     members = {
         "forward": forward,
@@ -35,11 +37,17 @@ def derived(
     return type(original.__name__, (original,), members)
 
 
-def change_class(module: nn.Module, attribute: str, kept: Any, change: Callable[[Any], Any]) -> None:
-    """Makes a module keep ``kept``, and its class, unless that was done before, the one ``change`` makes of it."""
+def _new(derive: Derive, original: type[nn.Module]) -> nn.Module:
+    """For pickle, which fills it."""
+    new = derive(original)
+    return new.__new__(new)
+
+
+def change_class(module: nn.Module, attribute: str, kept: Any, derive: Derive) -> None:
+    """Makes a module keep ``kept``, and its class, unless that was done before, the one derived from it."""
     setattr(module, attribute, kept)
     if not hasattr(module, ORIGINAL):
-        module.__class__ = change(type(module))
+        module.__class__ = derive(type(module))
 
 
 def change_class_back(module: nn.Module, attribute: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mrrope.deferred_norms import waiting_norms_in
+from mrrope.deferred_norms import deferred_norms_of
 from mrrope.derived_classes import change_class, change_class_back, derived
 from mrrope.norm_forms import NormForm, form_of
 
@@ -39,7 +39,7 @@ def class_in_one_kernel(original: type[nn.Module]) -> type[nn.Module]:
             return normed
         return nn.functional.rms_norm(args[0], self.weight.shape, self.weight, form.eps)  # type: ignore[arg-type]
 
-    return derived(original, forward, _new_in_one_kernel)
+    return derived(original, forward, class_in_one_kernel)
 
 
 def _may_be_fused(norm: nn.Module, form: NormForm, x: torch.Tensor, *more: Any) -> bool:
@@ -50,17 +50,12 @@ def _is_autocast(device_type: str) -> bool:
     return torch.amp.autocast_mode.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
-def _new_in_one_kernel(original: type[nn.Module]) -> nn.Module:
-    new: type[nn.Module] = class_in_one_kernel(original)  # type: ignore[arg-type]
-    return new.__new__(new)
-
-
 def fuse_all_norms(model: nn.Module) -> None:
     """Makes the RMSNorms of a patched model norm by one kernel each, but for those that norm and rotate at once.
 
     Raises :class:`UnfusableNormsError` where there are none.
     """
-    waiting = {norm for module in model.modules() for norm in waiting_norms_in(module)}
+    waiting = {norm for module in model.modules() for norm in deferred_norms_of(module)}
     candidates = [module for module in model.modules() if module not in waiting and _has_code_of_its_own(module)]
     found = {module: form_of(module) for module in candidates}
     # Torch's takes a weight of the input's dtype, in which 1 + weight would be rounded.

@@ -265,7 +265,7 @@ def _begin(
 @functools.cache
 def class_that_fuses(original: type[nn.Module]) -> type[nn.Module]:
     """The class of an attention module, but with one projection in calls of a patched model."""
-    fusing = attention_calls.class_on_stand_ins(original, PROJECTION, _begin, _new_that_fuses)
+    fusing = attention_calls.class_on_stand_ins(original, PROJECTION, _begin, class_that_fuses)
     fused_forward, reduce = fusing.forward, fusing.__reduce_ex__
 
     @functools.wraps(original.forward)
@@ -308,11 +308,6 @@ def class_that_fuses(original: type[nn.Module]) -> type[nn.Module]:
 
 def _takes_longer_fused(x: torch.Tensor) -> bool:
     return x.is_cuda and x.shape[:-1].numel() <= FEW_ROWS
-
-
-def _new_that_fuses(original: type[nn.Module]) -> nn.Module:
-    new: type[nn.Module] = class_that_fuses(original)  # type: ignore[arg-type]
-    return new.__new__(new)
 
 
 # --- which, and whether ---

@@ -199,6 +199,39 @@ def evolved_loss(scale: int) -> str:
     return f"{100 * (study_mean(scale, 'evolved') / study_mean(scale, 'calibrated') - 1):.1f} %"
 
 
+def keys_found(scale: int, length: int, who: str) -> str:
+    """How many pass keys a method found, or the best fixed one."""
+    by_method = parts_of(STUDY)[str(scale)]["results"]["passkey"]
+    found = {
+        method: sum(trial["score"] for trial in by_length[str(length)]["trials"])
+        for method, by_length in by_method.items()
+    }
+    best_fixed = max(count for method, count in found.items() if method not in ("calibrated", "evolved"))
+    return f"{best_fixed if who == 'fixed' else found[who]:g}"
+
+
+def keys_back(study: str, length: int) -> str:
+    """How far from the end the keys were that a table for scale 16 found."""
+    trials = parts_of(study)["16"]["results"]["passkey"]["calibrated"][str(length)]["trials"]
+    *first, last = (f"{(1 - trial['depth']) * length / 1024:.0f}K" for trial in reversed(trials) if trial["score"])
+    return f"{', '.join(first)} and {last}"
+
+
+def slowest(calibration: str) -> str:
+    """By how much a calibrated table slows the last pairs."""
+    found = result(calibration)["calibration"]
+    table = found["finalists"][found["chosen"]]["table"]
+    pairs = len(table["inv_freq"])
+    return f"{table['base'] ** (-(pairs - 1) / pairs) / table['inv_freq'][-1]:.0f}"
+
+
+def seconds_of_searches() -> str:
+    """Of those with keys counting for little, for more and for most."""
+    names = ("calibration_text_16x.json", "calibration_16x.json", "calibration_keys_16x.json")
+    *first, last = (f"{result(name)['calibration']['seconds']:.0f}" for name in names)
+    return f"{', '.join(first)} and {last}"
+
+
 def cost_of_keys() -> str:
     """How much more perplexity the table for scale 16 has than one found with keys counting little."""
     return f"{100 * (study_mean(16, 'calibrated') / study_mean(16, 'calibrated', STUDY_TEXT) - 1):.0f} %"
@@ -221,7 +254,17 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "small_picture": lambda: pictured("small_models.png", "Small models by scale")[1:] or NOT_MEASURED,
 }
 QUOTED: dict[str, Callable[[], str]] = {
-    "cost_of_keys": cost_of_keys,
+    **{function.__name__: function for function in (cost_of_keys, seconds_of_searches)},
+    **{
+        f"keys_{scale}_{thousands(length)}_{who}": partial(keys_found, scale, length, who)
+        for scale in STUDY_SCALES
+        for length in (4096 * scale, 8192 * scale)
+        for who in ("calibrated", "evolved", "fixed")
+    },
+    "keys_back_text": partial(keys_back, STUDY_TEXT, 65536),
+    "keys_back": partial(keys_back, STUDY, 131072),
+    "slowest_text": partial(slowest, "calibration_text_16x.json"),
+    "slowest": partial(slowest, "calibration_16x.json"),
     **{f"evolved_loss_{scale}": partial(evolved_loss, scale) for scale in STUDY_SCALES},
     **{f"calibrated_gain_{scale}": partial(calibrated_gain, scale) for scale in STUDY_SCALES},
     **{f"calibration_seconds_{scale}": partial(calibration_seconds, scale) for scale in STUDY_SCALES},

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
     for row in measure(cases, (*OURS, *others, *TRANSFORMERS), device):
         rows.append(row)
         # After an error of the GPU, which anybody's kernel may bring about, nothing more can be measured.
-        written = record.write(json_file, device, rows, **about)
+        written = record.write(json_file, device, rows, **about, complete=len(rows) == len(cases))
     report.plot(rows, written["machine"], picture)
     if options.json:
         print(json.dumps(written))

@@ -129,6 +129,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert main(["bench", "--device", "cpu", "--output", str(tmp_path / "speed")]) == 0
     record = json.loads((tmp_path / "speed.json").read_text())
     assert [row["name"] for row in record["rows"]] == [case.name for case in SMALL[:2]]
+    assert record["complete"]
     for row in record["rows"]:
         assert row["seconds"].keys() == {"copy", *row["errors"]}
         assert all(0 < value < math.inf for value in row["seconds"].values())
@@ -151,7 +152,9 @@ def test_rows_before_an_error_of_the_gpu_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(timing.Turns, "medians", medians_once)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         main(["bench", "--device", "cpu", "--output", str(tmp_path / "speed")])
-    assert [row["name"] for row in json.loads((tmp_path / "speed.json").read_text())["rows"]] == [SMALL[0].name]
+    record = json.loads((tmp_path / "speed.json").read_text())
+    assert [row["name"] for row in record["rows"]] == [SMALL[0].name]
+    assert not record["complete"]
 
 
 @pytest.mark.parametrize(
