@@ -1,19 +1,20 @@
 """A Llama-3-8B-shaped model, stock against patched: prefill and decode, eager and compiled, time and memory.
 
-    python benchmarks/model.py [--layers 32] [--compiled-layers 2] [--only REGEX] [--output benchmarks/results/NAME]
+    python benchmarks/model.py [--layers 32] [--compiled-layers 4] [--only REGEX] [--output benchmarks/results/NAME]
 
-Random weights, bfloat16, one GPU. Patched is so by itself, with fuse_projection, and eagerly with fuse_norms as well.
-They take turns, so that all see the same clocks; prints one table and writes NAME.json and NAME.png.
+Random weights, bfloat16, one GPU. Eagerly the model is patched in its rotation alone, as it is by default, and with
+fuse_projection; compiled, by default, and decoding with CUDA graphs, too. They take turns, so that all see the same
+clocks; prints one table and writes NAME.json and NAME.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
+import copy
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ WARM_UP_ROUNDS = 2
 PREFILL_ROUNDS = 7
 DECODE_ROUNDS = 15
 """More, since a step is short and the host's time is part of it."""
-STOCK, PATCHED, FUSED, ALL_FUSED = "stock", "patched", "with fuse_projection", "and fuse_norms"
-OPTIONS = {PATCHED: {}, FUSED: {"fuse_projection": True}, ALL_FUSED: {"fuse_projection": True, "fuse_norms": True}}
+STOCK, ROTATION, PATCHED, PROJECTION = "stock", "rotation alone", "patched", "with fuse_projection"
+OPTIONS = {ROTATION: {"fuse_norms": False}, PATCHED: {}, PROJECTION: {"fuse_projection": True}}
 
 
 def llama(layers: int) -> Any:
@@ -57,13 +58,13 @@ def llama(layers: int) -> Any:
         return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
 
 
-def prefill(model: Any, forward: Forward, tokens: int) -> Step:
+def prefill(forward: Forward, tokens: int, model: Any) -> Step:
     """Reads a text, for the logits of its last token."""
     text = torch.randint(0, 128000, (1, tokens), device="cuda")
     return lambda: forward(model, text, use_cache=False, logits_to_keep=1).logits
 
 
-def decode(model: Any, forward: Forward, batch: int) -> Step:
+def decode(forward: Forward, batch: int, model: Any) -> Step:
     """Reads one token more, with a context in the cache."""
     text = torch.randint(0, 128000, (batch, CONTEXT), device="cuda")
     token = torch.randint(0, 128000, (batch, 1), device="cuda")
@@ -73,7 +74,9 @@ def decode(model: Any, forward: Forward, batch: int) -> Step:
 
 
 def seconds(step: Step, repeats: int) -> float:
-    """Of one call, by events around several."""
+    """Of one call, by events around several; short ones are begun before, so that the host's start is not counted."""
+    if repeats > 1:
+        step()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     for _ in range(repeats):
@@ -83,37 +86,34 @@ def seconds(step: Step, repeats: int) -> float:
     return float(start.elapsed_time(end)) * 1e-3 / repeats
 
 
-def patched_as(kind: str, model: Any) -> contextlib.AbstractContextManager[Any]:
-    """The model as one of the kinds has it."""
-    if kind == STOCK:
-        return contextlib.nullcontext()
-    return mrrope.patched(model, "rope", **OPTIONS[kind])
+def as_kinds(model: Any, kinds: Sequence[str]) -> dict[str, Any]:
+    """A model and others with the same weights, patched."""
+    weights = {id(weight): weight for weight in model.parameters()}
+    models = {kind: copy.deepcopy(model, dict(weights)) for kind in kinds if kind != STOCK}
+    return {STOCK: model} | {kind: mrrope.patch(other, "rope", **OPTIONS[kind]) for kind, other in models.items()}
 
 
 def compare(
-    model: Any, name: str, kinds: tuple[str, ...], make: Callable[[], Step], repeats: int, rounds: int
+    models: dict[str, Any], name: str, make: Callable[[Any], Step], repeats: int, rounds: int
 ) -> dict[str, Any]:
     """The kinds in turns: medians, peak memory, and how far the logits are from the stock model's."""
+    kinds = (*models,)
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     memory: dict[str, int] = {}
     logits: dict[str, torch.Tensor] = {}
     steps: dict[str, Step] = {}
     with torch.no_grad():
         for kind in kinds:
-            with patched_as(kind, model):
-                steps[kind] = make()
+            torch.manual_seed(1)
+            steps[kind] = make(models[kind])
+            logits[kind] = steps[kind]().float()
         for turn in range(rounds + WARM_UP_ROUNDS):
             # Whoever comes later meets a warmer chip, and whoever follows a hot one a slower.
             in_turn = kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]
             for kind in in_turn if turn // len(kinds) % 2 else reversed(in_turn):
-                with patched_as(kind, model):
-                    torch.cuda.reset_peak_memory_stats()
-                    times[kind].append(seconds(steps[kind], repeats))
-                    memory[kind] = torch.cuda.max_memory_allocated()
-        for kind in kinds:
-            torch.manual_seed(1)
-            with patched_as(kind, model):
-                logits[kind] = make()().float()
+                torch.cuda.reset_peak_memory_stats()
+                times[kind].append(seconds(steps[kind], repeats))
+                memory[kind] = torch.cuda.max_memory_allocated()
     # The chip slows down as it warms: only those of one round can be compared.
     ratios = {kind: [a / b for a, b in zip(times[kind], times[STOCK], strict=True)] for kind in kinds[1:]}
     return {
@@ -133,25 +133,25 @@ def eager(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 compiled: Forward = torch.compile(eager, dynamic=False)
+graphed: Forward = torch.compile(eager, dynamic=False, mode="reduce-overhead")
+WAYS = {"eager": eager, "compiled": compiled, "compiled with graphs": graphed}
 
 
-def measure(kind: str, forward: Forward, kinds: tuple[str, ...], layers: int, only: str) -> Iterator[dict[str, Any]]:
+def measure(way: str, kinds: Sequence[str], layers: int, only: str) -> Iterator[dict[str, Any]]:
     """Prefill and decode of a model with that many layers, the rows whose names match ``only``."""
-    model = llama(layers)
+    forward = WAYS[way]
+    models = as_kinds(llama(layers), kinds)
     for_prefill, for_decode = (max(1, 16 // layers), PREFILL_ROUNDS), (min(25, max(5, 50 // layers)), DECODE_ROUNDS)
-    assert for_decode[0] * (DECODE_ROUNDS + WARM_UP_ROUNDS) < ROOM
-    steps = {
-        f"prefill {tokens}": (functools.partial(prefill, model, forward, tokens), *for_prefill)
-        for tokens in PREFILL_TOKENS
-    }
-    steps |= {
-        f"decode batch {batch}": (functools.partial(decode, model, forward, batch), *for_decode)
-        for batch in DECODE_BATCHES
-    }
-    named = {f"{name}, {kind}, {layers} layers": step for name, step in steps.items()}
+    assert (for_decode[0] + 1) * (DECODE_ROUNDS + WARM_UP_ROUNDS) + 1 < ROOM
+    # Graphs save the host's time, which a text's kernels hide.
+    lengths = () if forward is graphed else PREFILL_TOKENS
+    steps = {f"prefill {tokens}": (partial(prefill, forward, tokens), *for_prefill) for tokens in lengths}
+    steps |= {f"decode batch {batch}": (partial(decode, forward, batch), *for_decode) for batch in DECODE_BATCHES}
+    named = {f"{name}, {way}, {layers} layers": step for name, step in steps.items()}
     wanted = {name: step for name, step in named.items() if re.search(only, name)}
-    for name, how in tqdm(wanted.items(), desc=kind):
-        yield compare(model, name, kinds, *how)
+    for name, how in tqdm(wanted.items(), desc=way):
+        torch._dynamo.reset()  # what other shapes were compiled to would be asked for its guards first
+        yield compare(models, name, *how)
 
 
 def logits_errors(layers: int) -> dict[str, float]:
@@ -201,20 +201,19 @@ def main() -> None:
     """Measures, prints, writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--compiled-layers", type=int, default=2)
+    parser.add_argument("--compiled-layers", type=int, default=4)
     parser.add_argument("--only", default="", metavar="REGEX", help="the rows whose names match")
     parser.add_argument("--output", type=Path, default=RESULTS / "model_cuda", help="where to write, without ending")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU: an 8B model's prefill takes too long without one")
-    torch._dynamo.config.recompile_limit = 64  # every shape, stock and patched, is a graph of its own
     rows: list[dict[str, Any]] = []
-    for measured in (
-        measure("eager", eager, (STOCK, *OPTIONS), options.layers, options.only),
-        # Compiling takes its time, and all layers are alike: a few will do.
-        measure("compiled", compiled, (STOCK, PATCHED), options.compiled_layers, options.only),
-    ):
-        for row in measured:
+    for way in WAYS:
+        # Compiling takes its time, and all layers are alike: a few will do. The norms are the model's own then.
+        kinds, layers = (
+            ((STOCK, *OPTIONS), options.layers) if way == "eager" else ((STOCK, PATCHED), options.compiled_layers)
+        )
+        for row in measure(way, kinds, layers, options.only):
             rows.append(row)
             record.write(options.output.with_suffix(".json"), "cuda", rows)
         torch.cuda.empty_cache()

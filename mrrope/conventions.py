@@ -24,6 +24,9 @@ from typing import Any, Literal
 
 import torch
 
+from mrrope import traced_rotation
+from mrrope.traced_rotation import is_for_the_compiler
+
 Apply = Callable[..., Any]
 
 PACKED_TABLE_DTYPE = torch.int64
@@ -50,7 +53,8 @@ class Convention:
         rotary_dim = 2 * (table.shape[-1] - 1)
         turning = [x[..., -rotary_dim:] if self.turns_last else x for x in heads]
         turning = [x if x.stride(-1) == 1 else x.contiguous() for x in turning]
-        turned = torch.ops.mrrope.rotary.default(turning, positions, table, layout, self.pairing, self.backwards)
+        rotary = traced_rotation.rotary if is_for_the_compiler(heads, layout) else torch.ops.mrrope.rotary.default
+        turned = rotary(turning, positions, table, layout, self.pairing, self.backwards)
         if self.gathers_halves:
             turned = [x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in turned]
         if self.turns_last:
@@ -69,11 +73,12 @@ class Convention:
         """The same for heads that are still to be normed, by norms that are alike."""
         if self.turns_last or self.gathers_halves:
             raise ValueError("norms must not be deferred where the rotation takes heads apart")
-        kinds = {norm.over(x, layout) for norm, x in zip(norms, heads, strict=True)} - {None}
+        kinds = {*filter(None, (norm.over(x, layout) for norm, x in zip(norms, heads, strict=True)))}
         if len(kinds) > 1:
             apart = zip(heads, norms, strict=True)
             return [y for x, norm in apart for y in self.norm_and_rotate([x], [norm], positions, table, layout)]
-        turned: list[torch.Tensor] = torch.ops.mrrope.qk_norm_rotary.default(
+        written_out, op = traced_rotation.qk_norm_rotary, torch.ops.mrrope.qk_norm_rotary.default
+        turned: list[torch.Tensor] = (written_out if is_for_the_compiler(heads, layout) else op)(
             [x if x.stride(-1) == 1 else x.contiguous() for x in heads],
             [norm.weight for norm in norms],
             positions,

@@ -1,7 +1,7 @@
 """RMSNorms of a model, by one kernel each.
 
 Transformers writes a norm out; run eagerly, that takes half a dozen kernels, each of which goes through memory, and
-rounds twice. With ``fuse_norms`` such a norm calls torch's own, which is one kernel and rounds once. Which modules are
+rounds twice. In a patched model such a norm calls torch's own, which is one kernel and rounds once. Which modules are
 norms of that kind is found by trying; what changes later, as another eps, or weights that are sharded or in another
 dtype, is looked at in every call, and normed by the model's own code then.
 """
@@ -9,6 +9,7 @@ dtype, is looked at in every call, and normed by the model's own code then.
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -20,10 +21,8 @@ from mrrope.norm_forms import NormForm, form_of
 
 FORM = "_mrrope_norm"
 """Where a norm keeps how it norms."""
-
-
-class UnfusableNormsError(Exception):
-    """Why no norm of a model can be fused."""
+EVERY_MODULES = vars(nn.Module()).keys()
+"""The attributes that all modules have."""
 
 
 @functools.cache
@@ -32,17 +31,19 @@ def class_in_one_kernel(original: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        form: NormForm | None = vars(self).get(FORM)
-        # The compiler makes one kernel of the model's own code; some norms take a gate, too.
-        if form is None or torch.compiler.is_compiling() or kwargs or not _may_be_fused(self, form, *args):
-            normed: torch.Tensor = original.forward(self, *args, **kwargs)
-            return normed
-        return nn.functional.rms_norm(args[0], self.weight.shape, self.weight, form.eps)  # type: ignore[arg-type]
+        # The compiler makes one kernel of the model's own code, and needs no guards for what else is asked here.
+        if not torch.compiler.is_compiling():
+            form: NormForm | None = vars(self).get(FORM)
+            if form is not None and not kwargs and _may_be_fused(self, form, *args):
+                return nn.functional.rms_norm(args[0], self.weight.shape, self.weight, form.eps)  # type: ignore[arg-type]
+        normed: torch.Tensor = original.forward(self, *args, **kwargs)
+        return normed
 
     return derived(original, forward, class_in_one_kernel)
 
 
 def _may_be_fused(norm: nn.Module, form: NormForm, x: torch.Tensor, *more: Any) -> bool:
+    # Some norms take a gate, too.
     return not more and form.is_of(norm, x) and not _is_autocast(x.device.type)
 
 
@@ -51,19 +52,31 @@ def _is_autocast(device_type: str) -> bool:
 
 
 def fuse_all_norms(model: nn.Module) -> None:
-    """Makes the RMSNorms of a patched model norm by one kernel each, but for those that norm and rotate at once.
-
-    Raises :class:`UnfusableNormsError` where there are none.
-    """
+    """Makes the RMSNorms of a patched model norm by one kernel each, but for those that norm and rotate at once."""
     waiting = {norm for module in model.modules() for norm in deferred_norms_of(module)}
     candidates = [module for module in model.modules() if module not in waiting and _has_code_of_its_own(module)]
-    found = {module: form_of(module) for module in candidates}
-    # Torch's takes a weight of the input's dtype, in which 1 + weight would be rounded.
-    forms = {module: form for module, form in found.items() if form is not None and form.weight_offset == 0}
-    if not forms:
-        raise UnfusableNormsError("it has no norm of the form x / rms(x) * weight, in code of its own")
-    for norm, form in forms.items():
-        fuse_norm(norm, form)
+    forms: dict[Hashable, NormForm | None] = {}
+    for module in candidates:
+        # Trying takes its time, and most norms of a model are alike.
+        kind = _what_tells_apart(module)
+        if kind not in forms:
+            forms[kind] = form_of(module)
+        form = forms[kind]
+        # Torch's takes a weight of the input's dtype, in which 1 + weight would be rounded.
+        if form is not None and form.weight_offset == 0:
+            fuse_norm(module, form)
+
+
+def _what_tells_apart(module: nn.Module) -> Hashable:
+    """Modules with the same of this compute the same from the same weights."""
+    tensors = {**module._parameters, **module._buffers}
+    shapes = {
+        name: tensor is not None and (type(tensor), tensor.shape, tensor.device) for name, tensor in tensors.items()
+    }
+    own = {name: value for name, value in vars(module).items() if name not in EVERY_MODULES}
+    values = {name: value if isinstance(value, (bool, int, float, str)) else id(value) for name, value in own.items()}
+    parts = tuple(map(id, module._modules.values()))
+    return type(module), frozenset(shapes.items()), frozenset(values.items()), parts
 
 
 def _has_code_of_its_own(module: nn.Module) -> bool:

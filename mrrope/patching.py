@@ -23,7 +23,7 @@ from mrrope.embeddings import (
     installed_functions,
 )
 from mrrope.following import Follower, GenerateKnowingLengths
-from mrrope.fused_norms import UnfusableNormsError, fuse_all_norms, fuse_norm, norm_fused_in, restore_norm
+from mrrope.fused_norms import fuse_all_norms, fuse_norm, norm_fused_in, restore_norm
 from mrrope.fused_projections import (
     FusedProjection,
     UnfusableProjectionError,
@@ -48,7 +48,7 @@ def patch(
     max_scale: float | None = None,
     local_layers: bool = False,
     fuse_projection: bool = False,
-    fuse_norms: bool = False,
+    fuse_norms: bool = True,
     **options: Any,
 ) -> Model:
     """Makes a model of transformers read by another frequency table, with the fused op; returns the model.
@@ -67,7 +67,8 @@ def patch(
             attention has ``q_proj``, ``k_proj`` and ``v_proj``, or ``qkv_proj``, and nothing between them and the
             rotation. For inference: where the weights want gradients, three projections are done as before.
         fuse_norms: whether the model's RMSNorms, which transformers writes out, are done by torch's own kernel where a
-            model is run eagerly. Those of q and k just before the rotation are part of its op with or without.
+            model is run eagerly; norms of other forms stay as they are. Those of q and k just before the rotation are
+            part of its op with or without.
         options: more arguments of :func:`frequency_table`: ``alpha``, ``beta``, ``bounds``, ``power``, ``factors``,
             ``attention_factor``; or ``base`` and ``original_max_position``, in place of what the model's configuration
             says.
@@ -114,8 +115,6 @@ def patch(
         _restore(model, before)
         if isinstance(error, UnfusableProjectionError):
             raise ValueError(f"fuse_projection must be False for {type(model).__name__}: {error}") from None
-        if isinstance(error, UnfusableNormsError):
-            raise ValueError(f"fuse_norms must be False for {type(model).__name__}: {error}") from None
         if isinstance(error, UnfollowableError):
             raise ValueError(f"scale must be a number for {type(model).__name__}: {error}, got 'auto'") from None
         raise

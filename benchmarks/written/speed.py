@@ -12,7 +12,7 @@ FEWEST_ROWS = 512
 """Of a projection; with fewer, the product and the rotation are done apart by far."""
 MOST_DECODED, FEWEST_OF_PREFILL = 256, 8192
 """Tokens of a rotation: up to the first it is a step of decoding, from the second on the reading of a text."""
-MODEL_KINDS = ("stock", "patched", "with fuse_projection", "and fuse_norms")
+MODEL_KINDS = ("stock", "rotation alone", "patched", "with fuse_projection")
 
 
 def with_error(row: Row, name: str) -> str:

@@ -1,9 +1,10 @@
-"""Models patched with fuse_norms: torch's kernel norms, and everything else stays as it was.
+"""The norms of patched models: torch's kernel norms, and everything else stays as it was.
 
-The reference is the same model, patched without; and float64 arithmetic.
+The reference is the same model, patched without fuse_norms; and float64 arithmetic.
 """
 
 import copy
+import functools
 import math
 import pickle
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import nn
 
 import mrrope
 from mrrope.fused_norms import norm_fused_in
+from mrrope.model_rope import rotary_embeddings
 from mrrope.norm_forms import form_of
 
 pytest.importorskip("transformers")
@@ -36,7 +38,7 @@ FAMILIES = {
     "smollm3": "layers that do not rotate",
 }
 PATCH = {"scale": 4.0, "original_max_position": 64}
-REFUSED = {
+OTHERS = {
     "gemma3_text": "1 + weight",
     "cohere": "norms that take the mean away",
     "stablelm": "torch's own norms",
@@ -60,7 +62,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 def fused(family: str = "llama", **options: Any) -> PreTrainedModel:
-    return mrrope.patch(tiny_model(family), "mrrope_pro", **PATCH | {"fuse_norms": True} | options)
+    return mrrope.patch(tiny_model(family), "mrrope_pro", **PATCH | options)
 
 
 def reference(family: str = "llama", **options: Any) -> PreTrainedModel:
@@ -81,12 +83,12 @@ def test_families(family: str, calls: list[torch.Tensor]) -> None:
 
 def test_every_family_norms_as_it_did() -> None:
     """Those that have norms of this kind; most do."""
-    changed, others = [], set()
+    changed = []
     for family in causal_lm_families():
-        try:
-            model = fused(family, local_layers=True)
-        except ValueError as why:
-            others.add(str(why).split(":")[0].split(",")[0].split(" for ")[0])
+        if not [*rotary_embeddings(tiny_model(family))]:
+            continue
+        model = fused(family, local_layers=True)
+        if not norms(model):
             continue
         changed.append(family)
         apart = reference(family, local_layers=True)
@@ -94,7 +96,6 @@ def test_every_family_norms_as_it_did() -> None:
             got, want = (one(**inputs(one, tokens(1, 16))).logits for one in (model, apart))
         assert relative(got, want) < 1e-5, family
     assert len(changed) > 80, changed
-    assert others == {"fuse_norms must be False", "model must have rotary position embeddings"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -132,7 +133,7 @@ def test_unpatch_puts_everything_back(family: str) -> None:
     model = tiny_model(family)
     before, plain = Snapshot(model), logits(model)
     classes = {name: type(module) for name, module in model.named_modules()}
-    mrrope.patch(model, "mrrope_pro", fuse_norms=True, **PATCH)
+    mrrope.patch(model, "mrrope_pro", **PATCH)
     assert norms(model)
     assert model.state_dict().keys() == {*before.keys}
     mrrope.unpatch(model)
@@ -143,14 +144,15 @@ def test_unpatch_puts_everything_back(family: str) -> None:
 
 def test_patched_anew_without() -> None:
     model = fused()
-    assert_same(logits(mrrope.patch(model, "mrrope_pro", **PATCH)), logits(reference()))
+    mrrope.patch(model, "mrrope_pro", fuse_norms=False, **PATCH)
+    assert torch.equal(logits(model), logits(reference()))
     assert not norms(model)
 
 
 def test_a_block_leaves_it_fused() -> None:
     model = fused()
     found, fused_norms = logits(model), norms(model)
-    with mrrope.patched(model, "yarn", scale=2.0):
+    with mrrope.patched(model, "yarn", scale=2.0, fuse_norms=False):
         assert not norms(model)
     assert norms(model) == fused_norms
     assert torch.equal(logits(model), found)
@@ -159,7 +161,7 @@ def test_a_block_leaves_it_fused() -> None:
 def test_a_block_that_fuses() -> None:
     model = tiny_model("llama")
     before = Snapshot(model)
-    with mrrope.patched(model, "mrrope_pro", fuse_norms=True, **PATCH):
+    with mrrope.patched(model, "mrrope_pro", **PATCH):
         assert_same(logits(model), logits(reference()))
     before.assert_untouched()
 
@@ -223,7 +225,7 @@ def test_a_norm_that_is_given_a_gate() -> None:
 
     model = tiny_model("llama")
     model.model.norm.__class__ = Gated
-    mrrope.patch(model, "mrrope_pro", fuse_norms=True, **PATCH)
+    mrrope.patch(model, "mrrope_pro", **PATCH)
     norm, x = model.model.norm, torch.randn(3, model.config.hidden_size)
     assert norm in norms(model)
     with torch.no_grad():
@@ -272,16 +274,29 @@ def test_sharded_later() -> None:
     assert_same(logits(model), logits(tiny_model("llama")))
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_refused(family: str) -> None:
+@pytest.mark.parametrize("family", OTHERS)
+def test_norms_of_other_forms_are_left_alone(family: str) -> None:
     model = tiny_model(family)
     if family == "stablelm":
         for layer in model.model.layers:
             layer.input_layernorm = nn.RMSNorm(model.config.hidden_size)
-    before = Snapshot(model)
-    with pytest.raises(ValueError, match=r"^fuse_norms must be False for .*: it has no norm of the form x / rms"):
-        mrrope.patch(model, "mrrope_pro", fuse_norms=True, **PATCH)
-    before.assert_untouched()
+    assert not norms(mrrope.patch(model, "mrrope_pro", **PATCH))
+
+
+def test_norms_that_keep_other_values_are_tried_by_themselves() -> None:
+    class Switched(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> Any:
+            return getattr(self, "factor", 1.0) * super().forward(hidden_states)
+
+    model = tiny_model("llama")
+    changed = [layer.post_attention_layernorm for layer in model.model.layers]
+    for norm in (*changed, model.model.norm):
+        norm.__class__ = Switched
+    for norm in changed[1:]:
+        norm.factor = 0.5
+    mrrope.patch(model, "mrrope_pro", **PATCH)
+    assert {changed[0], model.model.norm} < {*norms(model)}
+    assert not {*changed[1:]} & {*norms(model)}
 
 
 def with_weights(norm: nn.Module, value: float) -> nn.Module:
@@ -337,10 +352,8 @@ def test_adapters(method: str, when: str) -> None:
         return peft.get_peft_model(model, adapter()).train()
 
     apart = wrapped(reference())
-    if when == "before":
-        model = wrapped(fused())
-    else:
-        model = mrrope.patch(wrapped(tiny_model("llama")), "mrrope_pro", fuse_norms=True, **PATCH)
+    patch = functools.partial(mrrope.patch, method="mrrope_pro", **PATCH)
+    model = wrapped(patch(tiny_model("llama"))) if when == "before" else patch(wrapped(tiny_model("llama")))
     assert norms(model)
     assert_same_gradients(gradients(model), gradients(apart))
     assert_same(logits(model.eval()), logits(apart.eval()))
@@ -360,8 +373,8 @@ def test_hooks_of_accelerate_that_came_first() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = tiny_model("llama")
     accelerate.hooks.attach_execution_device_hook(model, torch.device("cpu"))
-    with pytest.raises(ValueError, match="fuse_norms must be False"):
-        mrrope.patch(model, "mrrope_pro", fuse_norms=True, **PATCH)
+    assert not norms(mrrope.patch(model, "mrrope_pro", **PATCH))
+    assert_same(logits(model), logits(reference()))
 
 
 def test_without_memory() -> None:
