@@ -90,9 +90,9 @@ def norm() -> list[str]:
     )
 
 
-def model(results: str) -> list[str]:
-    """A patched model beside the stock one."""
-    rows = rows_of(results)
+def model(way: str) -> list[str]:
+    """A patched model beside the stock one, run in one way."""
+    rows = [row for row in rows_of("model_cuda.json") if f", {way}" in row["name"]]
     stock, *others = (kind for kind in MODEL_KINDS if any(kind in row["seconds"] for row in rows))
 
     def shown(values: Row, kind: str, form: Callable[[float], str]) -> str:
@@ -210,11 +210,9 @@ def index_cost_of_decoding() -> str:
     return f"{1e6 * max(cost for _, cost in index_costs(lambda tokens: tokens <= MOST_DECODED)):.2f} us"
 
 
-def prefill_gain(tokens: int) -> str:
+def prefill_gain(tokens: int, kind: str) -> str:
     """By how much less time a patched model reads a text eagerly."""
-    ratio = next(
-        row["ratios"]["patched"] for row in rows_of("model_cuda.json") if f"prefill {tokens}, e" in row["name"]
-    )
+    ratio = next(row["ratios"][kind] for row in rows_of("model_cuda.json") if f"prefill {tokens}, e" in row["name"])
     return f"{100 * (1 - ratio):.0f} %"
 
 
@@ -230,8 +228,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         function.__name__: function
         for function in (rotary, rotary_ratios, host, cache, norm, rescale, projection, projection_op)
     },
-    "model": partial(model, "model_cuda.json"),
-    "model_compiled": partial(model, "model_compiled_cuda.json"),
+    **{f"model_{way}": partial(model, way) for way in ("eager", "compiled")},
 }
 QUOTED: dict[str, Callable[[], str]] = {
     **{
@@ -239,5 +236,6 @@ QUOTED: dict[str, Callable[[], str]] = {
         for function in (most_copies, index_cost_of_prefill, index_cost_between, index_cost_of_decoding)
     },
     **{f"projection_at_once_{rows}": partial(projection_at_once, rows) for rows in (2048, 8192, 32768)},
-    **{f"prefill_gain_{tokens}": partial(prefill_gain, tokens) for tokens in (8192, 32768)},
+    **{f"prefill_gain_{tokens}": partial(prefill_gain, tokens, "patched") for tokens in (8192, 32768)},
+    **{f"rotation_gain_{tokens}": partial(prefill_gain, tokens, "rotation alone") for tokens in (8192, 32768)},
 }
