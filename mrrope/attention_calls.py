@@ -157,6 +157,8 @@ def random(*shape: int) -> torch.Tensor:
 
 def agree(got: torch.Tensor, want: torch.Tensor) -> bool:
     """To a few roundings of the results' dtype."""
+    if got.shape != want.shape or got.device != want.device or not got.is_floating_point():
+        return False
     limit = max(4 * torch.finfo(got.dtype).eps, 1e-5)
     difference = (got.double() - want.double()).norm()
-    return got.shape == want.shape and bool(difference <= limit * want.double().norm())
+    return bool(difference <= limit * want.double().norm())

@@ -53,8 +53,9 @@ class Convention:
         rotary_dim = 2 * (table.shape[-1] - 1)
         turning = [x[..., -rotary_dim:] if self.turns_last else x for x in heads]
         turning = [x if x.stride(-1) == 1 else x.contiguous() for x in turning]
-        rotary = traced_rotation.rotary if is_for_the_compiler(heads, layout) else torch.ops.mrrope.rotary.default
-        turned = rotary(turning, positions, table, layout, self.pairing, self.backwards)
+        op = torch.ops.mrrope.rotary.default
+        rotate = traced_rotation.rotary if is_for_the_compiler(heads, layout) else op
+        turned = rotate(turning, positions, table, layout, self.pairing, self.backwards)
         if self.gathers_halves:
             turned = [x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in turned]
         if self.turns_last:
@@ -77,8 +78,9 @@ class Convention:
         if len(kinds) > 1:
             apart = zip(heads, norms, strict=True)
             return [y for x, norm in apart for y in self.norm_and_rotate([x], [norm], positions, table, layout)]
-        written_out, op = traced_rotation.qk_norm_rotary, torch.ops.mrrope.qk_norm_rotary.default
-        turned: list[torch.Tensor] = (written_out if is_for_the_compiler(heads, layout) else op)(
+        op = torch.ops.mrrope.qk_norm_rotary.default
+        norm_and_rotate = traced_rotation.qk_norm_rotary if is_for_the_compiler(heads, layout) else op
+        turned: list[torch.Tensor] = norm_and_rotate(
             [x if x.stride(-1) == 1 else x.contiguous() for x in heads],
             [norm.weight for norm in norms],
             positions,

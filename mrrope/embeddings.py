@@ -2,7 +2,7 @@
 
 A patched model has other modules where its rotary embeddings were; they hand positions and a packed table through the
 model's own ``position_embeddings``, and the functions of its modeling module that would apply cosines and sines apply
-the fused op instead. Nothing else is touched, and the originals are kept.
+the fused op instead. The originals are kept.
 """
 
 from __future__ import annotations

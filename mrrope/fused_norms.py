@@ -1,9 +1,9 @@
 """RMSNorms of a model, by one kernel each.
 
-Transformers writes a norm out; run eagerly, that takes half a dozen kernels, each of which goes through memory, and
-rounds twice. In a patched model such a norm calls torch's own, which is one kernel and rounds once. Which modules are
-norms of that kind is found by trying; what changes later, as another eps, or weights that are sharded or in another
-dtype, is looked at in every call, and normed by the model's own code then.
+Transformers writes a norm out; run eagerly, that takes half a dozen kernels or more, each of which goes through memory,
+and rounds twice. In a patched model such a norm calls torch's own, which is one kernel and rounds once. Which modules
+are norms of that kind is found by trying; some of what may change later is looked at in every call, and normed by the
+model's own code then: another eps, another forward of the class, weights that are sharded or in another dtype.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from torch import nn
 
 from mrrope.deferred_norms import deferred_norms_of
 from mrrope.derived_classes import change_class, change_class_back, derived
-from mrrope.norm_forms import NormForm, form_of
+from mrrope.norm_forms import NormForm, form_of, may_be_a_norm
 
 FORM = "_mrrope_norm"
 """Where a norm keeps how it norms."""
-EVERY_MODULES = vars(nn.Module()).keys()
-"""The attributes that all modules have."""
+WHAT_MODULES_HAVE = vars(nn.Module()).keys()
 
 
 @functools.cache
@@ -43,8 +42,8 @@ def class_in_one_kernel(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _may_be_fused(norm: nn.Module, form: NormForm, x: torch.Tensor, *more: Any) -> bool:
-    # Some norms take a gate, too.
-    return not more and form.is_of(norm, x) and not _is_autocast(x.device.type)
+    takes_more = bool(more)  # such as a gate
+    return not takes_more and form.is_of(norm, x) and not _is_autocast(x.device.type)
 
 
 def _is_autocast(device_type: str) -> bool:
@@ -54,9 +53,9 @@ def _is_autocast(device_type: str) -> bool:
 def fuse_all_norms(model: nn.Module) -> None:
     """Makes the RMSNorms of a patched model norm by one kernel each, but for those that norm and rotate at once."""
     waiting = {norm for module in model.modules() for norm in deferred_norms_of(module)}
-    candidates = [module for module in model.modules() if module not in waiting and _has_code_of_its_own(module)]
+    candidates = [module for module in model.modules() if may_be_a_norm(module) and module not in waiting]
     forms: dict[Hashable, NormForm | None] = {}
-    for module in candidates:
+    for module in filter(_has_code_of_its_own, candidates):
         # Trying takes its time, and most norms of a model are alike.
         kind = _what_tells_apart(module)
         if kind not in forms:
@@ -67,16 +66,12 @@ def fuse_all_norms(model: nn.Module) -> None:
             fuse_norm(module, form)
 
 
-def _what_tells_apart(module: nn.Module) -> Hashable:
+def _what_tells_apart(norm: nn.Module) -> Hashable:
     """Modules with the same of this compute the same from the same weights."""
-    tensors = {**module._parameters, **module._buffers}
-    shapes = {
-        name: tensor is not None and (type(tensor), tensor.shape, tensor.device) for name, tensor in tensors.items()
-    }
-    own = {name: value for name, value in vars(module).items() if name not in EVERY_MODULES}
+    own = {name: value for name, value in vars(norm).items() if name not in WHAT_MODULES_HAVE}
     values = {name: value if isinstance(value, (bool, int, float, str)) else id(value) for name, value in own.items()}
-    parts = tuple(map(id, module._modules.values()))
-    return type(module), frozenset(shapes.items()), frozenset(values.items()), parts
+    weight: Any = norm.weight
+    return type(norm), weight.shape, weight.device, frozenset(values.items())
 
 
 def _has_code_of_its_own(module: nn.Module) -> bool:

@@ -22,8 +22,14 @@ def is_for_the_compiler(heads: list[torch.Tensor], layout: str) -> bool:
     not in float64, whose angles would need more bits than it has.
     """
     x = heads[0]
-    is_a_step = x.shape[2 if layout == "bhsd" else 1] == 1
-    return torch.compiler.is_compiling() and x.is_cuda and is_a_step and x.dtype != torch.float64
+    return torch.compiler.is_compiling() and x.is_cuda and x.dtype != torch.float64 and is_a_step(heads, layout)
+
+
+def is_a_step(heads: list[torch.Tensor], layout: str) -> bool:
+    """Whether these are of one token in each sequence, as far as the compiler knows."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # slow to import, and there when compiling
+
+    return bool(guard_or_false(heads[0].shape[2 if layout == "bhsd" else 1] == 1))
 
 
 def rotary(
@@ -35,9 +41,8 @@ def rotary(
     conjugate: bool,
 ) -> list[torch.Tensor]:
     """What the op of this name gives, for positions of ``[batch, tokens]`` or ``[rows, batch, tokens]``."""
-    wide = _accumulating(heads[0].dtype)
-    cos, sin = _cos_sin(positions, table, layout, pairing, conjugate, wide)
-    return [_rotated(x.to(wide), cos, sin, pairing).to(x.dtype) for x in heads]
+    cos, sin = _cos_sin(positions, table, layout, pairing, conjugate)
+    return [_rotated(x.float(), cos, sin, pairing).to(x.dtype) for x in heads]
 
 
 def qk_norm_rotary(
@@ -53,17 +58,12 @@ def qk_norm_rotary(
     conjugate: bool,
 ) -> list[torch.Tensor]:
     """What the op of this name gives, for positions of ``[batch, tokens]`` or ``[rows, batch, tokens]``."""
-    wide = _accumulating(heads[0].dtype)
-    cos, sin = _cos_sin(positions, table, layout, pairing, conjugate, wide)
+    cos, sin = _cos_sin(positions, table, layout, pairing, conjugate)
     turned = []
     for x, weight in zip(heads, weights, strict=True):
-        normed = _normed(x.to(wide), weight.to(wide) + weight_offset, eps, norm_over, layout)
+        normed = _normed(x.float(), weight.float() + weight_offset, eps, norm_over, layout)
         turned.append(_rotated(normed, cos, sin, pairing).to(x.dtype))
     return turned
-
-
-def _accumulating(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float32 else torch.float32
 
 
 def _heads_dim(layout: str) -> int:
@@ -76,7 +76,7 @@ def _pair_dim(pairing: str) -> int:
 
 
 def _cos_sin(
-    positions: torch.Tensor, table: torch.Tensor, layout: str, pairing: str, conjugate: bool, dtype: torch.dtype
+    positions: torch.Tensor, table: torch.Tensor, layout: str, pairing: str, conjugate: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What every component and its partner are multiplied with, scaled by the attention factor."""
     words = table if table.dim() == 1 else table[:, None]
@@ -92,8 +92,9 @@ def _cos_sin(
     phases = (positions.long() * words[..., :-1]).unsqueeze(_pair_dim(pairing))
     # The first of a pair turns by its partner's negated sine, which is the sine of the negated angle.
     signs = torch.arange(-1, 2, 2, device=phases.device).view((2, 1) if pairing == "halves" else (2,))
-    angles = ((phases * (-signs if conjugate else signs)).flatten(-2).double() * ANGLE_OF_A_WORD).to(dtype)
-    attention_factor = words[..., -1:].view(torch.float64).to(dtype)
+    angles = ((phases * (-signs if conjugate else signs)).flatten(-2).double() * ANGLE_OF_A_WORD).float()
+    # Who negates a table, to turn backwards, negates this word too; the factor stays.
+    attention_factor = words[..., -1:].abs().view(torch.float64).float()
     cos, sin = ((part * attention_factor).unsqueeze(_heads_dim(layout)) for part in (angles.cos(), angles.sin()))
     return cos, sin
 

@@ -205,6 +205,15 @@ def with_other_weights(model: PreTrainedModel) -> None:
         model.model.norm.weight.mul_(3.0)
 
 
+def test_another_forward_of_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fused()
+    found = logits(model)
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda norm, x: 2 * norm.weight * x)
+    changed = logits(model)
+    assert relative(changed, found) > 0.1
+    assert_same(changed, logits(reference()))
+
+
 @pytest.mark.parametrize("change", [with_another_eps, with_weights_in_another_dtype, with_a_hook, with_other_weights])
 def test_what_changes_later_is_seen(change: Callable[[PreTrainedModel], None]) -> None:
     models = [fused(), reference()]
@@ -314,7 +323,38 @@ NORMS = {
     "weights kept elsewhere": (lambda: LlamaRMSNorm(0), None),
     "not to be called": (lambda: Uncallable(4096), None),
     "more bits than it is given": (lambda: Widening(4096), None),
+    "integers": (lambda: Quantising(4096), None),
+    "another shape": (lambda: Flattening(4096), None),
+    "another device": (lambda: Moving(4096), None),
+    "something else in training": (lambda: OfItsMode(4096), None),
+    "not to be copied": (lambda: Uncopyable(4096), None),
+    "no shape yet": (lambda: nn.LazyBatchNorm1d(), None),
 }
+
+
+class Quantising(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return super().forward(hidden_states).to(torch.int8)
+
+
+class Flattening(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return super().forward(hidden_states).flatten()
+
+
+class Moving(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return super().forward(hidden_states).to("meta")
+
+
+class OfItsMode(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return super().forward(hidden_states) * (2.0 if self.training else 1.0)
+
+
+class Uncopyable(LlamaRMSNorm):
+    def __copy__(self) -> Any:
+        raise TypeError("there is one of me")
 
 
 class Uncallable(LlamaRMSNorm):

@@ -13,10 +13,11 @@ from test_table_index import stack_of, tables_of
 
 import mrrope
 from mrrope import conventions, traced_rotation
+from mrrope.traced_rotation import is_a_step
 
 pytest.importorskip("transformers")
 
-from test_patch import assert_same, logits
+from test_patch import assert_same
 from tiny_models import inputs, tiny_model, tokens
 from transformers import PreTrainedModel, StaticCache
 
@@ -73,12 +74,21 @@ def test_tables_as_the_op_takes_them(device: str, layout: str, position_rows: bo
         torch.testing.assert_close(x, y, rtol=0.0, atol=3e-6)
 
 
+def test_a_negated_table_turns_backwards(device: str) -> None:
+    case = Case(dtype=torch.bfloat16)
+    (q, k), positions, table = case.heads_on(device), case.positions(device), case.table()
+    turned = traced_rotation.rotary([q, k], positions, -table.packed(q.device), case.layout, case.pairing, False)
+    for x, y in zip((q, k), turned, strict=True):
+        assert_rotated(y, x, positions, table, conjugate=True)
+
+
 # --- in patched models ---
 
 FAMILIES = {
     "llama": "halves",
     "cohere": "interleaved",
     "deepseek_v3": "interleaved, leaves as halves; a part by the caller",
+    "deepseek_v4": "the last components; and backwards, by a table that its code negates",
     "gpt_neox": "a part of the head",
     "qwen3": "norms of heads",
     "olmo2": "norms over all heads",
@@ -89,33 +99,44 @@ FAMILIES = {
 PATCH = {"scale": 4.0, "original_max_position": 64}
 
 
-def step_of(heads: list[torch.Tensor], layout: str) -> bool:
-    return heads[0].shape[2 if layout == "bhsd" else 1] == 1
-
-
-def decoded(model: PreTrainedModel) -> torch.Tensor:
-    """The logits of a token that follows a prompt."""
-    ids = tokens(2, 9)
+def decoded(model: PreTrainedModel, forward: Any = None, length: int = 1) -> torch.Tensor:
+    """The logits of tokens that follow a prompt."""
+    ids = tokens(2, 8 + length).to(model.device)
     with torch.no_grad():
         cache = model(**inputs(model, ids[:, :8]), use_cache=True).past_key_values
-        return model(input_ids=ids[:, 8:], past_key_values=cache, use_cache=True).logits
+        return (model if forward is None else forward)(
+            input_ids=ids[:, 8:], past_key_values=cache, use_cache=True
+        ).logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scale", [4.0, "auto"])
 @pytest.mark.usefixtures("quiet_transformers")
-def test_models_decode_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = mrrope.patch(tiny_model(family), "mrrope_pro", **PATCH)
+def test_models_decode_the_same(family: str, scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        model = mrrope.patch(tiny_model(family), "mrrope_pro", **PATCH | {"scale": scale})
+    except ValueError as why:
+        pytest.skip(str(why))
     want = decoded(model)
     calls = []
 
     def noted(heads: list[torch.Tensor], layout: str) -> bool:
-        calls.append(step_of(heads, layout))
+        calls.append(is_a_step(heads, layout))
         return calls[-1]
 
     monkeypatch.setattr(conventions, "is_for_the_compiler", noted)
     found = decoded(model)
     assert {*calls} == {False, True}
     assert_same(found, want)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v4", "qwen3", "qwen3_5_text"])
+@pytest.mark.usefixtures("quiet_transformers")
+def test_the_compiler_takes_it(family: str, dynamo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mrrope.patch(tiny_model(family), "mrrope_pro", **PATCH)
+    want = decoded(model)
+    monkeypatch.setattr(conventions, "is_for_the_compiler", is_a_step)
+    assert_same(decoded(model, torch.compile(model, backend="aot_eager")), want)
 
 
 class Graphs:
@@ -136,11 +157,25 @@ class Graphs:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.usefixtures("quiet_transformers")
 def test_where_it_is_written_out(device: str, dynamo: Any, family: str, length: int) -> None:
-    model = mrrope.patch(tiny_model(family).to(device), "mrrope_pro", **PATCH)
-    graphs, ids = Graphs(), tokens(2, length).to(device)
-    found = logits(torch.compile(model, backend=graphs, fullgraph=True), input_ids=ids)
+    model, graphs = mrrope.patch(tiny_model(family).to(device), "mrrope_pro", **PATCH), Graphs()
+    found = decoded(model, torch.compile(model, backend=graphs, fullgraph=True), length)
     assert graphs.has_op() == (device == "cpu" or length == 2)
-    assert_same(found, logits(model, input_ids=ids))
+    assert_same(found, decoded(model, length=length))
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("length", [1, 2])
+def test_sizes_that_nobody_knows_are_no_steps(dynamo: Any, length: int, is_known: bool) -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def asked(x: torch.Tensor) -> torch.Tensor:
+        return x + is_a_step([x], "bhsd")
+
+    x = torch.zeros(1, 2, length, 16)
+    if is_known:
+        assert (asked(x) == (length == 1)).all()
+    else:
+        torch._dynamo.decorators.mark_unbacked(x, 2)
+        assert (asked(x) == 0).all()
 
 
 @pytest.mark.parametrize(
