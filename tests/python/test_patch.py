@@ -70,6 +70,7 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.modules = dict(model.named_modules())
+        self.classes = {name: type(module) for name, module in self.modules.items()}
         self.attributes = {name: dict(vars(module)) for name, module in self.modules.items()}
         self.tensors = dict(model.named_parameters()) | dict(model.named_buffers())
         self.values = {name: tensor.clone() for name, tensor in self.tensors.items()}
@@ -80,6 +81,7 @@ class Snapshot:
         now = Snapshot(self.model)
         for before, after in (
             (self.modules, now.modules),
+            (self.classes, now.classes),
             (self.tensors, now.tensors),
             (self.functions, now.functions),
             *((self.attributes[name], now.attributes[name]) for name in self.modules),
