@@ -2,7 +2,8 @@
 
 A step of decoding turns a few kilobytes, and a kernel for that alone takes longer to come and go than to work. In a
 compiled model such a step is written out instead: the compiler makes it part of the kernels that are there anyhow,
-which write the cache, say. Angles are as exact as in the ops, and results are rounded once.
+which write the cache, say. Phases are as exact as in the ops; all else is float32, so that 16-bit results are rounded
+once.
 """
 
 from __future__ import annotations
