@@ -61,7 +61,8 @@ PYBIND11_MODULE(_core, m) {
         "build_table",
         [](const std::string& method, int rotary_dim, double base, double original_max_position, double scale,
            double alpha, double beta, std::optional<Bounds> bounds, std::optional<double> power,
-           std::vector<double> factors, std::optional<double> attention_factor) {
+           std::vector<double> factors, std::optional<double> attention_factor, std::vector<double> native_scale,
+           double native_attention_factor) {
             return build_table({.method = method_from_name(method),
                                 .rotary_dim = rotary_dim,
                                 .base = base,
@@ -72,11 +73,13 @@ PYBIND11_MODULE(_core, m) {
                                 .bounds = bounds,
                                 .power = power,
                                 .factors = std::move(factors),
-                                .attention_factor = attention_factor});
+                                .attention_factor = attention_factor,
+                                .native_scale = std::move(native_scale),
+                                .native_attention_factor = native_attention_factor});
         },
         py::kw_only(), py::arg("method"), py::arg("rotary_dim"), py::arg("base"), py::arg("original_max_position"),
         py::arg("scale"), py::arg("alpha"), py::arg("beta"), py::arg("bounds"), py::arg("power"), py::arg("factors"),
-        py::arg("attention_factor"));
+        py::arg("attention_factor"), py::arg("native_scale"), py::arg("native_attention_factor"));
     m.def("relative", &relative, py::kw_only(), py::arg("to"), py::arg("from_"));
     m.def("inverse", &inverse);
     m.def("method_names", [] {

@@ -97,7 +97,8 @@ void check(const TableRequest& request) {
             request.rotary_dim);
     require_base(request.base);
     require_positive("original_max_position", request.original_max_position);
-    require_positive("scale", request.scale);
+    require(std::isfinite(request.scale) && request.scale >= 1.0, "scale must be a finite number, 1 or more, got ",
+            request.scale);
     require_positive("alpha", request.alpha);
     require_positive("beta", request.beta);
     require(request.alpha <= request.beta, "alpha must not be above beta, got alpha ", request.alpha, " and beta ",
@@ -113,47 +114,105 @@ void check(const TableRequest& request) {
     }
     if (request.attention_factor) require_positive("attention_factor", *request.attention_factor);
     check_factors(request);
+    const auto pairs = static_cast<size_t>(request.rotary_dim / 2);
+    require(request.native_scale.empty() || request.native_scale.size() == pairs,
+            "native_scale must hold rotary_dim / 2 = ", pairs, " cumulative scales or none, got ",
+            request.native_scale.size());
+    for (const double scale : request.native_scale) require_positive("native_scale", scale);
+    require_positive("native_attention_factor", request.native_attention_factor);
 }
 
-// The pair, as a real number, that turns `rotations` times over the training length.
-double pair_with_rotations(const TableRequest& request, double rotations) {
+// The frequencies that a method extends. Pairs are counted from the fastest on, as the methods' formulas do, whatever
+// their order in the head; past the last pair the spacing of plain RoPE goes on.
+class NativeFrequencies {
+public:
+    explicit NativeFrequencies(const TableRequest& request)
+        : log_spacing_(WideFloat(2.0) / static_cast<double>(request.rotary_dim) * wide::log(request.base)) {
+        for (int i = 0; i < request.rotary_dim / 2; ++i) {
+            plain_.push_back(wide::exp(log_spacing_ * static_cast<double>(-i)));
+            const double slowed = request.native_scale.empty() ? 1.0 : request.native_scale[i];
+            theta_.push_back(slowed == 1.0 ? plain_[i] : plain_[i] / slowed);
+        }
+        fastest_first_ = theta_;
+        std::ranges::stable_sort(fastest_first_, [](WideFloat a, WideFloat b) { return b < a; });
+    }
+
+    WideFloat plain(int i) const { return plain_[i]; }
+    WideFloat operator[](int i) const { return theta_[i]; }
+
+    // How many pairs are faster than pair i.
+    int rank(int i) const {
+        const auto first = std::ranges::lower_bound(fastest_first_, theta_[i], [](auto a, auto b) { return b < a; });
+        return static_cast<int>(first - fastest_first_.begin());
+    }
+
+    WideFloat of_rank(int rank) const {
+        const int last = static_cast<int>(fastest_first_.size()) - 1;
+        if (rank <= last) return fastest_first_[rank];
+        return fastest_first_[last] * wide::exp(log_spacing_ * static_cast<double>(last - rank));
+    }
+
+    // The rank, as a real number, of a pair of this frequency: logarithms between two pairs are interpolated.
+    double rank_of(double frequency) const {
+        const double spacing = static_cast<double>(log_spacing_);
+        const double wanted = std::log(frequency);
+        const auto log_of = [&](int rank) { return std::log(static_cast<double>(fastest_first_[rank])); };
+        const int last = static_cast<int>(fastest_first_.size()) - 1;
+        if (wanted >= log_of(0)) return (log_of(0) - wanted) / spacing;
+        for (int rank = 1; rank <= last; ++rank) {
+            if (wanted < log_of(rank)) continue;
+            return rank - (wanted - log_of(rank)) / (log_of(rank - 1) - log_of(rank));
+        }
+        return last + (log_of(last) - wanted) / spacing;
+    }
+
+private:
+    WideFloat log_spacing_;
+    std::vector<WideFloat> plain_, theta_, fastest_first_;
+};
+
+// The pair, as a real number, that turns `rotations` times over the native length.
+double pair_with_rotations(const TableRequest& request, const NativeFrequencies& theta, double rotations) {
     const double wavelength = request.original_max_position / rotations;
+    if (!request.native_scale.empty()) return theta.rank_of(2.0 * std::numbers::pi / wavelength);
     return request.rotary_dim * std::log(wavelength / (2.0 * std::numbers::pi)) / (2.0 * std::log(request.base));
 }
 
-Bounds bounds_of(const TableRequest& request) {
+Bounds bounds_of(const TableRequest& request, const NativeFrequencies& theta) {
     if (request.bounds) return *request.bounds;
     // YaRN clamps with rotary_dim, not with the number of pairs, so the upper bound may lie beyond the last pair.
     const double last = request.rotary_dim - 1;
-    const int low = static_cast<int>(std::clamp(std::floor(pair_with_rotations(request, request.beta)), 0.0, last));
-    const int high = static_cast<int>(std::clamp(std::ceil(pair_with_rotations(request, request.alpha)), 0.0, last));
-    return {low, std::max(low, high)};
+    const double fast = std::floor(pair_with_rotations(request, theta, request.beta));
+    const double slow = std::ceil(pair_with_rotations(request, theta, request.alpha));
+    const int low = static_cast<int>(std::clamp(fast, 0.0, last));
+    return {low, std::max(low, static_cast<int>(std::clamp(slow, 0.0, last)))};
 }
 
 // Everything a method needs to know of the pair it slows down.
 class Slowdown {
 public:
-    Slowdown(const TableRequest& request, Bounds bounds, const std::vector<WideFloat>& theta)
+    Slowdown(const TableRequest& request, Bounds bounds, const NativeFrequencies& theta)
         : request_(request), bounds_(bounds), theta_(theta), log_scale_(wide::log(request.scale)) {
         if (request.method == Method::mrrope_uni) set_power(0.0);
         if (request.method == Method::mrrope_pro) set_power(1.0);
         if (request.method == Method::mrrope_pow) set_power(*request.power);
     }
 
-    // The cumulative scale of pair i.
+    // By how much pair i is slowed.
     WideFloat operator()(int i) const {
+        const int rank = theta_.rank(i);
         switch (request_.method) {
             case Method::rope: return 1.0;
             case Method::pi: return request_.scale;
             case Method::ntk:
-                return i == 0 ? WideFloat(1.0) : power_of_scale(WideFloat(2.0 * i) / (request_.rotary_dim - 2.0));
-            case Method::yarn: return mixed(index_ramp(i));
+                return rank == 0 ? WideFloat(1.0) : power_of_scale(WideFloat(2.0 * rank) / (request_.rotary_dim - 2.0));
+            case Method::yarn: return mixed(index_ramp(rank));
             case Method::yarn_ratio:
-            case Method::llama3: return mixed(ratio_ramp(i));
+            case Method::llama3: return mixed(ratio_ramp(theta_[i]));
             case Method::mrrope_uni:
             case Method::mrrope_pro:
-            case Method::mrrope_pow: return power_of_scale(share_of_scale_[steps_above_low(i)]);
-            case Method::radix: return product_of_factors(i);
+            case Method::mrrope_pow: return power_of_scale(share_of_scale_[steps_above_low(rank)]);
+            case Method::radix: return product_of_factors(rank);
             case Method::longrope: return request_.factors[i];
             case Method::relative: break;
         }
@@ -166,33 +225,31 @@ private:
     // The scale where the ramp is 1, none where it is 0; what is mixed are frequencies, not wavelengths.
     WideFloat mixed(WideFloat ramp) const { return WideFloat(1.0) / (ramp / request_.scale + (WideFloat(1.0) - ramp)); }
 
-    WideFloat index_ramp(int i) const {
+    WideFloat index_ramp(int rank) const {
         const auto [low, high] = bounds_;
-        if (i <= low) return 0.0;
-        if (i >= high) return 1.0;
-        return WideFloat(i - low) / static_cast<double>(high - low);
+        if (rank <= low) return 0.0;
+        if (rank >= high) return 1.0;
+        return WideFloat(rank - low) / static_cast<double>(high - low);
     }
 
-    WideFloat rotations(int i) const { return WideFloat(request_.original_max_position) * theta_[i] / wide::two_pi; }
-
-    WideFloat rotations_at_bound(int bound) const {
-        const WideFloat exponent = WideFloat(-2.0 * bound) / static_cast<double>(request_.rotary_dim);
-        return WideFloat(request_.original_max_position) * wide::pow(request_.base, exponent) / wide::two_pi;
+    WideFloat rotations(WideFloat frequency) const {
+        return WideFloat(request_.original_max_position) * frequency / wide::two_pi;
     }
 
-    WideFloat ratio_ramp(int i) const {
-        const WideFloat slow = request_.bounds ? rotations_at_bound(bounds_.second) : WideFloat(request_.alpha);
-        const WideFloat fast = request_.bounds ? rotations_at_bound(bounds_.first) : WideFloat(request_.beta);
-        const WideFloat turned = rotations(i);
+    WideFloat ratio_ramp(WideFloat frequency) const {
+        const auto at_bound = [&](int bound) { return rotations(theta_.of_rank(bound)); };
+        const WideFloat slow = request_.bounds ? at_bound(bounds_.second) : WideFloat(request_.alpha);
+        const WideFloat fast = request_.bounds ? at_bound(bounds_.first) : WideFloat(request_.beta);
+        const WideFloat turned = rotations(frequency);
         if (!(turned < fast)) return 0.0;
         if (!(slow < turned)) return 1.0;
         return (fast - turned) / (fast - slow);
     }
 
-    int steps_above_low(int i) const {
+    int steps_above_low(int rank) const {
         const auto [low, high] = bounds_;
         // With coinciding bounds the whole scale comes in one step, right after them: the limit of YaRN's ramp.
-        return std::clamp(i - low, 0, std::max(high - low, 1));
+        return std::clamp(rank - low, 0, std::max(high - low, 1));
     }
 
     // share_of_scale_[k]: the part of log(scale) that the first k of the radix factors between the bounds carry, when
@@ -210,27 +267,18 @@ private:
         for (WideFloat& share : share_of_scale_) share = share / total;
     }
 
-    WideFloat product_of_factors(int i) const {
+    WideFloat product_of_factors(int rank) const {
         WideFloat product = 1.0;
-        for (int j = 0; j < i; ++j) product = product * request_.factors[j];
+        for (int j = 0; j < rank; ++j) product = product * request_.factors[j];
         return product;
     }
 
     const TableRequest& request_;
     Bounds bounds_;
-    const std::vector<WideFloat>& theta_;
+    const NativeFrequencies& theta_;
     WideFloat log_scale_;
     std::vector<WideFloat> share_of_scale_;
 };
-
-std::vector<WideFloat> plain_frequencies(const TableRequest& request) {
-    const WideFloat log_base = wide::log(request.base);
-    std::vector<WideFloat> theta;
-    for (int i = 0; i < request.rotary_dim / 2; ++i) {
-        theta.push_back(wide::exp(WideFloat(-2.0 * i) / static_cast<double>(request.rotary_dim) * log_base));
-    }
-    return theta;
-}
 
 }  // namespace
 
@@ -266,14 +314,16 @@ FrequencyTable build_table(const TableRequest& request) {
     table.base = request.base;
     table.original_max_position = request.original_max_position;
     table.scale = request.scale;
-    table.bounds = bounds_of(request);
-    table.attention_factor = request.attention_factor.value_or(default_attention_factor(request.method, request.scale));
+    const NativeFrequencies theta(request);
+    table.bounds = bounds_of(request, theta);
+    table.attention_factor = request.attention_factor.value_or(request.native_attention_factor *
+                                                               default_attention_factor(request.method, request.scale));
 
-    const std::vector<WideFloat> theta = plain_frequencies(request);
     const Slowdown slowdown(request, *table.bounds, theta);
     for (int i = 0; i < table.pairs(); ++i) {
-        const WideFloat scale = slowdown(i);
-        const WideFloat frequency = theta[i] / scale;
+        const WideFloat slowed = slowdown(i);
+        const WideFloat scale = request.native_scale.empty() ? slowed : slowed * request.native_scale[i];
+        const WideFloat frequency = theta.plain(i) / scale;
         require(std::isfinite(frequency.hi) && frequency.hi > 0.0, "the frequency of pair ", i,
                 " is not a positive finite number: ", frequency.hi, " (base ", request.base, ", cumulative scale ",
                 scale.hi, ")");

@@ -226,6 +226,10 @@ class FrequencyTable:
             raise ValueError(f"{path} must hold a JSON object, got {type(data).__name__}")
         return FrequencyTable.from_dict(data)
 
+    def is_like(self, other: FrequencyTable) -> bool:
+        """Whether both rotate alike, whatever they are called."""
+        return self._core.packed() == other._core.packed()
+
     def __eq__(self, other: object) -> bool:
         # The scale tells most tables of one model apart, at once.
         return isinstance(other, FrequencyTable) and self.scale == other.scale and self.to_dict() == other.to_dict()
@@ -297,6 +301,7 @@ def frequency_table(
     power: float | None = None,
     factors: Iterable[float] | None = None,
     attention_factor: float | None = None,
+    native: FrequencyTable | None = None,
 ) -> FrequencyTable:
     """Builds the table of a RoPE extension.
 
@@ -304,9 +309,9 @@ def frequency_table(
         method: one of :data:`METHODS`.
         rotary_dim: how many components of a head are rotated, an even number.
         base: RoPE's theta.
-        original_max_position: the length the model was trained on.
-        scale: by how much to extend it.
-        alpha, beta: slow and fast bound, in rotations over the training length. Pairs that turn more than ``beta``
+        original_max_position: the length that the model reads without the extension.
+        scale: by how much to extend it, 1 or more.
+        alpha, beta: slow and fast bound, in rotations over that length. Pairs that turn more than ``beta``
             times are left alone, pairs that turn less than ``alpha`` times are slowed by the whole scale.
             ``llama3`` calls them ``low_freq_factor`` and ``high_freq_factor``, and its models set them to 1 and 4.
         bounds: the same as pair indices ``(d_l, d_h)``, overriding ``alpha`` and ``beta``.
@@ -315,13 +320,21 @@ def frequency_table(
         factors: for ``radix`` the ``rotary_dim / 2 - 1`` radix factors, for ``longrope`` the ``rotary_dim / 2``
             cumulative scales.
         attention_factor: overrides the default: ``0.1 ln(scale) + 1`` for ``yarn``, ``yarn_ratio`` and ``mrrope_*``
-            with a scale above 1, else 1.
+            with a scale above 1, else 1; times ``native``'s.
+        native: the table that the model rotates by already, where that is not plain RoPE: the method slows down its
+            frequencies, which may come in any order; formulas count pairs from the fastest on.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what was expected.
     """
     if not isinstance(method, str):
         raise TypeError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if native is not None:
+        own = _require_table("native", native)
+        if (own.rotary_dim, own.base) != (rotary_dim, base) or not own.cumulative_scale.numel():
+            raise ValueError(
+                f"native must be a table of rotary_dim {rotary_dim} and base {base} with cumulative scales, got {own!r}"
+            )
     return FrequencyTable(
         _core.build_table(
             method=method,
@@ -335,5 +348,7 @@ def frequency_table(
             power=None if power is None else _real("power", power),
             factors=[] if factors is None else _list_of(_real, "factors", factors),
             attention_factor=None if attention_factor is None else _real("attention_factor", attention_factor),
+            native_scale=[] if native is None else native.cumulative_scale.tolist(),
+            native_attention_factor=1.0 if native is None else native.attention_factor,
         )
     )

@@ -255,10 +255,6 @@ TEST(AttentionFactor, IsWhatWasAskedFor) {
     }
 }
 
-TEST(AttentionFactor, NeverCoolsAScaleBelowOne) {
-    EXPECT_EQ(build_table(llama(Method::yarn, 0.5)).attention_factor, 1.0);
-}
-
 // --- bounds and edges
 // --------------------------------------------------------------------------------------------------
 
@@ -377,8 +373,82 @@ TEST(Edges, HugeBases) {
 }
 
 TEST(Edges, FrequenciesAboveOneTurnWrap) {
-    TableRequest request = llama(Method::pi, 1.0 / 100.0);
-    expect_scales(request, [&](int) { return Real(request.scale); });
+    TableRequest request = llama(Method::longrope);
+    request.factors.assign(64, 1.0 / 100.0);
+    expect_scales(request, [&](int) { return Real(request.factors[0]); });
+}
+
+// --- extending what a model does already
+// ------------------------------------------------------------------------------
+
+std::vector<TableRequest> every_method(double scale) {
+    std::vector<TableRequest> requests;
+    for (const Method method : {Method::rope, Method::pi, Method::ntk, Method::yarn, Method::yarn_ratio,
+                                Method::mrrope_uni, Method::mrrope_pro, Method::llama3}) {
+        requests.push_back(llama(method, scale));
+    }
+    requests.push_back(with_power(llama(Method::mrrope_pow, scale), 2.0));
+    requests.push_back(with_bounds(llama(Method::yarn_ratio, scale), {10, 30}));
+    TableRequest radix = llama(Method::radix, scale);
+    for (int i = 0; i < 63; ++i) radix.factors.push_back(1.0 + 0.01 * i);
+    requests.push_back(radix);
+    return requests;
+}
+
+TEST(Native, PlainFrequenciesChangeNothing) {
+    for (TableRequest request : every_method(16.0)) {
+        const FrequencyTable plain = build_table(request);
+        request.native_scale.assign(64, 1.0);
+        const FrequencyTable table = build_table(request);
+        EXPECT_EQ(table.bounds, plain.bounds) << method_name(request.method);
+        EXPECT_EQ(table.turns, plain.turns) << method_name(request.method);
+        EXPECT_EQ(table.attention_factor, plain.attention_factor);
+    }
+}
+
+TEST(Native, AnotherOrderIsKept) {
+    for (TableRequest request : every_method(16.0)) {
+        const FrequencyTable plain = build_table(request);
+        // Pair i has the frequency of pair 63 - i.
+        for (int i = 0; i < 64; ++i) {
+            request.native_scale.push_back(
+                static_cast<double>(plain_frequency(request, i) / plain_frequency(request, 63 - i)));
+        }
+        const FrequencyTable table = build_table(request);
+        EXPECT_EQ(table.bounds, plain.bounds) << method_name(request.method);
+        for (int i = 0; i < 64; ++i) {
+            EXPECT_NEAR(table.inv_freq[i] / plain.inv_freq[63 - i], 1.0, 1e-14) << method_name(request.method) << i;
+        }
+    }
+}
+
+TEST(Native, BoundsCountRevolutionsOfTheModelsOwnFrequencies) {
+    TableRequest request = llama(Method::mrrope_uni, 4.0);
+    request.original_max_position = 131072;
+    for (int i = 0; i < 64; ++i) request.native_scale.push_back(i < 20 ? 1.0 : 8.0);
+    const FrequencyTable table = build_table(request);
+    const auto turned = [&](int i) {
+        return 131072 * plain_frequency(request, i) / request.native_scale[i] / (2 * std::numbers::pi_v<Real>);
+    };
+    const auto [low, high] = *table.bounds;
+    EXPECT_GE(turned(low), 32);
+    EXPECT_LT(turned(low + 1), 32);
+    EXPECT_LE(turned(high), 1);
+    EXPECT_GT(turned(high - 1), 1);
+    for (int i = 0; i < 64; ++i) {
+        const Real share = static_cast<Real>(std::clamp(i - low, 0, high - low)) / (high - low);
+        const Real expected = request.native_scale[i] * std::pow(Real(4), share);
+        EXPECT_NEAR(table.cumulative_scale[i] / expected, 1.0, 1e-15) << i;
+    }
+    EXPECT_NO_THROW(validate(table));
+}
+
+TEST(Native, AttentionFactorsMultiply) {
+    TableRequest request = llama(Method::yarn, 4.0);
+    request.native_attention_factor = 1.25;
+    EXPECT_DOUBLE_EQ(build_table(request).attention_factor, 1.25 * (0.1 * std::log(4.0) + 1.0));
+    request.attention_factor = 1.5;
+    EXPECT_EQ(build_table(request).attention_factor, 1.5);
 }
 
 // --- tables from tables
@@ -415,10 +485,13 @@ TEST(Relative, Composes) {
 
 // Frequencies above a turn a position have lost their whole turns by then; what is left must still fit together.
 TEST(Relative, OfTablesWithHugeFrequenciesIsValid) {
+    const auto slowed = [](double scale) {
+        TableRequest request = llama(Method::longrope);
+        request.factors.assign(64, scale);
+        return build_table(request);
+    };
     for (const double scale : {0.001, 0.004, 0.02, 0.2}) {
-        const FrequencyTable from = build_table(llama(Method::pi, scale));
-        const FrequencyTable to = build_table(llama(Method::pi, scale * 1.0001));
-        EXPECT_NO_THROW(validate(relative(to, from))) << scale;
+        EXPECT_NO_THROW(validate(relative(slowed(scale * 1.0001), slowed(scale)))) << scale;
     }
 }
 
@@ -494,7 +567,14 @@ INSTANTIATE_TEST_SUITE_P(
         BadRequest{"LengthNan", [](R& r) { r.original_max_position = not_a_number; }, {"original_max_position", "nan"}},
         BadRequest{
             "LengthInfinite", [](R& r) { r.original_max_position = infinity; }, {"original_max_position", "inf"}},
-        BadRequest{"ScaleZero", [](R& r) { r.scale = 0.0; }, {"scale", "positive", "got 0"}},
+        BadRequest{"NativeScaleTooShort", [](R& r) { r.native_scale = {1.0}; }, {"native_scale", "64", "got 1"}},
+        BadRequest{
+            "NativeScaleZero", [](R& r) { r.native_scale.assign(64, 0.0); }, {"native_scale", "positive", "got 0"}},
+        BadRequest{"NativeAttentionFactorNegative",
+                   [](R& r) { r.native_attention_factor = -1.0; },
+                   {"native_attention_factor", "positive", "got -1"}},
+        BadRequest{"ScaleBelowOne", [](R& r) { r.scale = 0.5; }, {"scale", "1 or more", "got 0.5"}},
+        BadRequest{"ScaleZero", [](R& r) { r.scale = 0.0; }, {"scale", "1 or more", "got 0"}},
         BadRequest{"ScaleNegative", [](R& r) { r.scale = -2.5; }, {"scale", "-2.5"}},
         BadRequest{"ScaleInfinite", [](R& r) { r.scale = infinity; }, {"scale", "inf"}},
         BadRequest{"ScaleNan", [](R& r) { r.scale = not_a_number; }, {"scale", "nan"}},

@@ -27,7 +27,6 @@ REQUESTS = [
     ("yarn", {**LLAMA, "bounds": (6, 20)}),
     ("yarn_ratio", {**LLAMA, "bounds": (6, 20)}),
     ("mrrope_pro", {**SMALL, "alpha": 0.25, "beta": 7.5}),
-    ("mrrope_uni", {**LLAMA, "scale": 0.5}),
     ("radix", {**LLAMA, "factors": LAMBDAS}),
     ("longrope", {**LLAMA, "factors": [1.0, *LAMBDAS]}),
 ]  # fmt: skip

@@ -37,12 +37,16 @@ struct TableRequest {
     double base = 10000.0;
     double original_max_position = 0.0;
     double scale = 1.0;
-    double alpha = 1.0;  // slow and fast bound, in rotations over the training length
+    double alpha = 1.0;  // slow and fast bound, in rotations over original_max_position
     double beta = 32.0;
     std::optional<Bounds> bounds = std::nullopt;  // overrides alpha and beta
     std::optional<double> power = std::nullopt;   // mrrope_pow only
     std::vector<double> factors = {};             // radix: the lambdas; longrope: the cumulative scales
     std::optional<double> attention_factor = std::nullopt;
+    // What the model does already, which the method extends: its frequencies are base^(-2i / rotary_dim) /
+    // native_scale[i], in any order (empty: plain RoPE), and its rotated q and k are multiplied by the factor.
+    std::vector<double> native_scale = {};
+    double native_attention_factor = 1.0;
 };
 
 struct FrequencyTable {
