@@ -79,13 +79,13 @@ class Calibration:
         for_search = self.seconds - (2 + len(KNOTS)) * len(self.documents.decide) * self.readings.longest_took
         self.readings.limit = POWER_SHARE * for_search
         family = min(POWER_OF, key=lambda method: self.loss(self.fixed[method], 0))
-        space = PowerSpace(self.fixed[family], POWER_OF[family])
+        space = PowerSpace(self.fixed[family], POWER_OF[family], self.trained.native)
         found = self.descend("power, bounds, temperature", space)
-        self.power_space = PowerSpace(space.table(found), found[0])
+        self.power_space = PowerSpace(space.table(found), found[0], self.trained.native)
         self.readings.limit = for_search
         for knots in KNOTS:
             best = min(self.finalists.values(), key=lambda finalist: finalist.search_loss)
-            self.descend(f"{knots} knots", KnotSpace(best.table, knots))
+            self.descend(f"{knots} knots", KnotSpace(best.table, knots, self.trained.native))
 
     def descend(self, part: str, space: PowerSpace | KnotSpace) -> Point:
         """One part of the search."""

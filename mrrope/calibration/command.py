@@ -105,9 +105,11 @@ class Files:
 
 
 def trained_with(model: Any, original_max_position: float | None) -> Trained:
-    """What the layers that see the whole text were trained with."""
+    """What the layers that see the whole text do as they are; a length starts over from plain RoPE."""
     found = {
-        (own.rotary_dim, own.base, original_max_position or own.original_max_position)
+        Trained(own.rotary_dim, own.base, original_max_position)
+        if original_max_position
+        else Trained(own.rotary_dim, own.base, own.original_max_position, own.native)
         for rotary in model_rope.rotary_embeddings(model)
         for own in (
             model_rope.settings(rotary, layer_type)
@@ -120,7 +122,7 @@ def trained_with(model: Any, original_max_position: float | None) -> Trained:
             f"model must have one kind of rotary position embedding to calibrate, and {type(model).__name__} has "
             f"{len(found)}"
         )
-    trained = Trained(*found.pop())
+    trained = found.pop()
     if trained.original_max_position is None:
         raise ValueError("--original-max-position must be given: the model's configuration does not say it")
     return trained

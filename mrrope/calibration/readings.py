@@ -103,7 +103,7 @@ class Readings:
             raise BudgetSpentError
         reading = self.journal.get(key)
         if reading is None:
-            with patched(self.model, table):
+            with patched(self.model, table, base=table.base, original_max_position=table.original_max_position):
                 read = token_losses(
                     self.model, document.tokens[:length], chunk=self.chunk, progress=self._tell_progress
                 )

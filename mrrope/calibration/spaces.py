@@ -19,14 +19,16 @@ POWERS = (-4.0, 8.0)
 TOUCHED = 1e-9
 
 
-def temperature_of(table: FrequencyTable) -> float:
-    """The coefficient that gives a table's attention factor."""
-    return (table.attention_factor - 1) / math.log(table.scale)
+def temperature_of(table: FrequencyTable, native: FrequencyTable | None = None) -> float:
+    """The coefficient that gives a table's attention factor, beside that of the table it extends."""
+    own = 1.0 if native is None else native.attention_factor
+    return (table.attention_factor / own - 1) / math.log(table.scale)
 
 
-def attention_factor(temperature: float, scale: float) -> float:
+def attention_factor(temperature: float, scale: float, native: FrequencyTable | None = None) -> float:
     """What a coefficient gives."""
-    return 1 + temperature * math.log(scale)
+    own = 1.0 if native is None else native.attention_factor
+    return own * (1 + temperature * math.log(scale))
 
 
 def clamp(value: float, low: float, high: float) -> float:
@@ -40,6 +42,8 @@ class PowerSpace:
 
     origin: FrequencyTable
     power: float
+    native: FrequencyTable | None = None
+    """What the model rotates by as it is, where that is not plain RoPE."""
 
     steps = (1.0, 4.0, 4.0, 0.04)
     halvings = 2
@@ -47,7 +51,7 @@ class PowerSpace:
     @property
     def start(self) -> Point:
         assert self.origin.bounds is not None
-        return (self.power, *map(float, self.origin.bounds), temperature_of(self.origin))
+        return (self.power, *map(float, self.origin.bounds), temperature_of(self.origin, self.native))
 
     def nearest(self, point: Point) -> Point:
         """Bounds are whole numbers, in order, within the table; pairs between them share the scale."""
@@ -72,7 +76,8 @@ class PowerSpace:
             scale=self.origin.scale,
             power=power,
             bounds=(int(low), int(high)),
-            attention_factor=attention_factor(temperature, self.origin.scale),
+            attention_factor=attention_factor(temperature, self.origin.scale, self.native),
+            native=self.native,
         )
 
 
@@ -88,12 +93,14 @@ class KnotSpace:
 
     origin: FrequencyTable
     knots: int
+    native: FrequencyTable | None = None
+    """What the model rotates by as it is, where that is not plain RoPE."""
 
     halvings = 2
 
     @property
     def start(self) -> Point:
-        return (*[0.0] * self.knots, temperature_of(self.origin))
+        return (*[0.0] * self.knots, temperature_of(self.origin, self.native))
 
     @property
     def steps(self) -> Point:
@@ -104,9 +111,16 @@ class KnotSpace:
         return (*(round(value, 9) for value in point[:-1]), round(clamp(point[-1], *TEMPERATURES), 9))
 
     @cached_property
+    def fastest_first(self) -> torch.Tensor:
+        """The pairs in the order in which the model rotates them."""
+        table = self.native or self.origin
+        return table.inv_freq.argsort(descending=True, stable=True)
+
+    @cached_property
     def log_scales(self) -> torch.Tensor:
-        """Of the table that the search starts from."""
-        return self.origin.cumulative_scale.log()
+        """By how much the table that the search starts from slows each pair, the fastest first."""
+        native = torch.ones_like(self.origin.inv_freq) if self.native is None else self.native.cumulative_scale
+        return (self.origin.cumulative_scale / native).log()[self.fastest_first]
 
     @cached_property
     def weights(self) -> torch.Tensor:
@@ -125,6 +139,8 @@ class KnotSpace:
         """The table that a point stands for."""
         moved = self.log_scales + self.weights @ torch.tensor(point[:-1], dtype=torch.float64)
         rising = moved.cummax(0).values.clamp(0, math.log(2 * self.origin.scale))
+        factors = torch.empty_like(rising)
+        factors[self.fastest_first] = rising.exp()
         return frequency_table(
             # Radix factors alone would have the first pair keep its speed, which PI slows.
             "longrope",
@@ -132,6 +148,7 @@ class KnotSpace:
             base=self.origin.base,
             original_max_position=self.origin.original_max_position,
             scale=self.origin.scale,
-            factors=rising.exp(),
-            attention_factor=attention_factor(point[-1], self.origin.scale),
+            factors=factors,
+            attention_factor=attention_factor(point[-1], self.origin.scale, self.native),
+            native=self.native,
         )

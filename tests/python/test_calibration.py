@@ -298,7 +298,7 @@ class RepeatsItselfPatched(RepeatsItself):
 @pytest.fixture
 def unpatchable(monkeypatch) -> None:
     """Lets models that have no RoPE be read."""
-    monkeypatch.setattr("mrrope.calibration.readings.patched", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("mrrope.calibration.readings.patched", lambda *_, **__: contextlib.nullcontext())
 
 
 @pytest.mark.usefixtures("unpatchable")
