@@ -8,7 +8,7 @@ from mrrope.export import export_config
 from mrrope.following import expecting
 from mrrope.gguf_export import export_gguf
 from mrrope.normed_rotation import qk_norm_rotary, qk_norm_rotary_
-from mrrope.patching import patch, patched, unpatch
+from mrrope.patching import is_patched, patch, patched, unpatch
 from mrrope.projection import deinterleave_heads, interleave_heads, pack_qkv, qkv_rotary, unpack_qkv
 from mrrope.rope_types import register_on_import, register_rope_types
 from mrrope.rotation import rotary, rotary_
@@ -28,6 +28,7 @@ __all__ = [
     "export_gguf",
     "frequency_table",
     "interleave_heads",
+    "is_patched",
     "pack_qkv",
     "patch",
     "patched",

@@ -130,9 +130,9 @@ def functions_for(model: nn.Module, rotary: nn.Module) -> list[RotaryFunction]:
         if expression := conventions.takes_embedding_apart(module_class):  # type: ignore[arg-type]
             raise UnfusableError(f"{module_class.__name__} computes with cosines and sines itself: {expression}")
     layer_type = model_rope.layer_types(rotary)[0]
-    own = model_rope.settings(rotary, layer_type)
-    device = next(rotary.buffers()).device
     positions = torch.tensor([[1, 5, 3, 40]], device="cpu")
+    own = model_rope.settings(rotary, layer_type, length=int(positions.max()) + 1)
+    device = next(rotary.buffers()).device
     if own.position_row is not None:
         positions = torch.stack([positions + row for row in range(int(own.position_row.max()) + 1)])
 
@@ -173,8 +173,11 @@ class SwappedTable:
                 self._set(rotary, model_rope.attribute(layer_type, name), table.inv_freq * turning)
             self._set(rotary, model_rope.attribute(layer_type, "attention_scaling"), table.attention_factor)
         # Types that recompute their frequencies as they go would undo the swap.
-        is_named_by_layer = isinstance(rotary.rope_type, dict)
-        rotary.rope_type = dict.fromkeys(ladders, "default") if is_named_by_layer else "default"  # type: ignore[assignment]
+        kinds: Any = rotary.rope_type
+        if isinstance(kinds, dict):
+            rotary.rope_type = kinds | dict.fromkeys(ladders, "default")  # type: ignore[assignment]
+        elif ladders:
+            rotary.rope_type = "default"  # type: ignore[assignment]
         setattr(rotary, self.ATTRIBUTE, self)
 
     def _set(self, rotary: nn.Module, name: str, value: Any) -> None:

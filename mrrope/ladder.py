@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mrrope.tables import FrequencyTable
-from mrrope.trained import Trained, table_for
+from mrrope.trained import STARTING_OVER, Trained, table_for
 
 DEFAULT_REACH = 16.0
 """Where ladders end unless told: this many times the native length."""
@@ -44,24 +44,26 @@ def scales_up_to(max_scale: float) -> list[float]:
 def ladder_for(
     trained: Trained,
     native: FrequencyTable,
-    native_length: float | None,
     method: Step | Sequence[Step],
     max_scale: float | None,
     options: dict[str, Any],
 ) -> Ladder:
-    """The model's own table as far as it reaches, then a method's by growing scales, or ready tables, one a step."""
+    """The model's own table up to the length that it reads as it is, then a method's by growing scales, or ready
+    tables, one a step."""
+    native_length = trained.original_max_position
     if native_length is None:
         raise ValueError("scale must be a number for this model: its configuration does not say how far it reads")
     if isinstance(method, Sequence) and not isinstance(method, str):
-        if max_scale is not None or options:
+        if max_scale is not None or options.keys() - STARTING_OVER:
             given = {**({"max_scale": max_scale} if max_scale is not None else {}), **options}
             raise ValueError(f"method is a list of ready tables, which leaves no room for {given}")
-        steps = [table_for(trained, step, 1.0, {}) for step in method]
+        steps = [table_for(trained, step, 1.0, options) for step in method]
     else:
         if isinstance(method, FrequencyTable):
             raise ValueError("method must be a method's name or a list of tables with scale='auto', got one table")
         if max_scale is None:
-            max_scale = DEFAULT_REACH * native_length / (trained.original_max_position or native_length)
+            start = (trained.arguments(options) | options)["original_max_position"]
+            max_scale = DEFAULT_REACH * native_length / start
         if not isinstance(max_scale, (int, float)) or not 1.0 < max_scale < math.inf:
             raise ValueError(f"max_scale must be a number above 1, got {max_scale!r}")
         steps = [table_for(trained, method, scale, options) for scale in scales_up_to(max_scale)]

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from mrrope.rope_types import ROPE_TYPES
 from mrrope.tables import FrequencyTable, frequency_table
 from mrrope.trained import Trained
 
 FREQUENCIES = "inv_freq"
+UNTRAINED = ("yarn", "dynamic")
+"""Extensions that transformers names and users put into configurations, without training."""
 
 
 @dataclass(frozen=True)
 class RopeSettings(Trained):
-    """RoPE of one kind of layer, before any extension."""
+    """RoPE of one kind of layer, as the model comes."""
 
-    table: FrequencyTable
-    """What the model turns by now."""
-    turning: torch.Tensor
+    table: FrequencyTable = field(kw_only=True)
+    """What the model rotates by now."""
+    turning: torch.Tensor = field(kw_only=True)
     """Which pairs turn at all, bool."""
-    position_row: torch.Tensor | None
+    position_row: torch.Tensor | None = field(kw_only=True)
     """Where a token has several positions: which of them turns each pair."""
-    native_length: float | None
-    """How far the model reads as it is, with the extension that its configuration may name already."""
+    changes_with_length: bool = field(kw_only=True)
+    """Whether the model's own code takes other frequencies for longer texts, within the length that it reads."""
+    untrained_extension: str | None = field(kw_only=True)
+    """The extension that the configuration names, where that is of a kind that needs no training."""
 
     def packed(self, table: FrequencyTable) -> torch.Tensor:
         """A table as the op takes it, for this kind of layer: pairs that stand still go on standing still."""
@@ -39,13 +46,46 @@ class RopeSettings(Trained):
 
 
 def rotary_embeddings(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a model that give positions their cosines and sines; those of vision towers are left out."""
+    """The modules of a model's text part that give positions their cosines and sines."""
+    found = []
     for module in model.modules():
         parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
         if not parameters or not layer_types(module) or parameters.get("rope_type") == "axial":
             continue
         if "position_ids" in inspect.signature(module.forward).parameters:
-            yield module
+            found.append(module)
+    whole = _configuration(model)
+    text = [module for module in found if _is_for_text(module.config, whole)]
+    # Where no part is the text's, all of them are.
+    yield from text or found
+
+
+def _configuration(model: nn.Module) -> Any:
+    """The configuration of the outermost module that has one of transformers'."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return next((config for config in configs if hasattr(config, "get_text_config")), None)
+
+
+def _is_for_text(config: Any, whole: Any) -> bool:
+    """Whether a module's configuration is the text's in a model's: not an audio tower's, a codec's, a talker's."""
+    if whole is None or whole.is_encoder_decoder:
+        return True
+    parts = list(_parts_of(whole))
+    text = whole.get_text_config(decoder=True)
+    if text is whole:  # the text may be in a part of a part
+        nested = (part.get_text_config(decoder=True) for part in parts)
+        text = next((config for config, part in zip(nested, parts, strict=True) if config is not part), whole)
+    is_other_part = any(config is part for part in parts)
+    # Some models give their layers copies of the text's configuration.
+    return config is text or (type(config) is type(text) and not is_other_part)
+
+
+def _parts_of(config: Any) -> Iterator[Any]:
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if hasattr(part, "get_text_config"):
+            yield part
+            yield from _parts_of(part)
 
 
 def layer_types(module: nn.Module) -> list[str | None]:
@@ -62,42 +102,88 @@ def is_local(layer_type: str | None) -> bool:
     return layer_type is not None and any(word in layer_type for word in ("sliding", "chunked", "local"))
 
 
-def changes_with_length(module: nn.Module) -> bool:
-    """Whether a rotary embedding computes its frequencies anew as texts get longer."""
-    kinds: Any = module.rope_type
-    names = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return any("dynamic" in name or name == "longrope" for name in names)
-
-
 def attribute(layer_type: str | None, name: str) -> str:
     """The name under which a rotary embedding keeps a thing for one kind of layer."""
     return name if layer_type is None else f"{layer_type}_{name}"
 
 
-def settings(module: nn.Module, layer_type: str | None) -> RopeSettings:
-    """The settings of one kind of layer, from the model's own configuration."""
+def settings(module: nn.Module, layer_type: str | None, length: int | None = None) -> RopeSettings:
+    """What a rotary embedding does for one kind of layer: by its own frequencies, not by those that its configuration
+    would give elsewhere; at a length, if not given the one that the model reads."""
     config: Any = module.config
     parameters = config.rope_parameters
     if layer_type is not None:
         parameters = parameters[layer_type]
-    frequencies: torch.Tensor = getattr(module, attribute(layer_type, FREQUENCIES)).double().cpu()
+    trained_length = parameters.get("original_max_position_embeddings")
+    stated = getattr(config, "max_position_embeddings", None)
+    native_length = _native_length(parameters, stated)
+    reached = length or native_length
+    now = module if reached is None else _at_length(module, layer_type, int(reached))
+    own = attribute(layer_type, FREQUENCIES)
+    frequencies: torch.Tensor = getattr(now, own).double().cpu()
+    for_short_texts = getattr(module, attribute(layer_type, f"original_{FREQUENCIES}"), getattr(module, own))
     base = float(parameters["rope_theta"])
     rotary_dim = 2 * frequencies.numel()
-    length = parameters.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
     turning = frequencies != 0
     plain = base ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
+    factors = _slowdown(plain, torch.where(turning, frequencies, plain))
     table = frequency_table(
         "longrope",
         rotary_dim=rotary_dim,
         base=base,
-        original_max_position=length or 1.0,
-        factors=torch.where(turning, plain / frequencies, 1.0),
-        attention_factor=getattr(module, attribute(layer_type, "attention_scaling"), 1.0),
+        original_max_position=native_length or 1.0,
+        factors=factors,
+        attention_factor=getattr(now, attribute(layer_type, "attention_scaling"), 1.0),
     )
-    rows = position_row(module, layer_type, rotary_dim // 2)
-    stated = getattr(config, "max_position_embeddings", None)
-    native_length = max(stated or length, length * (parameters.get("factor") or 1.0)) if length else None
-    return RopeSettings(rotary_dim, base, length, table, turning, rows, native_length)
+    is_plain = bool((factors == 1.0).all()) and table.attention_factor == 1.0
+    extension, factor = parameters.get("rope_type"), parameters.get("factor") or 1.0
+    is_untrained = extension in (*UNTRAINED, *ROPE_TYPES) and factor > 1.0
+    return RopeSettings(
+        rotary_dim,
+        base,
+        native_length,
+        native=None if is_plain else table,
+        trained_length=trained_length or stated,
+        table=table,
+        turning=turning,
+        position_row=position_row(module, layer_type, rotary_dim // 2),
+        changes_with_length=not torch.equal(for_short_texts.double().cpu(), frequencies),
+        untrained_extension=f"{extension} with factor {factor:g}" if is_untrained else None,
+    )
+
+
+def _native_length(parameters: dict[str, Any], stated: float | None) -> float | None:
+    """How far a model reads as it is."""
+    factor = parameters.get("factor") or 1.0
+    trained = parameters.get("original_max_position_embeddings")
+    if trained is None and parameters.get("rope_type") == "dynamic":
+        trained = stated
+    # Without a trained length, as of `linear`, what the configuration states is the extended one.
+    return stated if trained is None else max(stated or trained, trained * factor)
+
+
+def _at_length(module: nn.Module, layer_type: str | None, length: int) -> nn.Module:
+    """A rotary embedding with the frequencies that it takes for a text of this length."""
+    kinds: Any = module.rope_type
+    kind = kinds[layer_type] if isinstance(kinds, dict) else kinds
+    if "dynamic" not in kind and kind != "longrope":
+        return module
+    at_length = copy.deepcopy(module)
+    device = next(at_length.buffers()).device
+    extra = {} if layer_type is None else {"layer_type": layer_type}
+    at_length(torch.zeros(1, 1, 1, device=device), torch.full((1, 1), length - 1, device=device), **extra)
+    return at_length
+
+
+def _slowdown(plain: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """The cumulative scales of a model's frequencies: exact where those are plain RoPE's to rounding, in any order."""
+    order = frequencies.argsort(descending=True, stable=True)
+    exact = torch.empty_like(plain)
+    exact[order] = plain
+    # transformers computes base ** x in float32: the rounding of x counts log(base) times.
+    slack = (4.0 - plain.min().log()) * torch.finfo(torch.float32).eps
+    is_plain = (frequencies / exact - 1.0).abs() <= slack
+    return plain / torch.where(is_plain, exact, frequencies)
 
 
 def global_settings(model: nn.Module) -> RopeSettings:
@@ -110,6 +196,16 @@ def global_settings(model: nn.Module) -> RopeSettings:
         f"model must have rotary embeddings of transformers for layers that see the whole text, and "
         f"{type(model).__name__} has none"
     )
+
+
+def held_attention_factor(model: nn.Module) -> float:
+    """The root of the temperature that the attention of DeepSeek and its like applies to its logits, beside
+    1 / sqrt(head_dim), where their configuration extends RoPE."""
+    for module in model.modules():
+        scaling, head_dim = (getattr(module, name, None) for name in ("scaling", "qk_head_dim"))
+        if isinstance(scaling, float) and isinstance(head_dim, int):
+            return math.sqrt(scaling * math.sqrt(head_dim))
+    return 1.0
 
 
 def position_row(module: nn.Module, layer_type: str | None, pairs: int) -> torch.Tensor | None:

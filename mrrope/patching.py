@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -35,7 +35,7 @@ from mrrope.fused_projections import (
 from mrrope.ladder import Ladder, Step, ladder_for
 from mrrope.model_cache import UnfollowableError, find_cached_keys
 from mrrope.norm_forms import NormForm
-from mrrope.trained import table_for
+from mrrope.trained import STARTING_OVER, table_for
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -54,11 +54,13 @@ def patch(
     """Makes a model of transformers read by another frequency table, with the fused op; returns the model.
 
     Args:
-        model: any model of transformers with rotary position embeddings; patched already, it is patched anew.
-        method: a method's name, for a table from the model's own base, rotary dimension and trained length; or a ready
+        model: any model of transformers with rotary position embeddings; patched already, it is patched anew. Its text
+            model is extended; another part, as an audio tower or a talker, where it is passed itself.
+        method: a method's name, for a table that extends the model's own frequencies; or a ready
             :class:`FrequencyTable`, the path of its JSON, or the name of one that comes with the package; with
             ``scale="auto"`` also a list of those, one a step.
-        scale: by how much to extend the context, with a method's name; or ``"auto"``: every sequence is read with the
+        scale: how many times as far as it reads as it is the model is to read, with a method's name; 1 or a method that
+            extends nothing leave its logits as they are. Or ``"auto"``: every sequence is read with the
             smallest scale of a ladder that covers its length, 1 (the model as it is), 2, 4, and so on. A sequence that
             outgrows its scale has its cached keys turned to the next, and goes on.
         max_scale: where the ladder of ``scale="auto"`` ends; if not given, at 16 times what the model reads as it is.
@@ -70,11 +72,12 @@ def patch(
             model is run eagerly; norms of other forms stay as they are. Those of q and k just before the rotation are
             part of its op with or without.
         options: more arguments of :func:`frequency_table`: ``alpha``, ``beta``, ``bounds``, ``power``, ``factors``,
-            ``attention_factor``; or ``base`` and ``original_max_position``, in place of what the model's configuration
-            says.
+            ``attention_factor``. ``base`` or ``original_max_position`` start over from plain RoPE, whatever extension
+            the model has; with a ready table they say that it is meant for a model of theirs.
 
     Warns:
-        UserWarning: where the model's own code rotates in a way the op does not: then it runs on, by the new table.
+        UserWarning: where the model's own code rotates in a way the op does not: then it runs on, by the new table;
+            where its configuration names an extension that may be meant to be replaced, not extended.
 
     Raises:
         ValueError, TypeError: naming the argument; the model is untouched then.
@@ -98,10 +101,13 @@ def patch(
             UserWarning,
             stacklevel=2,
         )
-    ladders = [_ladders_for(rotary, method, scale, max_scale, local_layers, options) for rotary in rotaries]
+    settings = [_settings_of(model, rotary) for rotary in rotaries]
+    ladders = [_ladders_for(own, method, scale, max_scale, local_layers, options) for own in settings]
+    if options.keys().isdisjoint(STARTING_OVER) and scale != 1.0:
+        _warn_of_extensions(model, settings, scale, local_layers)
 
     before = _state_of(model)
-    if before.ladders:
+    if is_patched(model):
         unpatch(model)
     try:
         reasons = [_put_in(model, rotary, by_layer) for rotary, by_layer in zip(rotaries, ladders, strict=True)]
@@ -125,6 +131,8 @@ def patch(
 
 def is_patched(model: nn.Module) -> bool:
     """Whether :func:`patch` changed this model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     return any(
         isinstance(module, TableRotaryEmbedding) or hasattr(module, SwappedTable.ATTRIBUTE)
         for module in model.modules()
@@ -133,8 +141,6 @@ def is_patched(model: nn.Module) -> bool:
 
 def unpatch(model: Model) -> Model:
     """Makes a patched model exactly what it was; returns it."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not is_patched(model):
         raise ValueError(f"model must be a patched one, and this {type(model).__name__} is not")
     for module in list(model.modules()):
@@ -165,8 +171,20 @@ def patched(model: Model, method: Step | Sequence[Step], **options: Any) -> Iter
         _restore(model, before)
 
 
+Settings = dict[str | None, model_rope.RopeSettings]
+"""What a rotary embedding does as it is, by kind of layer."""
+
+
+def _settings_of(model: nn.Module, rotary: nn.Module) -> Settings:
+    held = model_rope.held_attention_factor(model)
+    return {
+        layer_type: replace(model_rope.settings(rotary, layer_type), held_attention_factor=held)
+        for layer_type in model_rope.layer_types(rotary)
+    }
+
+
 def _ladders_for(
-    rotary: nn.Module,
+    settings: Settings,
     method: Step | Sequence[Step],
     scale: float | Literal["auto"],
     max_scale: float | None,
@@ -174,17 +192,37 @@ def _ladders_for(
     options: dict[str, Any],
 ) -> Ladders:
     ladders: Ladders = {}
-    for layer_type in model_rope.layer_types(rotary):
-        own = model_rope.settings(rotary, layer_type)
+    for layer_type, own in settings.items():
         if model_rope.is_local(layer_type) and not local_layers:
-            ladders[layer_type] = Ladder.of_one(own.table)
+            ladder = Ladder.of_one(own.table)
         elif scale == "auto":
-            ladders[layer_type] = ladder_for(own, own.table, own.native_length, method, max_scale, options)
+            ladder = ladder_for(own, own.table, method, max_scale, options)
         elif isinstance(method, Sequence) and not isinstance(method, str):
             raise ValueError(f"scale must be 'auto' with a list of tables, got {scale!r}")
         else:
-            ladders[layer_type] = Ladder.of_one(table_for(own, method, scale, options))
+            ladder = Ladder.of_one(table_for(own, method, scale, options))
+        if own.changes_with_length and ladder.is_fixed and ladder.tables[0].is_like(own.table):
+            continue  # no one table is what the model does as it is
+        ladders[layer_type] = ladder
     return ladders
+
+
+def _warn_of_extensions(
+    model: nn.Module, settings: list[Settings], scale: float | Literal["auto"], local_layers: bool
+) -> None:
+    """Names both readings of a scale where a configuration extends RoPE by a method that needs no training."""
+    for layer_type, own in (item for by_layer in settings for item in by_layer.items()):
+        if own.untrained_extension is None or (model_rope.is_local(layer_type) and not local_layers):
+            continue
+        times = "" if scale == "auto" else f"{scale:g} times "
+        warnings.warn(
+            f"{type(model).__name__} is extended by its configuration already ({own.untrained_extension}): scale="
+            f"{scale!r} goes on from {times}the {own.original_max_position:g} tokens that it reads so; "
+            f"original_max_position={own.trained_length:g} starts over from plain RoPE, {times}{own.trained_length:g}",
+            UserWarning,
+            stacklevel=3,
+        )
+        return
 
 
 def _ladders_in(model: nn.Module) -> Iterator[tuple[nn.Module, Ladders]]:
@@ -231,6 +269,8 @@ def _restore(model: nn.Module, before: Patches) -> None:
 def _put_in(model: nn.Module, rotary: nn.Module, ladders: Ladders) -> str | None:
     """Makes a model turn by these tables; where the op cannot do it, tells why."""
     try:
+        if ladders.keys() != {*model_rope.layer_types(rotary)}:
+            raise UnfusableError("no one table is its own, which changes with the length of a text")
         _fuse(model, rotary, ladders)
     except UnfusableError as reason:
         if not all(ladder.is_fixed for ladder in ladders.values()):
@@ -265,7 +305,7 @@ def _follow(model: nn.Module, native: TableRotaryEmbedding, ladders: Ladders) ->
     settings = {layer_type: model_rope.settings(native.original, layer_type) for layer_type in ladders}
     if any(own.position_row is not None for own in settings.values()):
         raise UnfollowableError("its tokens have several positions each")
-    if model_rope.changes_with_length(native.original):
+    if any(own.changes_with_length for own in settings.values()):
         raise UnfollowableError("its own table changes with the length of a text already")
     follower = Follower(owner, ladders, find_cached_keys(owner, native, settings))
     follower.to(next(native.original.buffers()).device)

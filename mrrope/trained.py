@@ -1,7 +1,8 @@
-"""What a model was trained with, and the table that a method gives for it."""
+"""What a model rotates by as it is, and the table that a method gives for it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,35 @@ from mrrope.tables import METHODS, FrequencyTable, frequency_table
 
 @dataclass(frozen=True)
 class Trained:
-    """What a model was trained with, as far as a table depends on it."""
+    """What a model does without an extension, as far as a table depends on it."""
 
     rotary_dim: int
     base: float
     original_max_position: float | None
-    """None where the model does not tell."""
+    """How far the model reads as it is; None where it does not tell."""
+    native: FrequencyTable | None = None
+    """What the model rotates by, where that is not plain RoPE."""
+    trained_length: float | None = None
+    """The length before an extension that the model's configuration names; None where it names none."""
+    held_attention_factor: float = 1.0
+    """The root of a temperature that the model's attention applies itself, for the extension of its configuration."""
+
+    def arguments(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of :func:`frequency_table` that extend what the model does; ``base`` or
+        ``original_max_position`` among the options start over from plain RoPE."""
+        if options.keys().isdisjoint(STARTING_OVER):
+            return {
+                "rotary_dim": self.rotary_dim,
+                "base": self.base,
+                "original_max_position": self.original_max_position,
+                "native": self.native,
+            }
+        length = self.trained_length or self.original_max_position
+        return {"rotary_dim": self.rotary_dim, "base": self.base, "original_max_position": length}
+
+
+STARTING_OVER = frozenset({"base", "original_max_position"})
+"""What a user may know better than the model's configuration."""
 
 
 def is_table_name(name: str) -> bool:
@@ -33,24 +57,50 @@ def table_for(
     if isinstance(method, Path) or (isinstance(method, str) and is_table_name(method)):
         method = FrequencyTable.load(method)
     if isinstance(method, FrequencyTable):
-        if options or scale != 1.0:
-            given = {**({"scale": scale} if scale != 1.0 else {}), **options}
+        given = {**({"scale": scale} if scale != 1.0 else {}), **options}
+        if given.keys() - STARTING_OVER:
             raise ValueError(f"method is a ready table, which leaves no room for {given}")
-        table = method
-    else:
-        if isinstance(method, str) and method not in METHODS:
+        _check_is_of(trained, method, given)
+        return method
+    if isinstance(method, str) and method not in METHODS:
+        raise ValueError(
+            f"method must be one of {', '.join(METHODS)}, the path of a table's .json, or the name of a table that "
+            f"comes with mrrope ({shipped.listed()}), got {method!r}"
+        )
+    arguments = trained.arguments(options) | {"scale": scale, **options}
+    if arguments["original_max_position"] is None:
+        if scale != 1.0:
             raise ValueError(
-                f"method must be one of {', '.join(METHODS)}, the path of a table's .json, or the name of a table that "
-                f"comes with mrrope ({shipped.listed()}), got {method!r}"
+                "original_max_position must be given for this model: its configuration does not say how far it reads"
             )
-        arguments = {name: getattr(trained, name) for name in ("rotary_dim", "base", "original_max_position")}
-        arguments |= {"scale": scale, **options}
-        if arguments["original_max_position"] is None:
+        arguments["original_max_position"] = 1.0  # no bounds count where the method has no scale to spread
+    table = frequency_table(method, **arguments)
+    _check_rotary_dim(trained, table)
+    if "native" in arguments or "attention_factor" in options or trained.held_attention_factor == 1.0:
+        return table
+    # The model's attention goes on applying the temperature of the extension that is started over.
+    remaining = table.attention_factor / trained.held_attention_factor
+    return frequency_table(method, **arguments, attention_factor=remaining)
+
+
+def _check_is_of(trained: Trained, table: FrequencyTable, told: dict[str, Any]) -> None:
+    """Raises where a ready table was made for another model; what the user tells replaces what the model says."""
+    _check_rotary_dim(trained, table)
+    lengths = [trained.original_max_position, trained.trained_length]
+    known = {
+        "base": [told["base"]] if "base" in told else [trained.base],
+        "original_max_position": [told["original_max_position"]]
+        if "original_max_position" in told
+        else [length for length in lengths if length is not None],
+    }
+    for name, values in known.items():
+        if values and not any(math.isclose(getattr(table, name), value, rel_tol=1e-6) for value in values):
             raise ValueError(
-                "original_max_position must be given for this model: its configuration does not say what length it "
-                "was trained on"
+                f"method must be a table for the model's {name} {values[0]:g}, got {table!r}; if it is meant, say "
+                f"{name}={getattr(table, name):g}"
             )
-        table = frequency_table(method, **arguments)
+
+
+def _check_rotary_dim(trained: Trained, table: FrequencyTable) -> None:
     if table.rotary_dim != trained.rotary_dim:
         raise ValueError(f"method must give a table of the model's rotary_dim {trained.rotary_dim}, got {table!r}")
-    return table

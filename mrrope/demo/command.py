@@ -75,7 +75,7 @@ def packaged_model() -> Path:
 
 def native_length(model: Any) -> int:
     """How far the model reads as it is."""
-    length = global_settings(model).native_length
+    length = global_settings(model).original_max_position
     if length is None:
         raise ValueError(
             f"model must say how far it reads, and the configuration of {model.config.model_type} does not"

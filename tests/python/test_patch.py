@@ -158,20 +158,10 @@ def test_a_ready_table(llama: PreTrainedModel, tmp_path: Path, given: str) -> No
     assert_same(logits(llama), logits(unfused(tiny_model("llama"), table)))
 
 
-def test_the_trained_length_is_the_one_before_an_extension() -> None:
-    config = tiny_model("llama").config
-    config.rope_parameters = {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-    }
-    model = modeling_llama.LlamaForCausalLM(config).eval()
-    table = mrrope.frequency_table("mrrope_pro", rotary_dim=16, base=1e4, original_max_position=16, scale=8.0)
-    want = logits(unfused(copy.deepcopy(model), table))
-    before = logits(model)
-    assert_same(logits(mrrope.patch(model, "mrrope_pro", scale=8.0)), want)
-    assert torch.equal(logits(mrrope.unpatch(model)), before)
+def test_a_table_of_another_model_that_is_meant(llama: PreTrainedModel) -> None:
+    table = other_model(base=5e4, original_max_position=128)
+    mrrope.patch(llama, table, base=5e4, original_max_position=128)
+    assert_same(logits(llama), logits(unfused(tiny_model("llama"), table)))
 
 
 def test_types_that_recompute_their_frequencies_do_not_undo_the_patch() -> None:
@@ -189,6 +179,10 @@ def ready() -> mrrope.FrequencyTable:
     return mrrope.frequency_table("mrrope_pro", **LLAMA, scale=4.0)
 
 
+def other_model(**settings: float) -> mrrope.FrequencyTable:
+    return mrrope.frequency_table("mrrope_pro", **LLAMA | settings, scale=4.0)
+
+
 def other_size() -> mrrope.FrequencyTable:
     return mrrope.frequency_table("mrrope_pro", **LLAMA | {"rotary_dim": 8}, scale=4.0)
 
@@ -199,6 +193,7 @@ WRONG_CALLS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "a number for a method": (4.0, {}, TypeError, "method"),
     "scale of nothing": ("mrrope_pro", {"scale": 0.0}, ValueError, "scale"),
     "negative scale": ("yarn", {"scale": -4.0}, ValueError, "scale"),
+    "scale that shrinks": ("yarn", {"scale": 0.5}, ValueError, "scale must be a finite number, 1 or more, got 0.5"),
     "scale not a number": ("yarn", {"scale": float("nan")}, ValueError, "scale"),
     "infinite scale": ("pi", {"scale": float("inf")}, ValueError, "scale"),
     "scale of words": ("pi", {"scale": "four"}, TypeError, "scale"),
@@ -210,6 +205,13 @@ WRONG_CALLS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "no factors": ("radix", {}, ValueError, "factors"),
     "factors of another size": ("longrope", {"factors": [1.0] * 7}, ValueError, "factors"),
     "table of another size": (other_size(), {}, ValueError, "method.*rotary_dim 16"),
+    "table of another base": (other_model(base=5e4), {}, ValueError, r"model's base 10000, .* say base=50000"),
+    "table of another length": (
+        other_model(original_max_position=128),
+        {},
+        ValueError,
+        r"model's original_max_position 64, .* say original_max_position=128",
+    ),
     "table and scale": (ready(), {"scale": 4.0}, ValueError, "ready table.*scale"),
     "table and option": (ready(), {"alpha": 2.0}, ValueError, "ready table.*alpha"),
     "no such file": ("/nowhere/table.json", {}, FileNotFoundError, "/nowhere/table.json"),

@@ -254,8 +254,17 @@ def tiny_config(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrain
 
 def tiny_model(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """What AutoModelForCausalLM gives for this model type, tiny and random, on the CPU, in eval mode."""
+    return random_model(tiny_config_of(model_type), seed=seed, dtype=dtype)
+
+
+def tiny_config_of(model_type: str) -> PreTrainedConfig:
+    """A config of this model type that makes a tiny model."""
     overrides = OVERRIDES.get(model_type, {})
-    config = tiny_config(CONFIG_MAPPING[model_type](**copy.deepcopy(overrides)), overrides)
+    return tiny_config(CONFIG_MAPPING[model_type](**copy.deepcopy(overrides)), overrides)
+
+
+def random_model(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A random model of this config, on the CPU, in eval mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
