@@ -19,10 +19,11 @@ import itertools
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from mrrope import traced_rotation
 from mrrope.traced_rotation import is_for_the_compiler
@@ -182,6 +183,17 @@ class TableAfterNorms(NotedTable):
             )
 
 
+def own_code(function: Apply) -> Apply:
+    """A function as its modeling module defines it.
+
+    With the package ``kernels`` it is an instance of a module. Its class keeps the code and the signature; the instance
+    may run a kernel from the Hub by now, for other devices than a probe's.
+    """
+    while is_fused(function):
+        function = function.__wrapped__  # type: ignore[attr-defined]
+    return MethodType(type(function).forward, function) if isinstance(function, nn.Module) else function
+
+
 @dataclass(frozen=True)
 class CallForm:
     """Where a function takes q, k and the embedding: places among its parameters, by name."""
@@ -194,7 +206,7 @@ class CallForm:
     @staticmethod
     def of(function: Apply) -> CallForm | None:
         """The form of a function, or None where its parameters are not understood."""
-        parameters = inspect.signature(function).parameters
+        parameters = inspect.signature(own_code(inspect.unwrap(function))).parameters
         places = {name: place for place, name in enumerate(parameters)}
         for heads in (("q", "k"), ("xq", "xk"), ("x",), ("tensor",)):
             for embedding in (("cos", "sin"), ("freqs_cis",)):
@@ -250,7 +262,18 @@ def fused(original: Apply, form: CallForm, convention: Convention) -> Apply:
         return turned[0] if len(form.heads) == 1 else tuple(turned)
 
     apply_rotary.__wrapped__ = original  # type: ignore[attr-defined]
+    apply_rotary.is_fused = True  # type: ignore[attr-defined]
     return apply_rotary
+
+
+def is_fused(function: Apply) -> bool:
+    """Whether :func:`fused` made a function."""
+    return getattr(function, "is_fused", False) is True
+
+
+def unwrapped(function: Apply) -> Apply:
+    """What the wrappers around a function call in the end, fused functions included."""
+    return inspect.unwrap(function, stop=is_fused)
 
 
 def _rotate_after_norms(
@@ -345,7 +368,8 @@ def find_convention(
 ) -> Convention | None:
     """The convention under which the op does what ``function`` does with a model's own embedding.
 
-    ``embed(x)`` is that embedding at ``positions``, for four tokens; ``table`` holds its frequencies, packed.
+    ``embed(x)`` is that embedding at ``positions``, for four tokens; ``table`` holds its frequencies, packed. The function
+    runs on the embedding's device, which may be the only one that it takes.
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
     random = functools.partial(torch.randn, generator=generator, device="cpu")
@@ -358,7 +382,7 @@ def find_convention(
             try:
                 embedding = embed(heads[0])
                 embedding = embedding if isinstance(embedding, tuple) else (embedding,)
-                want = form.call(function, heads, embedding)
+                want = form.call(function, [x.to(embedding[0].device, copy=True) for x in heads], embedding)
             except (RuntimeError, ValueError, IndexError):
                 continue  # the function takes no such shapes
             packed = packed_embedding(positions, table, single=len(embedding) == 1)
@@ -372,5 +396,6 @@ def _agree(want: Any, got: Any) -> bool:
     wanted = want if isinstance(want, tuple) else (want,)
     found = got if isinstance(got, tuple) else (got,)
     return len(wanted) == len(found) and all(
-        w.shape == f.shape and torch.allclose(w, f, rtol=0.0, atol=1e-4) for w, f in zip(wanted, found, strict=True)
+        w.shape == f.shape and torch.allclose(w.cpu(), f, rtol=0.0, atol=1e-4)
+        for w, f in zip(wanted, found, strict=True)
     )

@@ -45,6 +45,7 @@ class TableRotaryEmbedding(nn.Module):
         self.ladders = ladders
         self.single = any(len(function.form.embedding) == 1 for function in functions)
         self.follower: Follower | None = None
+        self.installed: list[InstalledFunction] = []
         device = next(original.buffers()).device
         for layer_type, ladder in ladders.items():
             own = model_rope.settings(original, layer_type)
@@ -54,6 +55,8 @@ class TableRotaryEmbedding(nn.Module):
             self.register_buffer(model_rope.attribute(layer_type, "packed_table"), buffer.to(device), persistent=False)
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        for function in self.installed:
+            function.expect_in_place()
         table = getattr(self, model_rope.attribute(layer_type, "packed_table")).to(x.device)
         positions = position_ids.to(x.device, conventions.PACKED_TABLE_DTYPE)
         if self.follower is not None and not self.ladders[layer_type].is_fixed:
@@ -70,49 +73,80 @@ class TableRotaryEmbedding(nn.Module):
                 raise
             return getattr(super().__getattr__("original"), name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "installed": []}  # functions and modules of this process
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         # In another process the functions have to be put in place again. Tensors may not have their values yet.
         installed_functions.install_for(self)
 
 
+@dataclass(frozen=True)
+class InstalledFunction:
+    """A fused function that stands in a modeling module."""
+
+    module: ModuleType
+    name: str
+    fused: Apply
+
+    def expect_in_place(self) -> None:
+        """Raises where another function would take positions and tables for cosines and sines."""
+        current = getattr(self.module, self.name)
+        # A wrapper may be over it, or the fused function of a model that was patched later.
+        if current is not self.fused and not conventions.is_fused(conventions.unwrapped(current)):
+            other = getattr(current, "__qualname__", type(current).__qualname__)
+            raise RuntimeError(
+                f"{self.module.__name__}.{self.name} must be what mrrope.patch put there, got "
+                f"{getattr(current, '__module__', '?')}.{other}: apply other patches, such as Liger's, before mrrope.patch, "
+                "or call mrrope.patch again after them"
+            )
+
+
 class InstalledFunctions:
     """The fused functions that stand in modeling modules, each for as long as a patched model needs it."""
 
     def __init__(self) -> None:
-        self._installed: dict[tuple[ModuleType, str], tuple[Apply, weakref.WeakSet[TableRotaryEmbedding]]] = {}
+        self._users: dict[InstalledFunction, weakref.WeakSet[TableRotaryEmbedding]] = {}
 
     def install_for(self, user: TableRotaryEmbedding) -> None:
         """Puts the fused functions in place, unless they stand there already."""
-        for found in user.functions:
-            module, name = importlib.import_module(found.module), found.name
-            if (module, name) not in self._installed:
-                original = getattr(module, name)
-                if CallForm.of(original) != found.form:  # of an unpickled model, in another version of transformers
-                    raise ValueError(
-                        f"the model must be patched anew: {found.module}.{name} takes other arguments by now"
-                    )
-                function = conventions.fused(original, found.form, found.convention)
-                setattr(module, name, function)
-                self._installed[module, name] = function, weakref.WeakSet()
-            self._installed[module, name][1].add(user)
+        user.installed = [self._install(found) for found in user.functions]
+        for function in user.installed:
+            self._users[function].add(user)
         # A patched model may also just be dropped.
         weakref.finalize(user, self._restore_unused).atexit = False
 
+    def _install(self, found: RotaryFunction) -> InstalledFunction:
+        module = importlib.import_module(found.module)
+        original = getattr(module, found.name)
+        for function in self._users:
+            is_here = (function.module, function.name) == (module, found.name)
+            if is_here and function.fused is conventions.unwrapped(original):
+                return function
+        if CallForm.of(original) != found.form:  # of an unpickled model, in another version of transformers
+            raise ValueError(
+                f"the model must be patched anew: {found.module}.{found.name} takes other arguments by now"
+            )
+        function = InstalledFunction(module, found.name, conventions.fused(original, found.form, found.convention))
+        setattr(module, found.name, function.fused)
+        self._users[function] = weakref.WeakSet()
+        return function
+
     def release(self, user: TableRotaryEmbedding) -> None:
         """Puts the originals back where no other patched model needs the fused ones."""
-        for _, users in self._installed.values():
+        for users in self._users.values():
             users.discard(user)
         self._restore_unused()
 
     def _restore_unused(self) -> None:
-        for (module, name), (function, users) in list(self._installed.items()):
+        for function, users in list(self._users.items()):
             if next(iter(users), None) is not None:
                 continue
-            del self._installed[module, name]
+            del self._users[function]
             # What others have put over it since is theirs.
-            if getattr(module, name) is function:
-                setattr(module, name, function.__wrapped__)
+            if getattr(function.module, function.name) is function.fused:
+                setattr(function.module, function.name, function.fused.__wrapped__)  # type: ignore[attr-defined]
 
 
 installed_functions = InstalledFunctions()
@@ -138,14 +172,13 @@ def functions_for(model: nn.Module, rotary: nn.Module) -> list[RotaryFunction]:
 
     def embed(x: torch.Tensor) -> Any:
         extra = {} if layer_type is None else {"layer_type": layer_type}
-        embedding = rotary(x.to(device), positions.to(device), **extra)
-        return tuple(part.cpu() for part in embedding) if isinstance(embedding, tuple) else embedding.cpu()
+        return rotary(x.to(device), positions.to(device), **extra)
 
     found = []
     names = {module_class.__module__ for module_class in classes} | {type(rotary).__module__}
     for module in map(importlib.import_module, sorted(names)):
         for name, function in conventions.apply_functions(module).items():
-            function = getattr(function, "__wrapped__", function)
+            function = conventions.own_code(function)
             form = CallForm.of(function)
             if form is None:
                 raise UnfusableError(f"the parameters of {module.__name__}.{name} are not understood")
