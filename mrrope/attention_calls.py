@@ -102,6 +102,12 @@ def can_be_tried(attention: nn.Module) -> bool:
     return not any(module._forward_hooks or module._forward_pre_hooks for module in attention.modules())
 
 
+def width_of(attention: nn.Module) -> int | None:
+    """How wide the hidden states are that a module takes, if it tells."""
+    width = next((module.in_features for module in attention.modules() if hasattr(module, "in_features")), None)
+    return width if isinstance(width, int) else None
+
+
 def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether a parameter's values are spread over several processes."""
     if not torch.distributed.is_available():
@@ -111,16 +117,12 @@ def is_sharded(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor)
 
 
-def try_call(
-    attention: nn.Module, runs: Any, hidden_states: torch.Tensor, positions: torch.Tensor, table: NotedTable
-) -> torch.Tensor:
+def try_call(attention: nn.Module, runs: Any, hidden_states: torch.Tensor, embedding: Any) -> torch.Tensor:
     """What a module's own forward gives for a few tokens, run on itself or on a stand-in."""
     forward: Callable[..., Any] = type(attention).forward
     keeps = KEPT_FOR_OTHER_LAYERS in inspect.signature(forward).parameters
     extra: dict[str, Any] = {KEPT_FOR_OTHER_LAYERS: {}} if keeps else {}
-    output = forward(
-        runs, hidden_states=hidden_states, position_embeddings=(positions, table), attention_mask=None, **extra
-    )
+    output = forward(runs, hidden_states=hidden_states, position_embeddings=embedding, attention_mask=None, **extra)
     result: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return result
 

@@ -210,7 +210,7 @@ class CallForm:
         places = {name: place for place, name in enumerate(parameters)}
         for heads in (("q", "k"), ("xq", "xk"), ("x",), ("tensor",)):
             for embedding in (("cos", "sin"), ("freqs_cis",)):
-                known = {*heads, *embedding, "unsqueeze_dim", "position_ids"}
+                known = {*heads, *embedding, "unsqueeze_dim", "position_ids", "rotary_dim"}
                 if {*heads, *embedding} <= places.keys() <= known:
                     unsqueeze = parameters.get("unsqueeze_dim")
                     return CallForm(heads, embedding, places, unsqueeze.default if unsqueeze else None)
@@ -225,6 +225,16 @@ class CallForm:
         """Calls a function of this form."""
         names = dict(zip(self.heads, heads, strict=True)) | dict(zip(self.embedding, embedding, strict=True))
         return function(**names)
+
+
+@dataclass(frozen=True)
+class RotaryFunction:
+    """A function of a modeling module that applies what a rotary embedding gives, and how it does."""
+
+    module: str
+    name: str
+    form: CallForm
+    convention: Convention
 
 
 def packed_embedding(positions: torch.Tensor, table: torch.Tensor, *, single: bool) -> tuple[torch.Tensor, ...]:
@@ -271,9 +281,11 @@ def is_fused(function: Apply) -> bool:
     return getattr(function, "is_fused", False) is True
 
 
-def unwrapped(function: Apply) -> Apply:
-    """What the wrappers around a function call in the end, fused functions included."""
-    return inspect.unwrap(function, stop=is_fused)
+def fused_in(function: Apply) -> Apply | None:
+    """The fused function that a function is, or wraps: a wrapper keeps it as ``__wrapped__`` or in its closure."""
+    inner = inspect.unwrap(function, stop=is_fused)
+    kept = (cell.cell_contents for cell in getattr(inner, "__closure__", None) or ())
+    return inner if is_fused(inner) else next(filter(is_fused, kept), None)
 
 
 def _rotate_after_norms(
@@ -332,6 +344,11 @@ def takes_embedding_apart(module_class: type) -> str | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(module_class)))
     except (OSError, TypeError):
         return None
+    unpacked = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Name(id="position_embeddings")):
+                unpacked |= {target.id for target in targets if isinstance(target, ast.Name)}
     for node in ast.walk(tree):
         match node:
             case ast.Subscript(value=value) | ast.Attribute(value=value):
@@ -341,7 +358,9 @@ def takes_embedding_apart(module_class: type) -> str | None:
             case _:
                 continue
         for operand in operands:
-            if isinstance(operand, ast.Name) and {"cos", "sin"} & set(operand.id.split("_")):
+            if not isinstance(operand, ast.Name):
+                continue
+            if operand.id in unpacked or {"cos", "sin"} & set(operand.id.split("_")):
                 return ast.unparse(node)
     return None
 
@@ -368,8 +387,8 @@ def find_convention(
 ) -> Convention | None:
     """The convention under which the op does what ``function`` does with a model's own embedding.
 
-    ``embed(x)`` is that embedding at ``positions``, for four tokens; ``table`` holds its frequencies, packed. The function
-    runs on the embedding's device, which may be the only one that it takes.
+    ``embed(x)`` is that embedding at ``positions``, for four tokens, on the device that ``function`` is probed on;
+    ``table`` holds its frequencies, packed.
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
     random = functools.partial(torch.randn, generator=generator, device="cpu")

@@ -143,8 +143,8 @@ class TriedTable(TableAfterNorms):
 @torch.no_grad()
 def _is_the_same(attention: nn.Module, forms: dict[str, NormForm], rotary: nn.Module) -> bool:
     """Whether an attention module gives the same with its norms deferred, by trying."""
-    width = next((module.in_features for module in attention.modules() if hasattr(module, "in_features")), None)
-    if not isinstance(width, int):
+    width = attention_calls.width_of(attention)
+    if width is None:
         return False
     # The norms' dtype is the one that is computed in; that of other weights may be one to keep them small.
     weight: Any = getattr(attention, next(iter(forms))).weight
@@ -167,7 +167,7 @@ def _agree_on(
         table = TriedTable(packed)
         runs = WithoutNorms(attention, forms, table) if waits else attention
         try:
-            outputs.append(attention_calls.try_call(attention, runs, hidden_states, positions, table))
+            outputs.append(attention_calls.try_call(attention, runs, hidden_states, (positions, table)))
         except Exception:  # its own code may raise anything where it is not called as it expects
             why = "with its norms deferred" if waits else "by itself"
             logger.debug("%s keeps its norms: it cannot be tried %s", type(attention).__name__, why, exc_info=True)

@@ -17,22 +17,13 @@ import torch
 from torch import nn
 
 from mrrope import conventions, model_rope
-from mrrope.conventions import Apply, CallForm, Convention
+from mrrope.conventions import Apply, CallForm, RotaryFunction
 from mrrope.following import Follower
 from mrrope.ladder import Ladder
+from mrrope.probed_attention import own_rotation
 
 Ladders = dict[str | None, Ladder]
 """What turns each kind of layer that a rotary embedding serves."""
-
-
-@dataclass(frozen=True)
-class RotaryFunction:
-    """A function of a modeling module that applies what a rotary embedding gives, and how it does."""
-
-    module: str
-    name: str
-    form: CallForm
-    convention: Convention
 
 
 class TableRotaryEmbedding(nn.Module):
@@ -94,11 +85,11 @@ class InstalledFunction:
         """Raises where another function would take positions and tables for cosines and sines."""
         current = getattr(self.module, self.name)
         # A wrapper may be over it, or the fused function of a model that was patched later.
-        if current is not self.fused and not conventions.is_fused(conventions.unwrapped(current)):
-            other = getattr(current, "__qualname__", type(current).__qualname__)
+        if current is not self.fused and conventions.fused_in(current) is None:
+            other = current if hasattr(current, "__qualname__") else type(current)
             raise RuntimeError(
                 f"{self.module.__name__}.{self.name} must be what mrrope.patch put there, got "
-                f"{getattr(current, '__module__', '?')}.{other}: apply other patches, such as Liger's, before mrrope.patch, "
+                f"{other.__module__}.{other.__qualname__}: apply other patches, such as Liger's, before mrrope.patch, "
                 "or call mrrope.patch again after them"
             )
 
@@ -122,7 +113,7 @@ class InstalledFunctions:
         original = getattr(module, found.name)
         for function in self._users:
             is_here = (function.module, function.name) == (module, found.name)
-            if is_here and function.fused is conventions.unwrapped(original):
+            if is_here and function.fused is conventions.fused_in(original):
                 return function
         if CallForm.of(original) != found.form:  # of an unpickled model, in another version of transformers
             raise ValueError(
@@ -146,7 +137,7 @@ class InstalledFunctions:
             del self._users[function]
             # What others have put over it since is theirs.
             if getattr(function.module, function.name) is function.fused:
-                setattr(function.module, function.name, function.fused.__wrapped__)  # type: ignore[attr-defined]
+                setattr(function.module, function.name, function.fused.__wrapped__)
 
 
 installed_functions = InstalledFunctions()
@@ -188,6 +179,11 @@ def functions_for(model: nn.Module, rotary: nn.Module) -> list[RotaryFunction]:
             found.append(RotaryFunction(module.__name__, name, form, convention))
     if not found:
         raise UnfusableError(f"{type(rotary).__module__} has no function that applies RoPE")
+    single = any(len(function.form.embedding) == 1 for function in found)
+    packed = conventions.packed_embedding(positions, own.packed(own.table), single=single)
+    for owner in [module for module in model.modules() if any(child is rotary for child in module.children())]:
+        if why := own_rotation(owner, found, packed):
+            raise UnfusableError(why)
     return found
 
 

@@ -511,7 +511,7 @@ def _outcome(
             call = OneCall(attention, projection, positions, table)
             runs = WithOneProjection(call) if is_fused else attention
             try:
-                output = attention_calls.try_call(attention, runs, scale * hidden_states, positions, table)
+                output = attention_calls.try_call(attention, runs, scale * hidden_states, (positions, table))
             except Exception:  # its own code may raise anything where it is not called as it expects
                 logger.debug("%s cannot be tried", type(attention).__name__, exc_info=True)
                 return "other"

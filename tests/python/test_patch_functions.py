@@ -1,0 +1,202 @@
+"""Patched models whose rotation is not the stock function of their modeling module: replaced by another library, or
+written into custom attention."""
+
+import functools
+import gc
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mrrope
+
+pytest.importorskip("transformers")
+
+from tiny_models import tiny_model, tokens
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, rotate_half
+
+TABLE = mrrope.frequency_table("mrrope_pro", rotary_dim=16, base=1e4, original_max_position=64, scale=4.0)
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model(tokens(2, 24)).logits
+
+
+def with_frequencies(model: PreTrainedModel, table: mrrope.FrequencyTable) -> PreTrainedModel:
+    """Stock code with a table's frequencies, set by hand."""
+    rotary = model.model.rotary_emb
+    rotary.inv_freq.copy_(table.inv_freq)
+    rotary.attention_scaling = table.attention_factor
+    return model
+
+
+def assert_reads_by_the_table(model: nn.Module) -> None:
+    want = logits(with_frequencies(tiny_model("llama"), TABLE))
+    assert (logits(model) - want).norm() < 1e-5 * want.norm()
+
+
+def their_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """A library's replacement: takes whatever it gets for cosines and sines."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+@pytest.fixture(autouse=True)
+def llamas_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its place again after the test."""
+    gc.collect()
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
+
+
+# --- replaced ---
+
+REPLACED = r"modeling_llama.apply_rotary_pos_emb must be what mrrope.patch put there, got .*{}: apply other patches"
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_function_put_over_ours_is_noticed(compiled: bool, dynamo: Any) -> None:
+    patched = mrrope.patch(tiny_model("llama"), TABLE)
+    model = torch.compile(patched, backend="eager") if compiled else patched
+    logits(model)
+    modeling_llama.apply_rotary_pos_emb = their_rotation
+    with pytest.raises(RuntimeError, match=REPLACED.format("their_rotation")):
+        logits(model)
+
+
+def test_liger_applied_after_patch_is_noticed() -> None:
+    liger = pytest.importorskip("liger_kernel.transformers")
+    model = mrrope.patch(tiny_model("llama"), TABLE)
+    others = dict.fromkeys(("rms_norm", "swiglu", "cross_entropy", "fused_linear_cross_entropy"), False)
+    liger.apply_liger_kernel_to_llama(rope=True, **others)
+    with pytest.raises(RuntimeError, match=REPLACED.format("liger_rotary_pos_emb")):
+        logits(model)
+
+
+def test_patching_again_goes_over_what_was_put_over_ours() -> None:
+    models = [mrrope.patch(tiny_model("llama"), TABLE) for _ in range(2)]
+    modeling_llama.apply_rotary_pos_emb = their_rotation
+    mrrope.patch(models[1], TABLE)
+    for model in models:
+        assert_reads_by_the_table(model)
+    plain = logits(tiny_model("llama"))
+    for model in models:
+        assert torch.equal(logits(mrrope.unpatch(model)), plain)
+    assert modeling_llama.apply_rotary_pos_emb is their_rotation
+
+
+def test_a_function_with_ligers_parameters_is_fused(recwarn: pytest.WarningsRecorder) -> None:
+    def rotation(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+        return their_rotation(q, k, cos, sin, unsqueeze_dim)
+
+    modeling_llama.apply_rotary_pos_emb = rotation
+    model = mrrope.patch(tiny_model("llama"), TABLE)
+    assert not recwarn.list
+    assert_reads_by_the_table(model)
+
+
+@pytest.mark.parametrize("keeps", ["__wrapped__", "closure"])
+def test_a_wrapper_over_ours_is_left_alone(keeps: str) -> None:
+    model = mrrope.patch(tiny_model("llama"), TABLE)
+    ours = modeling_llama.apply_rotary_pos_emb
+    calls = []
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return ours(*args, **kwargs)
+
+    modeling_llama.apply_rotary_pos_emb = functools.wraps(ours)(wrapper) if keeps == "__wrapped__" else wrapper
+    assert_reads_by_the_table(model)
+    assert calls
+
+
+# --- custom attention ---
+
+
+class CustomAttention(LlamaAttention):
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, **_: Any) -> tuple[Tensor, None]:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.rotated(q, k, position_embeddings)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+class RotatesInline(CustomAttention):
+    def rotated(self, q, k, position_embeddings):
+        c, s = position_embeddings
+        return tuple(x * c[:, None] + rotate_half(x) * s[:, None] for x in (q, k))
+
+
+def turn(x, embedding):
+    """Of another name, and with other parameters, than functions that are known to apply RoPE."""
+    return x * embedding[0].unsqueeze(1) + rotate_half(x) * embedding[1].unsqueeze(1)
+
+
+class RotatesByAHelper(CustomAttention):
+    def rotated(self, q, k, position_embeddings):
+        return turn(q, position_embeddings), turn(k, position_embeddings)
+
+
+class InheritsItsRotation(RotatesByAHelper):
+    pass
+
+
+class RotatesByTheStockFunction(CustomAttention):
+    def rotated(self, q, k, position_embeddings):
+        c, s = position_embeddings
+        return modeling_llama.apply_rotary_pos_emb(q, k, c, s)
+
+
+def custom_llama(attention: type[nn.Module], layers: slice = slice(None)) -> PreTrainedModel:
+    model = tiny_model("llama")
+    for layer in model.model.layers[layers]:
+        layer.self_attn.__class__ = attention
+    return model
+
+
+@pytest.mark.parametrize("layers", [slice(None), slice(-1, None)], ids=["all", "last"])
+@pytest.mark.parametrize("attention", [RotatesInline, RotatesByAHelper, InheritsItsRotation])
+def test_attention_that_rotates_by_itself_gets_the_table(attention: type[nn.Module], layers: slice) -> None:
+    model = custom_llama(attention, layers).train()
+    plain, random_state = logits(model), torch.get_rng_state()
+    with pytest.warns(UserWarning, match=f"not the fused op: {attention.__name__} computes with cosines and sines"):
+        mrrope.patch(model, TABLE)
+    assert all(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.equal(logits(model), logits(with_frequencies(custom_llama(attention, layers).train(), TABLE)))
+    assert torch.equal(logits(mrrope.unpatch(model)), plain)
+
+
+def test_attention_that_rotates_by_itself_cannot_follow() -> None:
+    model = custom_llama(RotatesByAHelper)
+    plain = logits(model)
+    with pytest.raises(ValueError, match=r"scale must be a number .*RotatesByAHelper computes with"):
+        mrrope.patch(model, "mrrope_pro", scale="auto")
+    assert torch.equal(logits(model), plain)
+
+
+def test_attention_on_the_meta_device_is_read_instead() -> None:
+    model = custom_llama(RotatesInline)
+    for layer in model.model.layers:
+        layer.self_attn.to("meta")
+    with pytest.warns(UserWarning, match="RotatesInline computes with cosines and sines itself"):
+        mrrope.patch(model, TABLE)
+
+
+def test_custom_attention_that_uses_the_stock_function_is_fused(recwarn: pytest.WarningsRecorder) -> None:
+    model = mrrope.patch(custom_llama(RotatesByTheStockFunction), TABLE)
+    assert not recwarn.list
+    assert_reads_by_the_table(model)
+
+
+def test_probing_leaves_functions_in_place() -> None:
+    before = dict(vars(sys.modules[modeling_llama.__name__]))
+    model = custom_llama(RotatesByAHelper)
+    with pytest.warns(UserWarning, match="not the fused op"):
+        mrrope.patch(model, TABLE)
+    assert {name: value for name, value in vars(modeling_llama).items() if value is not before.get(name)} == {}
