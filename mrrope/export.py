@@ -60,8 +60,7 @@ def export_config(
     """
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-    if engine == "transformers":
-        register_rope_types()
+    register_rope_types()
     data, parsed = read_config(config)
     text = parsed.get_text_config()
     model, rotary = _empty_model(text)

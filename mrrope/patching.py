@@ -35,6 +35,7 @@ from mrrope.fused_projections import (
 from mrrope.ladder import Ladder, Step, ladder_for
 from mrrope.model_cache import UnfollowableError, find_cached_keys
 from mrrope.norm_forms import NormForm
+from mrrope.rope_types import expect_rope_parameters
 from mrrope.trained import STARTING_OVER, table_for
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -84,6 +85,7 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    expect_rope_parameters()
     rotaries = list(model_rope.rotary_embeddings(model))
     if not rotaries:
         raise ValueError(

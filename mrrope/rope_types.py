@@ -32,6 +32,8 @@ OPTIONS = {
 """Optional ``rope_parameters``, and the arguments of :func:`mrrope.frequency_table` they stand for."""
 
 TRANSFORMERS_MODULE = "transformers.modeling_rope_utils"
+MIXIN = "RotaryEmbeddingConfigMixin"
+"""What configurations of transformers check their ``rope_parameters`` by, since 5.0."""
 
 
 def register_rope_types() -> None:
@@ -41,13 +43,24 @@ def register_rope_types() -> None:
     ``rope_theta``, ``factor``, ``original_max_position_embeddings``, ``power`` for ``mrrope_pow``, and where wanted
     ``partial_rotary_factor`` and those of :data:`OPTIONS`. Names and meanings are those of transformers' ``yarn``.
     """
-    _register(importlib.import_module(TRANSFORMERS_MODULE))
+    rope_utils = importlib.import_module(TRANSFORMERS_MODULE)
+    expect_rope_parameters()
+    _register(rope_utils)
+
+
+def expect_rope_parameters() -> None:
+    """Raises where the transformers that is imported is one of before ``rope_parameters``."""
+    if TRANSFORMERS_MODULE in sys.modules and not hasattr(sys.modules[TRANSFORMERS_MODULE], MIXIN):
+        raise ValueError(f"transformers must be 5.0 or later, got {sys.modules['transformers'].__version__}")
 
 
 def _register(rope_utils: ModuleType) -> None:
+    mixin = getattr(rope_utils, MIXIN, None)
+    if mixin is None:  # transformers 4, which has to go on working
+        return
     for rope_type in ROPE_TYPES:
         rope_utils.ROPE_INIT_FUNCTIONS[rope_type] = _compute_parameters
-        setattr(rope_utils.RotaryEmbeddingConfigMixin, f"_validate_{rope_type}_rope_parameters", _validate)
+        setattr(mixin, f"_validate_{rope_type}_rope_parameters", _validate)
 
 
 def _compute_parameters(

@@ -12,6 +12,9 @@ from hypothesis import settings
 
 import mrrope
 
+# Read when transformers is imported: whether it uses the package kernels, as test_patch_with_kernels.py does.
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
 settings.register_profile("default", deadline=None, max_examples=150)
 settings.register_profile("ci", deadline=None, max_examples=150, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")

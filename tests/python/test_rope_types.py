@@ -185,3 +185,33 @@ def test_whoever_is_imported_first(imports, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+BEFORE_ROPE_PARAMETERS = {
+    "__init__.py": "__version__ = '4.57.6'\n",
+    "modeling_rope_utils.py": "ROPE_INIT_FUNCTIONS = {'yarn': None}\n\ndef rope_config_validation(config): ...\n",
+}
+
+
+@pytest.mark.parametrize("imports", [("mrrope", "transformers"), ("transformers", "mrrope")], ids=lambda pair: pair[0])
+def test_transformers_4_goes_on_working(imports, tmp_path):
+    """Of its RoPE module what it lacks counts: no mixin to register checks with. The real 4.57.6 behaves the same."""
+    package = tmp_path / "transformers"
+    package.mkdir()
+    for name, source in BEFORE_ROPE_PARAMETERS.items():
+        (package / name).write_text(source)
+    program = (
+        f"import {imports[0]}, {imports[1]}\n"
+        "import transformers.modeling_rope_utils as rope_utils, mrrope, torch\n"
+        "assert list(rope_utils.ROPE_INIT_FUNCTIONS) == ['yarn']\n"
+        "for call in (lambda: mrrope.patch(torch.nn.Linear(2, 2), 'pi', scale=2.0), mrrope.register_rope_types,\n"
+        "             lambda: mrrope.export_config({}, 'pi', scale=2.0, engine='vllm')):\n"
+        "    try:\n"
+        "        call()\n"
+        "    except ValueError as error:\n"
+        "        assert str(error) == 'transformers must be 5.0 or later, got 4.57.6', error\n"
+        "    else:\n"
+        "        raise AssertionError('must be refused')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
