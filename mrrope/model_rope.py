@@ -114,12 +114,14 @@ def settings(module: nn.Module, layer_type: str | None, length: int | None = Non
     parameters = config.rope_parameters
     if layer_type is not None:
         parameters = parameters[layer_type]
+    own = attribute(layer_type, FREQUENCIES)
+    if getattr(module, own).is_meta:
+        raise ValueError(f"model must have its weights: {type(module).__name__}.{own} is on the meta device")
     trained_length = parameters.get("original_max_position_embeddings")
     stated = getattr(config, "max_position_embeddings", None)
     native_length = _native_length(parameters, stated)
     reached = length or native_length
     now = module if reached is None else _at_length(module, layer_type, int(reached))
-    own = attribute(layer_type, FREQUENCIES)
     frequencies: torch.Tensor = getattr(now, own).double().cpu()
     for_short_texts = getattr(module, attribute(layer_type, f"original_{FREQUENCIES}"), getattr(module, own))
     base = float(parameters["rope_theta"])
@@ -213,8 +215,10 @@ def position_row(module: nn.Module, layer_type: str | None, pairs: int) -> torch
     compose: Callable[..., torch.Tensor] | None = getattr(module, "recomposition_frequencies", None)
     if compose is None:
         return None
-    extra = [] if layer_type is None else [layer_type]
-    for rows in (2, 3, 4):
+    extra = [layer_type] if "layer_type" in inspect.signature(compose).parameters else []
+    failures: list[Exception] = []
+    possible = (2, 3, 4)
+    for rows in possible:
         named = (
             torch.arange(rows, device=next(module.buffers()).device)
             .float()
@@ -224,10 +228,16 @@ def position_row(module: nn.Module, layer_type: str | None, pairs: int) -> torch
         )
         try:
             composed = compose(named, *extra).flatten().long().cpu()
-        except (RuntimeError, IndexError, ValueError):
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            failures.append(error)
             continue
         if len(set(composed.tolist())) == rows:
             # One number a component: twice over for halves, each twice for interleaved pairs.
             is_halves = composed.numel() == pairs or bool((composed[:pairs] == composed[pairs:]).all())
             return composed[:pairs] if is_halves else composed[::2]
+    if len(failures) == len(possible):
+        raise ValueError(
+            f"model must have a rotary embedding that runs, and {type(module).__name__} with rope_parameters "
+            f"{module.config.rope_parameters} does not: {failures[-1]}"  # type: ignore[union-attr]
+        )
     return None
