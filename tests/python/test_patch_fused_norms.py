@@ -21,6 +21,7 @@ from mrrope.norm_forms import form_of
 
 pytest.importorskip("transformers")
 
+from model_tolerance import tolerance
 from test_patch import Snapshot, assert_same, logits, relative
 from test_patch_in_use import assert_same_gradients, assert_same_text, generated, gradients
 from tiny_models import causal_lm_families, inputs, tiny_model, tokens
@@ -92,9 +93,12 @@ def test_every_family_norms_as_it_did() -> None:
             continue
         changed.append(family)
         apart = reference(family, local_layers=True)
-        with torch.no_grad():
-            got, want = (one(**inputs(one, tokens(1, 16))).logits for one in (model, apart))
-        assert relative(got, want) < 1e-5, family
+
+        @torch.no_grad()
+        def run(one: nn.Module) -> torch.Tensor:
+            return one(**inputs(one, tokens(1, 16))).logits
+
+        assert relative(run(model), run(apart)) < tolerance(apart, run), family
     assert len(changed) > 80, changed
 
 
