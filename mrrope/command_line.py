@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+from mrrope import __version__
 from mrrope.benchmark import command as benchmark_command
 from mrrope.calibration import command as calibration_command
 from mrrope.demo import command as demo_command
@@ -23,6 +26,7 @@ from mrrope.theory import command as theory_command
 def parser() -> argparse.ArgumentParser:
     """Every command and its options."""
     top = argparse.ArgumentParser(prog="mrrope", description="Mixed-radix rotary position embeddings.")
+    top.add_argument("--version", action="version", version=f"mrrope {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
 
     table = commands.add_parser("table", help="build a frequency table and print or save it")
@@ -41,7 +45,10 @@ def parser() -> argparse.ArgumentParser:
     chosen.add_argument("--method", choices=METHODS)
     chosen.add_argument("--table", metavar="FILE", help="a table's JSON, instead of a method")
     export.add_argument("--engine", choices=(*ENGINES, "llama.cpp"), required=True, help="who is to read it")
-    export.add_argument("--original-max-position", type=float, metavar="N", help="the trained length, for llama.cpp")
+    export.add_argument(
+        "--original-max-position", type=float, metavar="N", help="the trained length (default: the model's)"
+    )
+    export.add_argument("--local-layers", action="store_true", help="extend layers that see only a window, too")
     add_table_options(export)
     export.add_argument("--output", metavar="FILE", help="where to write it (default: print the configuration)")
     export.add_argument("--json", action="store_true", help="print the configuration, or the GGUF's table, as JSON")
@@ -121,10 +128,10 @@ def run_export(options: argparse.Namespace) -> None:
     method = Path(options.table) if options.table else options.method
     given = {"scale": options.scale, **table_options(options)}
     if options.original_max_position is not None:
-        if options.engine != "llama.cpp":
-            raise ValueError("--original-max-position is for llama.cpp; configurations have a place for it")
         given["original_max_position"] = options.original_max_position
     if options.engine == "llama.cpp":
+        if options.local_layers:
+            raise ValueError("--local-layers is for configurations; the llama architecture has no such layers")
         if not options.output:
             raise ValueError("--engine llama.cpp needs --output FILE")
         if Path(options.model).suffix != ".gguf":
@@ -133,11 +140,13 @@ def run_export(options: argparse.Namespace) -> None:
     else:
         if Path(options.model).suffix == ".gguf":
             raise ValueError(f"--engine {options.engine} needs a model's folder or config.json, got {options.model}")
-        exported = export_config(options.model, method, engine=options.engine, **given)
+        exported = export_config(
+            options.model, method, engine=options.engine, local_layers=options.local_layers, **given
+        )
         if options.output:
             write_config(exported, Path(options.output), Path(options.model))
     if options.json or not options.output:
-        print(json.dumps(exported, indent=2))
+        print(json.dumps(exported, indent=2, allow_nan=False))
     else:
         print(f"{options.output}: for {options.engine}")
 
@@ -147,15 +156,33 @@ def write_config(config: dict[str, Any], output: Path, source: Path) -> None:
     output, source = (path / "config.json" if path.is_dir() else path for path in (output, source))
     if output.exists() and output.samefile(source):
         raise ValueError(f"--output must be another file than the model's own {output}")
-    output.write_text(json.dumps(config, indent=2) + "\n")
+    output.write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; errors in the input are one line, not a traceback."""
+def run_command(arguments: list[str] | None) -> int:
+    """Parses and runs; errors in the input and Ctrl-C are one line, not a traceback."""
     options = parser().parse_args(arguments)
     try:
         options.run(options)
+    except BrokenPipeError:
+        raise
     except (ValueError, TypeError, OSError, ImportError, EvaluationStoppedError) as error:
         print(f"mrrope {options.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt as interrupt:
+        print(f"mrrope {options.command}:", "; ".join(["interrupted", *interrupt.args]), file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    try:
+        try:
+            return run_command(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of a pipe, such as head, has what it wants. Python flushes stdout once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE

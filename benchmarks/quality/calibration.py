@@ -39,7 +39,7 @@ def read_passkeys(model: Any, tokenizer: Any, options: argparse.Namespace, scale
     found = str(results.path.with_suffix(".table.json"))
     documents = long_documents(options.held_out, tokenizer, lengths[-1], options.held_out_documents)
     evaluation = Evaluation(model, tokenizer, documents, lengths, results, options.trials, options.chunk)
-    evaluation.run(methods_named([*PASSKEY_METHODS, found], model, scale=scale), [PASSKEY])
+    evaluation.run(methods_named([*PASSKEY_METHODS, found], scale=scale), [PASSKEY])
     scores = results.data["results"][PASSKEY]
     scores[report.CALIBRATED] = scores.pop(found)
     results.save()

@@ -144,6 +144,8 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--documents must be at least 2, one to search and one to decide with, got {options.documents}"
         )
+    if options.lengths:
+        checked_lengths(options.lengths)
     for option in ("held_out_documents", "chunk", "sweep"):
         checked_positive(f"--{option.replace('_', '-')}", getattr(options, option))
     checked_stem(options.output)
@@ -198,6 +200,9 @@ def calibrate(options: argparse.Namespace, model: Any, tokenizer: Any) -> Result
                 raise
             reason = f"out of memory; a smaller --chunk than {options.chunk} or shorter --lengths need less"
             raise stopped(reason, files, results) from error
+        except KeyboardInterrupt:
+            results.finish("interrupted")
+            raise KeyboardInterrupt(f"the same command goes on from {journal.path}") from None
     results.finish()
     return results
 

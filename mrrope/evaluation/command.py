@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mrrope.evaluation import harness, models, report
 from mrrope.evaluation.extra import needs
-from mrrope.evaluation.methods import UNPATCHED, methods_named
+from mrrope.evaluation.methods import UNPATCHED, Method, methods_named, try_methods
 from mrrope.evaluation.reading import DEFAULT_CHUNK
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.run import DEFAULT_TRIALS, KNOWN_TASKS, PERPLEXITY, Evaluation
@@ -88,13 +91,29 @@ def scale_options(options: argparse.Namespace) -> dict[str, Any]:
     """What goes to :func:`mrrope.patch` with a method's name."""
     extra = {} if options.max_scale is None else {"max_scale": options.max_scale}
     if options.scale == "auto":
+        if extra and not 1.0 < options.max_scale < math.inf:
+            raise ValueError(f"--max-scale must be a number above 1, got {options.max_scale:g}")
         return {"scale": "auto", **extra}
     if extra:
         raise ValueError(f"--max-scale goes with --scale auto, got --scale {options.scale}")
     try:
-        return {"scale": float(options.scale)}
+        scale = float(options.scale)
     except ValueError:
-        raise ValueError(f"--scale must be a number or auto, got {options.scale!r}") from None
+        scale = math.nan
+    if not 1.0 <= scale < math.inf:
+        raise ValueError(f"--scale must be a number, 1 or more, or auto, got {options.scale!r}")
+    return {"scale": scale}
+
+
+def say_if_all_alike(methods: Sequence[Method]) -> None:
+    """At scale 1 every method's table is the model's own: hours of reading would only show that."""
+    alike = [method.name for method in methods if dict(method.options).get("scale") == 1.0]
+    if len(alike) > 1:
+        print(
+            f"mrrope eval: {', '.join(alike)} all read alike at --scale 1, as the model does unpatched; "
+            "a larger --scale tells them apart",
+            file=sys.stderr,
+        )
 
 
 def checked_positive(option: str, value: int | None) -> None:
@@ -112,9 +131,12 @@ def run(options: argparse.Namespace) -> None:
         checked_positive(f"--{option}", getattr(options, option))
     scale = scale_options(options)
     stem = checked_stem(options.output)
-    text_files(options.text)  # a model takes its time to load
+    # A model takes its time to load.
+    text_files(options.text)
+    methods = methods_named(named(options.methods), **scale)
+    say_if_all_alike(methods)
     model, tokenizer = models.load(options.model, dtype=options.dtype, device=options.device)
-    methods = methods_named(named(options.methods), model, **scale)
+    try_methods(methods, model)
     documents = long_documents(options.text, tokenizer, lengths[-1], options.documents)
     about = {
         "model": str(options.model),
@@ -132,6 +154,9 @@ def run(options: argparse.Namespace) -> None:
     evaluation = Evaluation(model, tokenizer, documents, lengths, results, options.trials, options.chunk)
     try:
         evaluation.run(methods, tasks)
+    except KeyboardInterrupt:
+        results.finish("interrupted")
+        raise KeyboardInterrupt(f"what was measured is in {results.path}") from None
     finally:
         if results.data["results"]:
             pictures = report.draw(results.data, stem)

@@ -11,11 +11,14 @@ from torch import nn
 
 from mrrope import shipped
 from mrrope.patching import patched
-from mrrope.tables import METHODS, FrequencyTable
+from mrrope.tables import METHODS, FrequencyTable, frequency_table
 from mrrope.trained import is_table_name
 
 UNPATCHED = "unpatched"
 """The model as it comes, with its own table and its own code."""
+
+USUAL = {"rotary_dim": 128, "base": 10_000.0, "original_max_position": 4096}
+"""A model's settings, to find out without one whether a method makes a table by its name alone."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +46,40 @@ class Method:
             yield
 
 
-def methods_named(names: Sequence[str], model: nn.Module, **options: Any) -> list[Method]:
-    """The methods of these names, each tried on the model; tables from files take no options.
+def methods_named(names: Sequence[str], **options: Any) -> list[Method]:
+    """The methods of these names; tables from files take no options.
 
     Raises:
-        ValueError: naming the method that is not one, or that does not go with the model.
+        ValueError: naming the method that is not one, or of which no table comes.
     """
+    if not names:
+        raise ValueError("methods must be one or more, with commas between them, got none")
     methods = []
     for name in dict.fromkeys(names):
         if name != UNPATCHED and name not in METHODS and not is_table_name(name):
             known = ", ".join([UNPATCHED, *METHODS, *shipped.names()])
             raise ValueError(f"methods must be {known} or tables' .json files, got {name!r}")
+        try:
+            if is_table_name(name):
+                FrequencyTable.load(name)
+            elif name != UNPATCHED:
+                frequency_table(name, **USUAL)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"methods must give a table, and {name} does not: {error}") from None
         fixed = name == UNPATCHED or is_table_name(name)
-        method = Method(name, () if fixed else tuple(options.items()))
+        methods.append(Method(name, () if fixed else tuple(options.items())))
+    return methods
+
+
+def try_methods(methods: Sequence[Method], model: nn.Module) -> None:
+    """Patches the model by each, before hours of reading.
+
+    Raises:
+        ValueError: naming the method that does not go with the model.
+    """
+    for method in methods:
         try:
             with method.applied(model):
-                methods.append(method)
+                pass
         except (ValueError, TypeError, OSError) as error:
-            raise ValueError(f"methods must go with the model, and {name} does not: {error}") from None
-    return methods
+            raise ValueError(f"methods must go with the model, and {method.name} does not: {error}") from None

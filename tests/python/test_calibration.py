@@ -625,22 +625,32 @@ def test_the_sweep_is_of_the_bounds(folder: Path, unbroken: Path) -> None:
             assert math.log(sweep["perplexity"][i][j]) == pytest.approx(sum(halves) / 3, rel=64 * EPSILON)
 
 
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT], ids=lambda kill: kill.name)
 def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_read_twice(
-    folder: Path, unbroken: Path, tmp_path: Path
+    folder: Path, unbroken: Path, tmp_path: Path, kill: signal.Signals
 ) -> None:
     options = arguments(folder, tmp_path / "out", **{"--held-out": str(folder / "other.txt")})
     command = [sys.executable, "-c", "import sys; from mrrope.command_line import main; sys.exit(main(sys.argv[1:]))"]
     path = tmp_path / "out.journal"
     whole = readings_in(unbroken.with_suffix(".journal"))
     # In another folder than the checkout, whose package is not compiled.
-    process = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL, cwd=tmp_path)
+    said = (tmp_path / "stderr").open("w+")
+    process = subprocess.Popen([*command, *options], stderr=said, cwd=tmp_path)
     deadline = time.monotonic() + 120
     while not path.exists() or path.read_bytes().count(b"\n") < len(whole) / 2:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    process.send_signal(kill)
+    if kill is signal.SIGKILL:
+        assert process.wait() == -signal.SIGKILL
+    else:
+        assert process.wait() == 130
+        said.seek(0)
+        printed = said.read()
+        assert printed.endswith(f"mrrope calibrate: interrupted; the same command goes on from {path}\n")
+        assert "Traceback" not in printed
+        assert json.loads((tmp_path / "out.json").read_text())["stopped"] == "interrupted"
     assert len(readings_in(path)) < len(whole)
     assert (tmp_path / "out.table.json").exists()
     assert main(options) == 0
@@ -714,7 +724,7 @@ def test_the_found_table_goes_to_patch_and_export(folder: Path, unbroken: Path, 
         ({"--held-out-documents": "0"}, "--held-out-documents must be a positive number, got 0"),
         ({"--sweep": "0"}, "--sweep must be a positive number, got 0"),
         ({"--original-max-position": "0"}, "--original-max-position must be 1 or more, got 0"),
-        ({"--lengths": "many"}, "--lengths must be numbers of tokens, .* got 'many'"),
+        ({"--lengths": "many", "model": "missing.gguf"}, "--lengths must be numbers of tokens, .* got 'many'"),
         ({"--text": "two.txt"}, "text must hold at least 3 documents of 128 tokens, .* has 2; --join puts shorter"),
         ({"--scale": "16"}, "text must hold a document of at least 512 tokens, and the longest of .* 144"),
         ({"--text": "missing.txt"}, "text must be a file or a folder, and there is no missing.txt"),

@@ -481,16 +481,17 @@ def test_methods_that_fail_leave_the_picture_to_the_others(explosions: list[list
             "--tasks must be of perplexity, .* or tasks of lm-evaluation-harness.*, got '.*,typing'",
         ),
         ({"--methods": "rope,rupe"}, "methods must be unpatched, rope, .* got 'rupe'"),
-        ({"--methods": "missing.json"}, "methods must go with the model, and missing.json does not: .*No such file"),
-        ({"--methods": "mrrope_pow"}, "methods must go with the model, and mrrope_pow does not: .*power"),
-        ({"--scale": "much"}, "--scale must be a number or auto, got 'much'"),
-        ({"--scale": "0"}, "methods must go with the model, and rope does not: scale must be .* 0"),
+        ({"--methods": "missing.json"}, "methods must give a table, and missing.json does not: .*No such file"),
+        ({"--methods": "mrrope_pow"}, "methods must give a table, and mrrope_pow does not: .*power"),
+        ({"--methods": ","}, "methods must be one or more, with commas between them, got none"),
+        ({"--scale": "much"}, "--scale must be a number, 1 or more, or auto, got 'much'"),
+        ({"--scale": "0.5"}, "--scale must be a number, 1 or more, or auto, got '0.5'"),
+        ({"--scale": "inf"}, "--scale must be a number, 1 or more, or auto, got 'inf'"),
         ({"--max-scale": "8"}, "--max-scale goes with --scale auto, got --scale 1"),
+        ({"--scale": "auto", "--max-scale": "1"}, "--max-scale must be a number above 1, got 1"),
         ({"--lengths": "64,many"}, "--lengths must be numbers of tokens, .* got '64,many'"),
         ({"--lengths": "1"}, "--lengths must be numbers of tokens, 2 or more, .* got '1'"),
-        ({"--lengths": "64,5000"}, "text must hold a document of at least 5000 tokens, and the longest of .*: 720"),
         ({"--text": "missing.txt"}, "text must be a file or a folder, and there is no missing.txt"),
-        ({"--text": "missing.txt", "model": "missing.gguf"}, "text must be a file"),  # before any model is loaded
         ({"--trials": "0"}, "--trials must be a positive number, got 0"),
         ({"--chunk": "-1"}, "--chunk must be a positive number, got -1"),
         ({"--documents": "0"}, "--documents must be a positive number, got 0"),
@@ -503,8 +504,29 @@ def test_methods_that_fail_leave_the_picture_to_the_others(explosions: list[list
         ({"model": "missing.gguf"}, "model must be a file that exists, and there is no missing.gguf"),
     ],
 )
-def test_bad_options_are_named(folder: Path, replaced: dict[str, str], message: str, capsys) -> None:
+def test_bad_options_are_named_before_a_model_is_loaded(
+    folder: Path, replaced: dict[str, str], message: str, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("a model is loaded"))
     assert evaluate(folder, **replaced) == 2
+    printed = capsys.readouterr().err
+    assert re.search(f"^mrrope eval: {message}", printed, re.MULTILINE), printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        ({"--lengths": "64,5000"}, "text must hold a document of at least 5000 tokens, and the longest of .*: 720"),
+        (
+            {"--methods": "{folder}/wide.json"},
+            "methods must go with the model, and .*wide.json does not: .*rotary_dim 16",
+        ),
+    ],
+)
+def test_what_does_not_go_with_the_model_is_named(folder: Path, replaced: dict[str, str], message: str, capsys) -> None:
+    mrrope.frequency_table("rope", rotary_dim=32, base=1e4, original_max_position=64).save(folder / "wide.json")
+    assert evaluate(folder, **{option: value.format(folder=folder) for option, value in replaced.items()}) == 2
     printed = capsys.readouterr().err
     assert re.search(f"^mrrope eval: {message}", printed, re.MULTILINE), printed
     assert "Traceback" not in printed
@@ -546,6 +568,30 @@ def test_what_transformers_says_of_a_model_is_not_cut_off_after_a_line(folder: P
     assert len(printed) < 1000
 
 
+@pytest.mark.parametrize(
+    ("options", "alike"),
+    [
+        ({"--methods": "unpatched,rope,yarn"}, "rope, yarn"),
+        ({"--methods": "rope,yarn", "--scale": "1.0"}, "rope, yarn"),
+        ({"--methods": "rope,yarn", "--scale": "2"}, None),
+        ({"--methods": "unpatched,rope"}, None),
+        ({"--methods": "rope,{folder}/table.json"}, None),
+    ],
+)
+def test_methods_that_cannot_differ_are_said_to_be_alike(
+    folder: Path, tmp_path: Path, options: dict[str, str], alike: str | None, capsys
+) -> None:
+    given = {"--output": str(tmp_path / "out"), "--lengths": "16", "--documents": "1"}
+    given |= {option: value.format(folder=folder) for option, value in options.items()}
+    assert evaluate(folder, **given) == 0
+    said = f"mrrope eval: {alike} all read alike at --scale 1, as the model does unpatched; a larger --scale"
+    assert (said in capsys.readouterr().err) == (alike is not None)
+    measured = json.loads((tmp_path / "out.json").read_text())["results"]["perplexity"]
+    losses = {name: figures["16"]["documents"][0]["loss"] for name, figures in measured.items()}
+    if alike:
+        assert max(losses.values()) == pytest.approx(min(losses.values()), rel=64 * EPSILON)
+
+
 class OutOfMemory(RepeatsItself):
     """Has memory for some tokens and no more."""
 
@@ -581,6 +627,26 @@ def test_what_was_measured_before_the_memory_was_full_is_kept(
     assert list(data["results"]["perplexity"]["unpatched"]) == ["64"]
     assert "perplexity of the second half" in printed.out
     assert (tmp_path / "out.perplexity.png").exists()
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    class Interrupted(OutOfMemory):
+        def forward(self, input_ids, position_ids, **options):
+            try:
+                return super().forward(input_ids, position_ids, **options)
+            except torch.OutOfMemoryError:
+                raise KeyboardInterrupt from None
+
+    model = Interrupted(room=400)
+    monkeypatch.setattr(models, "load", lambda *_, **__: (model, byte_tokenizer(begins_texts=True)))
+    assert evaluate(folder, **{"--methods": "unpatched", "--output": str(tmp_path / "out")}) == 130
+    printed = capsys.readouterr()
+    assert f"mrrope eval: interrupted; what was measured is in {tmp_path / 'out.json'}\n" in printed.err
+    assert "Traceback" not in printed.err
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert (data["complete"], data["stopped"]) == (False, "interrupted")
+    assert list(data["results"]["perplexity"]["unpatched"]) == ["64"]
+    assert "perplexity of the second half" in printed.out
 
 
 def test_the_machines_own_memory_counts_too() -> None:
