@@ -8,7 +8,10 @@ its code, given the configuration, says how the model rotates, and then whether 
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,12 @@ REPLACED = {"rope_type", "type", "rope_theta", "factor", "original_max_position_
 REPLACED |= {"truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"}
 REPLACED |= {"short_factor", "long_factor", "short_mscale", "long_mscale"}
 """Keys of ``rope_parameters`` that say how RoPE is extended; the others, as ``mrope_section``, stay."""
+
+FLOAT_TAG = "__float__"
+"""How transformers writes numbers that JSON lacks: ``{"__float__": "Infinity"}``."""
+
+MSCALES_READ = {"phimoe"}
+"""Model types that take the attention factor from ``short_mscale`` and ``long_mscale`` in transformers, too."""
 
 LONGROPE_UNREAD = {
     "vllm": {"gpt_oss": "always builds YaRN", "dbrx": "always builds plain RoPE"},
@@ -71,28 +80,40 @@ def export_config(
     for layer_type in model_rope.layer_types(rotary):
         if model_rope.is_local(layer_type) and not local_layers:
             continue
-        extended[layer_type] = exportable_table(model_rope.settings(rotary, layer_type), method, scale, options)
+        own = model_rope.settings(rotary, layer_type)
+        if not own.turning.all():
+            raise ValueError(
+                f"some pairs of {text.model_type} do not rotate, which no rope_type for other frequencies can say; "
+                "use mrrope.patch"
+            )
+        extended[layer_type] = exportable_table(own, method, scale, options)
 
     if not extended:
         raise ValueError(f"all layers of {text.model_type} see a window only; local_layers=True extends them too")
     longest = max(table.original_max_position * table.scale for table in extended.values())
-    length = max(int(longest), text.max_position_embeddings)
+    length = max(int(longest), getattr(text, "max_position_embeddings", None) or 0)
     parameters = copy.deepcopy(text.rope_parameters)
     for layer_type, table in extended.items():
         old = parameters if layer_type is None else parameters[layer_type]
         new = {key: value for key, value in old.items() if key not in REPLACED}
         new |= _registered_type(table, method, options) if engine == "transformers" else _longrope(table)
+        if text.model_type in MSCALES_READ:
+            new |= _mscales(table.attention_factor)
         if layer_type is None:
             parameters = new
-        else:
-            parameters[layer_type] = new
+            continue
+        parameters[layer_type] = new
+        if engine != "transformers":
+            # Past the original length transformers 5.17 goes over to the long factors, and raises doing so a second
+            # time where each kind of layer has a RoPE. Both are the same here, and the short ones may serve.
+            new |= {"original_max_position_embeddings": length, "factor": 1.0}
 
     legacy = engine != "transformers"
     exported = _with_rope(data, parsed, parameters, length, legacy=legacy)
     _check_exported(_parse(type(parsed), exported).get_text_config(), model, extended)
     if engine in LONGROPE_UNREAD:
         # They take the factor from these two keys, of which transformers knows nothing.
-        parameters["short_mscale"] = parameters["long_mscale"] = parameters["attention_factor"]
+        parameters |= _mscales(parameters["attention_factor"])
     if engine == "sglang":
         # It goes from the short factors to the long ones where a position exceeds the original length, but keeps the
         # short ones for positions below it, so that at the length itself it would rotate by position 0. Both are
@@ -118,7 +139,7 @@ def read_config(config: Any) -> tuple[dict[str, Any], Any]:
     if isinstance(config, nn.Module):
         config = getattr(config, "config", None)
     if isinstance(config, PreTrainedConfig):
-        return json.loads(config.to_json_string(use_diff=False)), copy.deepcopy(config)
+        return json.loads(config.to_json_string()), copy.deepcopy(config)
     if isinstance(config, (str, Path)):
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
@@ -136,12 +157,35 @@ def read_config(config: Any) -> tuple[dict[str, Any], Any]:
     model_type = config.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"config must have a model_type that transformers knows, got {model_type!r}")
-    return copy.deepcopy(config), _parse(CONFIG_MAPPING[model_type], config)
+    data = _strict_json(config)
+    return data, _parse(CONFIG_MAPPING[model_type], data)
+
+
+def _strict_json(value: Any) -> Any:
+    """A copy that JSON has a form for, infinities too."""
+    if isinstance(value, dict):
+        return {key: _strict_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {FLOAT_TAG: json.dumps(value)}
+    return copy.deepcopy(value)
+
+
+def _from_strict_json(value: Any) -> Any:
+    """The opposite of :func:`_strict_json`."""
+    if isinstance(value, dict):
+        if value.keys() == {FLOAT_TAG}:
+            return float(value[FLOAT_TAG])
+        return {key: _from_strict_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_from_strict_json(item) for item in value]
+    return copy.deepcopy(value)
 
 
 def _parse(config_class: Any, data: dict[str, Any]) -> Any:
     try:
-        return config_class.from_dict(copy.deepcopy(data))
+        return config_class.from_dict(_from_strict_json(data))
     except Exception as error:  # of one of transformers' many kinds
         reason = " ".join(str(error).split())
         raise ValueError(f"transformers refuses this configuration of {data['model_type']}: {reason}") from error
@@ -149,18 +193,34 @@ def _parse(config_class: Any, data: dict[str, Any]) -> Any:
 
 def _empty_model(text: Any) -> tuple[nn.Module, nn.Module]:
     """A model without weights, and its rotary embedding with its frequencies."""
-    from transformers import AutoModel
+    from transformers import MODEL_MAPPING, AutoModel
 
     try:
+        build = AutoModel.from_config if type(text) in MODEL_MAPPING else _class_in_modeling_file(text)
         with torch.device("meta"):
-            model = AutoModel.from_config(text)
+            model = build(text)
     except Exception as error:  # of one of transformers' many kinds
-        reason = str(error).splitlines()[0]
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"transformers cannot build a {text.model_type} of this configuration: {reason}") from error
-    rotary = next(model_rope.rotary_embeddings(model), None)
-    if rotary is None:
+    rotaries = list(model_rope.rotary_embeddings(model))
+    if not rotaries:
         raise ValueError(f"config must be of a model with rotary position embeddings, and {text.model_type} has none")
-    return model, type(rotary)(config=text)
+    own: list[Any] = [rotary.config for rotary in rotaries]
+    if any(type(one) is not type(text) or one.rope_parameters != text.rope_parameters for one in own):
+        raise ValueError(
+            f"mrrope has no export of {text.model_type}: parts of it have RoPEs that differ from rope_parameters; "
+            "use mrrope.patch"
+        )
+    return model, type(rotaries[0])(config=text)
+
+
+def _class_in_modeling_file(text: Any) -> type[nn.Module]:
+    """The model of a configuration that ``AutoModel`` does not know, such as a text model's by itself."""
+    modeling = importlib.import_module(type(text).__module__.replace("configuration_", "modeling_"))
+    for _, found in inspect.getmembers(modeling, inspect.isclass):
+        if issubclass(found, nn.Module) and found.__dict__.get("config_class") is type(text):
+            return found
+    raise ValueError(f"{modeling.__name__} has no model for a {type(text).__name__}")
 
 
 def _check_engine(engine: str, text: Any, model: nn.Module, rotary: nn.Module) -> None:
@@ -176,7 +236,8 @@ def _check_engine(engine: str, text: Any, model: nn.Module, rotary: nn.Module) -
     if model_rope.layer_types(rotary) != [None]:
         # Some models there read nested rope_parameters, others do not; which is not known here.
         raise ValueError(f"mrrope has no export of {text.model_type} for {engine}: each kind of its layers has a RoPE")
-    if "mrope_section" in text.rope_parameters:
+    pairs = getattr(rotary, model_rope.FREQUENCIES).numel()
+    if model_rope.position_row(rotary, None, pairs) is not None:
         raise cannot("it has M-RoPE, and longrope there takes one position a token")
     try:
         found = embeddings.functions_for(model, rotary)
@@ -202,6 +263,10 @@ def _longrope(table: FrequencyTable) -> dict[str, Any]:
         "long_factor": list(factors),
         "attention_factor": table.attention_factor,
     }
+
+
+def _mscales(attention_factor: float) -> dict[str, float]:
+    return {"short_mscale": attention_factor, "long_mscale": attention_factor}
 
 
 def _registered_type(table: FrequencyTable, method: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +313,7 @@ def _with_rope(
     section = _section(exported, parsed, text)
     for key in ("rope_scaling", "rope_theta"):
         section.pop(key, None)
-    section["max_position_embeddings"] = length
+    section[text.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = length
     section["rope_parameters"] = copy.deepcopy(parameters)
     if "rope_type" not in parameters:
         return exported  # One for each kind of layer, of which transformers 4 knows nothing.

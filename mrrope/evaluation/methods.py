@@ -17,7 +17,7 @@ from mrrope.trained import is_table_name
 UNPATCHED = "unpatched"
 """The model as it comes, with its own table and its own code."""
 
-USUAL = {"rotary_dim": 128, "base": 10_000.0, "original_max_position": 4096}
+USUAL: dict[str, Any] = {"rotary_dim": 128, "base": 10_000.0, "original_max_position": 4096}
 """A model's settings, to find out without one whether a method makes a table by its name alone."""
 
 

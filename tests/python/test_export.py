@@ -317,10 +317,16 @@ DEEPSEEK |= {"mscale": 1.0, "mscale_all_dim": 1.0}
             "the attention of deepseek_v3 is scaled by the rope_parameters",
         ),
         (
-            lambda: transformers.Qwen2_5OmniConfig(),
+            lambda: transformers.Qwen2_5OmniConfig(),  # without an mrope_section, which its code does not need
+            {"engine": "vllm"},
+            ValueError,
+            "vllm cannot run qwen2_5_omni_text .*M-RoPE",
+        ),
+        (
+            lambda: tiny("llama", hidden_act="nope"),
             {},
             ValueError,
-            "transformers cannot build a qwen2_5_omni_text of this configuration",
+            "transformers cannot build a llama of this configuration: .*nope",
         ),
     ],
 )
@@ -351,6 +357,10 @@ def test_the_command_takes_tables_and_options(folder, tmp_path, capsys):
     table.save(tmp_path / "t.json")
     assert command(folder, "--table", tmp_path / "t.json", "--engine", "vllm", "--json") == 0
     assert json.loads(capsys.readouterr().out) == mrrope.export_config(folder, table, engine="vllm")
+    assert command(folder, "--method", "ntk", "--original-max-position", 32, "--engine", "vllm") == 0
+    expected = mrrope.export_config(folder, "ntk", original_max_position=32, engine="vllm")
+    assert json.loads(capsys.readouterr().out) == expected
+    assert expected["rope_parameters"]["original_max_position_embeddings"] == 32
     assert command(folder, "--method", "mrrope_pow", "--power", 2, "--bounds", 1, 9, "--engine", "sglang") == 0
     expected = mrrope.export_config(folder, "mrrope_pow", power=2.0, bounds=(1, 9), engine="sglang")
     assert json.loads(capsys.readouterr().out) == expected
@@ -361,7 +371,7 @@ def test_the_command_takes_tables_and_options(folder, tmp_path, capsys):
     [
         (("--engine", "vllm", "--output", "{folder}"), "--output must be another file than the model's own"),
         (("--engine", "vllm", "--scale", "-1"), "scale must be"),
-        (("--engine", "vllm", "--original-max-position", "5"), "--original-max-position is for llama.cpp"),
+        (("--engine", "llama.cpp", "--local-layers", "--output", "x.gguf"), "--local-layers is for configurations"),
         (("--engine", "llama.cpp"), "--engine llama.cpp needs --output FILE"),
         (("--engine", "llama.cpp", "--output", "x.gguf"), "--engine llama.cpp needs a .gguf file"),
     ],
@@ -373,6 +383,29 @@ def test_the_commands_errors_are_one_line(folder, arguments, message, capsys):
     assert message in printed
     assert printed.startswith("mrrope export: ")
     assert printed.count("\n") == 1
+
+
+def test_the_command_takes_local_layers(tmp_path, capsys):
+    config = transformers.Gemma3TextConfig(**TINY, **GEMMA)
+    config.save_pretrained(tmp_path)
+    asked = (tmp_path, "--method", "mrrope_uni", "--scale", SCALE, "--engine", "transformers-longrope")
+    for options, extended in (((), ["full_attention"]), (("--local-layers",), [*GEMMA["layer_types"]])):
+        assert command(*asked, *options) == 0
+        parameters = json.loads(capsys.readouterr().out)["rope_parameters"]
+        assert sorted(extended) == sorted(kind for kind, own in parameters.items() if own["rope_type"] == "longrope")
+
+
+def test_infinities_are_strict_json(tmp_path):
+    """As transformers writes them, wherever they come from; Python's own form of them is no JSON."""
+    config = tiny("granitemoehybrid", layer_types=["mamba", "attention"], position_embedding_type="rope")
+    assert math.isinf(config.time_step_limit[1])
+    config.save_pretrained(tmp_path)
+    for form in (config, config.to_dict(), tmp_path):
+        exported = mrrope.export_config(form, "mrrope_pro", scale=SCALE, engine="transformers-longrope")
+        (tmp_path / "exported").mkdir(exist_ok=True)
+        (tmp_path / "exported" / "config.json").write_text(json.dumps(exported, allow_nan=False))
+        again = transformers.AutoConfig.from_pretrained(tmp_path / "exported")
+        assert list(again.time_step_limit) == list(config.time_step_limit)
 
 
 def test_the_command_tells_an_engine_from_a_file(tmp_path, capsys):
