@@ -157,13 +157,14 @@ def functions_for(model: nn.Module, rotary: nn.Module) -> list[RotaryFunction]:
     layer_type = model_rope.layer_types(rotary)[0]
     positions = torch.tensor([[1, 5, 3, 40]], device="cpu")
     own = model_rope.settings(rotary, layer_type, length=int(positions.max()) + 1)
+    exact = model_rope.in_full_precision(rotary, layer_type)
     device = next(rotary.buffers()).device
     if own.position_row is not None:
         positions = torch.stack([positions + row for row in range(int(own.position_row.max()) + 1)])
 
     def embed(x: torch.Tensor) -> Any:
         extra = {} if layer_type is None else {"layer_type": layer_type}
-        return rotary(x.to(device), positions.to(device), **extra)
+        return exact(x.to(device), positions.to(device), **extra)
 
     found = []
     names = {module_class.__module__ for module_class in classes} | {type(rotary).__module__}

@@ -21,7 +21,7 @@ from torch import nn
 from mrrope import embeddings, model_rope
 from mrrope.rope_types import OPTIONS, ROPE_TYPES, register_rope_types
 from mrrope.tables import FrequencyTable
-from mrrope.trained import Trained, table_for
+from mrrope.trained import STARTING_OVER, Trained, table_for
 
 ENGINES = ("transformers", "transformers-longrope", "vllm", "sglang")
 
@@ -86,7 +86,15 @@ def export_config(
                 f"some pairs of {text.model_type} do not rotate, which no rope_type for other frequencies can say; "
                 "use mrrope.patch"
             )
-        extended[layer_type] = exportable_table(own, method, scale, options)
+        table = exportable_table(own, method, scale, options)
+        if own.changes_with_length and table.is_like(own.table):
+            raise ValueError(f"method must extend {text.model_type}, whose own table changes with the length of a text")
+        if engine == "transformers" and own.native is not None and options.keys().isdisjoint(STARTING_OVER):
+            raise ValueError(
+                f"mrrope's rope types start from plain RoPE, and {text.model_type} rotates by other frequencies; "
+                "engine='transformers-longrope' takes every table, original_max_position or base start over"
+            )
+        extended[layer_type] = table
 
     if not extended:
         raise ValueError(f"all layers of {text.model_type} see a window only; local_layers=True extends them too")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mrrope.export import exportable_table
-from mrrope.tables import METHODS, FrequencyTable
+from mrrope.tables import FrequencyTable, frequency_table
 from mrrope.trained import Trained
 
 ARCHITECTURE = "llama"
@@ -45,10 +45,10 @@ def export_gguf(
     Args:
         source: a file of the llama architecture, of any quantisation; it stays as it is.
         destination: the file to write.
-        method: a method's name, for a table from the file's own base, rotary dimension and context length; or a ready
+        method: a method's name, for a table that extends the file's own frequencies; or a ready
             :class:`FrequencyTable`, or the path of its JSON.
-        scale: by how much to extend the context, with a method's name.
-        original_max_position: the trained length, where it is not the file's context length.
+        scale: how many times its context length the file is to read, with a method's name.
+        original_max_position: the trained length; starts over from plain RoPE, whatever factors the file has.
         options: more arguments of :func:`frequency_table`.
 
     Raises:
@@ -60,7 +60,7 @@ def export_gguf(
     if destination.exists() and destination.samefile(source):
         raise ValueError(f"destination must be another file than the source, got {destination} for both")
     _check_architecture(reader)
-    table = exportable_table(_trained(reader, method, original_max_position), method, scale, options)
+    table = exportable_table(_trained(reader, original_max_position), method, scale, options)
     unfinished = destination.with_name(f"{destination.name}.unfinished")
     try:
         with unfinished.open("wb") as file:
@@ -100,21 +100,28 @@ def _check_architecture(reader: Any) -> None:
         raise ValueError(f"source must be one whole file, and this is one of {parts}: join them by llama-gguf-split")
 
 
-def _trained(reader: Any, method: str | FrequencyTable | Path, original_max_position: float | None) -> Trained:
+def _trained(reader: Any, original_max_position: float | None) -> Trained:
+    """What the file rotates by: its factors, where it has some, up to its context length; a length starts over."""
     rotary_dim = _value(reader, DIMENSIONS)
     if rotary_dim is None:
         heads = _value(reader, "llama.attention.head_count")
         rotary_dim = _value(reader, "llama.attention.key_length") or _value(reader, "llama.embedding_length") // heads
-    length = original_max_position or _value(reader, ORIGINAL_LENGTH)
-    if length is None and any(tensor.name == FACTORS for tensor in reader.tensors) and method in METHODS:
-        raise ValueError(
-            f"source has a {FACTORS} already, so that its context length is not the trained one; "
-            "give original_max_position, or a ready table"
-        )
-    length = length or _value(reader, CONTEXT_LENGTH)
-    if length is None:
+    base, context = _value(reader, BASE, 10_000.0), _value(reader, CONTEXT_LENGTH)
+    trained = original_max_position or _value(reader, ORIGINAL_LENGTH)
+    if trained is None and context is None:
         raise ValueError(f"source must have a {CONTEXT_LENGTH}")
-    return Trained(rotary_dim, _value(reader, BASE, 10_000.0), length)
+    factors = next((tensor.data.tolist() for tensor in reader.tensors if tensor.name == FACTORS), None)
+    if factors is None or original_max_position is not None or context is None:
+        return Trained(rotary_dim, base, trained or context, trained_length=trained)
+    native = frequency_table(
+        "longrope",
+        rotary_dim=rotary_dim,
+        base=base,
+        original_max_position=context,
+        factors=factors,
+        attention_factor=_value(reader, ATTENTION_FACTOR, 1.0),
+    )
+    return Trained(rotary_dim, base, context, native, trained_length=trained)
 
 
 def _write(reader: Any, file: IO[bytes], table: FrequencyTable) -> None:

@@ -117,6 +117,7 @@ def settings(module: nn.Module, layer_type: str | None, length: int | None = Non
     own = attribute(layer_type, FREQUENCIES)
     if getattr(module, own).is_meta:
         raise ValueError(f"model must have its weights: {type(module).__name__}.{own} is on the meta device")
+    module = in_full_precision(module, layer_type)
     trained_length = parameters.get("original_max_position_embeddings")
     stated = getattr(config, "max_position_embeddings", None)
     native_length = _native_length(parameters, stated)
@@ -162,6 +163,19 @@ def _native_length(parameters: dict[str, Any], stated: float | None) -> float | 
         trained = stated
     # Without a trained length, as of `linear`, what the configuration states is the extended one.
     return stated if trained is None else max(stated or trained, trained * factor)
+
+
+def in_full_precision(module: nn.Module, layer_type: str | None) -> nn.Module:
+    """A rotary embedding whose frequencies a cast of the model did not round: made anew, if that gives the same ones."""
+    name = attribute(layer_type, FREQUENCIES)
+    rounded: torch.Tensor = getattr(module, name)
+    eps = torch.finfo(rounded.dtype).eps
+    if eps <= torch.finfo(torch.float32).eps:
+        return module
+    anew: nn.Module = type(module)(config=module.config).to(rounded.device)
+    frequencies: torch.Tensor = getattr(anew, name).to(rounded)
+    is_same = frequencies.shape == rounded.shape and torch.allclose(frequencies, rounded, rtol=eps, atol=0.0)
+    return anew if is_same else module
 
 
 def _at_length(module: nn.Module, layer_type: str | None, length: int) -> nn.Module:

@@ -795,7 +795,7 @@ def test_what_was_read_before_the_memory_was_full_is_kept(folder: Path, tmp_path
 
 @pytest.fixture
 def shipped_table(tmp_path: Path, monkeypatch) -> mrrope.FrequencyTable:
-    table = mrrope.frequency_table("mrrope_uni", rotary_dim=16, base=1e4, original_max_position=64, scale=4.0)
+    table = mrrope.frequency_table("mrrope_uni", rotary_dim=16, base=1e4, original_max_position=32, scale=4.0)
     table.save(tmp_path / "tiny-4x.json")
     table.save(tmp_path / "another.json")
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)

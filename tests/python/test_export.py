@@ -146,15 +146,22 @@ def test_keys_that_are_not_rope_stay(folder):
     assert data.keys() <= exported.keys()
 
 
-def test_the_original_length_of_an_extended_model():
-    """Llama 3.1 says in its parameters what it was trained on."""
+def test_an_extended_model_is_extended_on():
+    """Llama 3.1 keeps what its training slowed, and reads on from what it reads."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling |= {"original_max_position_embeddings": 16, "rope_theta": 50_000.0}
     config = transformers.LlamaConfig(**TINY | {"max_position_embeddings": 128}, rope_parameters=scaling)
-    exported = mrrope.export_config(config, "mrrope_pro", scale=16.0)
-    assert exported["rope_parameters"]["original_max_position_embeddings"] == 16
-    assert exported["max_position_embeddings"] == 256
+    exported = mrrope.export_config(config, "pi", scale=4.0)
+    frequencies = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config)[0].double()
+    plain = 50_000.0 ** -(torch.arange(0, 32, 2, dtype=torch.float64) / 32)
+    factors = torch.tensor(exported["rope_parameters"]["long_factor"], dtype=torch.float64)
+    torch.testing.assert_close(factors, 4.0 * plain / frequencies, rtol=2e-6, atol=0)
+    assert exported["max_position_embeddings"] == 512
     assert not {"low_freq_factor", "high_freq_factor"} & exported["rope_parameters"].keys()
+    with pytest.raises(ValueError, match="rope types start from plain RoPE, and llama rotates by other frequencies"):
+        mrrope.export_config(config, "mrrope_pro", scale=4.0, engine="transformers")
+    again = mrrope.export_config(config, "mrrope_pro", scale=16.0, original_max_position=16, engine="transformers")
+    assert again["max_position_embeddings"] == 256
 
 
 def test_what_is_given_goes_before_what_the_configuration_says():
@@ -229,14 +236,14 @@ def other_base() -> mrrope.FrequencyTable:
 
 def relative() -> mrrope.FrequencyTable:
     plain, slow = (
-        mrrope.frequency_table(method, rotary_dim=32, base=1e4, original_max_position=64, scale=2.0)
+        mrrope.frequency_table(method, rotary_dim=32, base=5e4, original_max_position=ORIGINAL, scale=2.0)
         for method in ("rope", "pi")
     )
     return slow.relative_to(plain)
 
 
 def yarn_ratio() -> mrrope.FrequencyTable:
-    return mrrope.frequency_table("yarn_ratio", rotary_dim=32, base=1e4, original_max_position=64, scale=2.0)
+    return mrrope.frequency_table("yarn_ratio", rotary_dim=32, base=5e4, original_max_position=ORIGINAL, scale=2.0)
 
 
 GEMMA = {"head_dim": 32, "layer_types": ["sliding_attention", "full_attention"]}

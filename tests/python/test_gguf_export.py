@@ -115,7 +115,7 @@ def test_all_else_is_copied(variant, method, tmp_path):
 def test_a_ready_table_and_its_file(tmp_path):
     source = write_model(tmp_path / "s.gguf", factors=HEAD_DIM // 2)
     table = mrrope.frequency_table(
-        "longrope", rotary_dim=HEAD_DIM, base=1e4, original_max_position=64, factors=[1, 1.5, 2, 3, 4, 5, 6, 7]
+        "longrope", rotary_dim=HEAD_DIM, base=5e4, original_max_position=ORIGINAL, factors=[1, 1.5, 2, 3, 4, 5, 6, 7]
     )
     table.save(tmp_path / "t.json")
     for given in (table, tmp_path / "t.json", str(tmp_path / "t.json")):
@@ -133,12 +133,21 @@ def test_exporting_an_export_again(tmp_path):
     assert (tmp_path / "two.gguf").read_bytes() == (tmp_path / "three.gguf").read_bytes()
 
 
+def test_an_export_is_extended(tmp_path):
+    """By the factors that it has, from its context length on."""
+    source = write_model(tmp_path / "s.gguf")
+    first = mrrope.export_gguf(source, tmp_path / "one.gguf", "mrrope_pro", scale=4.0)
+    second = mrrope.export_gguf(tmp_path / "one.gguf", tmp_path / "two.gguf", "pi", scale=2.0)
+    assert (second.original_max_position, second.scale) == (4 * ORIGINAL, 2.0)
+    torch.testing.assert_close(second.cumulative_scale, 2 * first.cumulative_scale.float().double(), rtol=1e-15, atol=0)
+    assert second.attention_factor == pytest.approx(first.attention_factor)
+
+
 @pytest.mark.parametrize(
     ("made", "arguments", "message"),
     [
         ({"architecture": "qwen2"}, {}, "llama.cpp cannot run qwen2 by another table: .*rope_freqs.weight"),
         ({"split": 3}, {}, "source must be one whole file, and this is one of 3"),
-        ({"factors": HEAD_DIM // 2}, {}, "has a rope_freqs.weight already.*give original_max_position"),
         ({"factors": 3}, {"original_max_position": 64}, "rope_freqs.weight of 8 float32 numbers or none"),
         ({}, {"destination": "s.gguf"}, "destination must be another file than the source"),
         ({}, {"method": "mrope"}, "method must be one of"),
