@@ -14,7 +14,7 @@ DRAWS = 3
 
 def relative(got: Tensor, want: Tensor) -> float:
     """The relative error in the Frobenius norm."""
-    return float((got - want).double().norm() / want.double().norm())
+    return float((got - want).detach().double().norm() / want.detach().double().norm())
 
 
 @torch.no_grad()

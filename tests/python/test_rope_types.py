@@ -12,6 +12,7 @@ from mrrope.rope_types import ROPE_TYPES
 
 transformers = pytest.importorskip("transformers")
 from huggingface_hub.errors import StrictDataclassError  # noqa: E402
+from model_tolerance import relative, tolerance  # noqa: E402
 from tiny_models import TINY_SIZES  # noqa: E402
 
 BASIC = {"rope_theta": 50_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -185,6 +186,26 @@ def test_whoever_is_imported_first(imports, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_torch_export_with_and_without_the_ops(tmp_path):
+    """ONNX has none for them: the table comes to it by a configuration."""
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    exported = mrrope.export_config(tmp_path, "mrrope_pro", scale=4.0, engine="transformers")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    patched = mrrope.patch(load(tmp_path), "mrrope_pro", scale=4.0)
+    configured = load(tmp_path, config=transformers.AutoConfig.for_model(**exported))
+    ids = torch.arange(24)[None]
+
+    def of_the_program(model):
+        """Whether it has ops of mrrope, and what it gives."""
+        program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False})
+        return "mrrope" in str(program.graph), program.module()(input_ids=ids, use_cache=False).logits
+
+    (has_ops, got), (still_has_ops, want) = of_the_program(patched), of_the_program(configured)
+    assert has_ops
+    assert not still_has_ops
+    assert relative(got, want) < tolerance(configured, lambda model: model(ids).logits)
 
 
 BEFORE_ROPE_PARAMETERS = {
