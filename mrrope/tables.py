@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -78,8 +79,9 @@ class DeviceCopies:
             return on_host.to(device)
         # A tensor made in inference mode could not take part in training later.
         with torch.inference_mode(False):
-            self._copies[device] = on_host.to(device)
-        return self._copies[device]
+            copy = on_host.to(device)
+        # The first of two threads wins, so that no pointer that a kernel was launched with is freed.
+        return self._copies.setdefault(device, copy)
 
 
 class FrequencyTable:
@@ -87,12 +89,16 @@ class FrequencyTable:
 
     Made by :func:`frequency_table`, :meth:`load`, :meth:`from_dict` or from two others by :meth:`relative_to`;
     never changed afterwards.
+
+    A table owns its copies in device memory, alone and stacked with others: keep every table of a call alive for as
+    long as a CUDA graph that captured the call is replayed, or another stream still runs it.
     """
 
     def __init__(self, core: _core.Table) -> None:
         self._core = core
         with torch.inference_mode(False):
             self._packed = DeviceCopies(torch.tensor(core.packed(), dtype=torch.int64, device="cpu"))
+        self._stacks: dict[tuple[int, ...], TableStack] = {}
 
     @property
     def method(self) -> str:
@@ -253,33 +259,45 @@ class FrequencyTable:
         )
 
 
+class TableStack(DeviceCopies):
+    """Several tables as one tensor; the first of them owns it until one of the others is gone."""
+
+    def __init__(self, tables: Sequence[FrequencyTable], key: tuple[int, ...]) -> None:
+        with torch.inference_mode(False):
+            super().__init__(torch.stack([table.packed(torch.device("cpu")) for table in tables]))
+        owner = weakref.ref(tables[0])
+
+        def forget(_: object) -> None:
+            if (first := owner()) is not None:
+                first._stacks.pop(key, None)
+
+        # The identities in the key are those of living tables only.
+        self._others = [weakref.ref(table, forget) for table in tables[1:]]
+
+
 def packed_stack(tables: Sequence[FrequencyTable], device: torch.device) -> torch.Tensor:
-    """Several tables of one rotary_dim as the ops take them, one int64 tensor on ``device``; copied there once."""
+    """Several tables of one rotary_dim as the ops take them, one int64 tensor on ``device``.
+
+    Copied there once and kept for as long as all of these tables live.
+    """
     if not tables:
         raise ValueError("table must be a FrequencyTable or a sequence of at least one, got none")
+    if not torch.compiler.is_compiling():
+        # A stack that is known was checked when it was made.
+        stack = _require_table("table[0]", tables[0])._stacks.get(tuple(map(id, tables)))
+        if stack is not None:
+            return stack.on(device)
     for i, table in enumerate(tables):
         _require_table(f"table[{i}]", table)
-    # A stack that is known was checked when it was made.
-    stack = None if torch.compiler.is_compiling() else _STACKS.get(tuple(tables))
-    if stack is not None:
-        return stack.on(device)
-    for i, table in enumerate(tables):
         if table.rotary_dim != tables[0].rotary_dim:
             raise ValueError(
                 f"table[{i}] must have table[0]'s rotary_dim {tables[0].rotary_dim}, got {table.rotary_dim}"
             )
     if _is_tracing():
         return torch.stack([table.packed(device) for table in tables])
-    with torch.inference_mode(False):
-        stack = DeviceCopies(torch.stack([table.packed(torch.device("cpu")) for table in tables]))
-    if len(_STACKS) >= MOST_STACKS:
-        _STACKS.clear()
-    _STACKS[tuple(tables)] = stack
-    return stack.on(device)
-
-
-MOST_STACKS = 256
-_STACKS: dict[tuple[FrequencyTable, ...], DeviceCopies] = {}
+    # The first of two threads wins, as for one table.
+    key = tuple(map(id, tables))
+    return tables[0]._stacks.setdefault(key, TableStack(tables, key)).on(device)
 
 
 def _require_table(argument: str, value: object) -> FrequencyTable:

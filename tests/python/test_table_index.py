@@ -1,5 +1,7 @@
 """Several tables in one call: every sequence, or token, is rotated as by its own table alone."""
 
+import weakref
+
 import pytest
 import torch
 from cases import (
@@ -190,6 +192,35 @@ def test_a_row_that_is_not_there_is_refused_in_every_table():
     row_of_pair[1, 3] = 4
     with pytest.raises(ValueError, match=r"table's second row must name rows of positions, 0 to 1, got 4 for pair 3"):
         ROTARY([q], torch.zeros(2, 2, 3, dtype=torch.int64), torch.stack([stack, row_of_pair], dim=1), "bhsd", "halves")
+
+
+# --- whose the stack is ---
+
+
+def tables_of_scales(count: int) -> list[mrrope.FrequencyTable]:
+    """No two of them equal."""
+    settings = {"rotary_dim": 16, "base": 1e4, "original_max_position": 2048}
+    return [mrrope.frequency_table("yarn", scale=2.0 + number, **settings) for number in range(count)]
+
+
+def test_a_stack_lives_as_long_as_its_tables(device):
+    a, b = tables_of(2, 16)
+    stack = weakref.ref(stack_of([a, b], device))
+    others = tables_of_scales(300)
+    for table in others:
+        stack_of([table, b], device)
+    assert stack() is stack_of([a, b], device)
+    assert torch.equal(stack().cpu(), torch.stack([table.packed(torch.device("cpu")) for table in (a, b)]))
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 2])
+def test_a_stack_goes_with_any_of_its_tables(device, dropped):
+    tables = tables_of(3, 16)
+    stack = weakref.ref(stack_of(tables, device))
+    kept = tables[:dropped] + tables[dropped + 1 :]
+    del tables
+    assert stack() is None
+    assert not any(table._stacks for table in kept)
 
 
 # --- autograd ---
@@ -504,6 +535,21 @@ def test_graph_replays_with_another_index(cuda, layout, in_place):
             x.copy_(value)
         graph.replay()
         assert_as_each_alone(turned, before, positions, tables, index, layout, "halves")
+
+
+def test_a_graph_replays_after_many_other_stacks(cuda):
+    case = Case(batch=3, dtype=torch.bfloat16)
+    (q, k), positions, tables = case.heads_on(cuda), case.positions(cuda), tables_of(3, 16)
+    index = random_index(case, 3, cuda)
+    mrrope.rotary(q, k, positions, tables, table_index=index)  # puts the stack on the device
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        turned = mrrope.rotary(q, k, positions, tables, table_index=index)
+    others = tables_of_scales(300)
+    for other in others:  # a stack that was freed would lie where one of these does
+        mrrope.rotary(q, k, positions, [other, *tables[1:]], table_index=index)
+    graph.replay()
+    assert_as_each_alone(turned, (q, k), positions, tables, index, "bhsd", "halves")
 
 
 @pytest.mark.parametrize("wrong", [3, -1, 2**31 - 1, -(2**31)])
