@@ -1,4 +1,5 @@
 #include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/autograd.h>
 #include <torch/library.h>
@@ -287,6 +288,21 @@ Tensor qkv_rotary_autograd(const Tensor& x, const Tensor& weight, const Bias& bi
     return QkvRotaryFunction::apply(x, weight, bias, positions, table, q_heads, kv_heads, std::string(pairing));
 }
 
+// --- autocast
+// ----------------------------------------------------------------------------------------------------------
+
+// As at::linear: x, weight and bias are cast, all but float64, and the result has the dtype of autocast.
+template <at::DeviceType device>
+Tensor qkv_rotary_autocast(const Tensor& x, const Tensor& weight, const Bias& bias, const Tensor& positions,
+                           const Tensor& table, int64_t q_heads, int64_t kv_heads, c10::string_view pairing) {
+    const c10::impl::ExcludeDispatchKeyGuard below_autocast(
+        at::autocast::get_autocast_dispatch_key_from_device_type(device));
+    const auto cast = [&](const auto& given) {
+        return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), given, device);
+    };
+    return qkv_rotary_op().call(cast(x), cast(weight), cast(bias), positions, table, q_heads, kv_heads, pairing);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(mrrope, m) {
@@ -323,6 +339,14 @@ TORCH_LIBRARY_IMPL(mrrope, Meta, m) {
 
 TORCH_LIBRARY_IMPL(mrrope, Autograd, m) {
     m.impl("qkv_rotary", qkv_rotary_autograd);
+}
+
+TORCH_LIBRARY_IMPL(mrrope, AutocastCPU, m) {
+    m.impl("qkv_rotary", qkv_rotary_autocast<at::kCPU>);
+}
+
+TORCH_LIBRARY_IMPL(mrrope, AutocastCUDA, m) {
+    m.impl("qkv_rotary", qkv_rotary_autocast<at::kCUDA>);
 }
 
 Tensor qkv_rotary(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& positions,

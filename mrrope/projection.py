@@ -29,7 +29,7 @@ def qkv_rotary(
 
     The same as :func:`torch.nn.functional.linear`, a split into heads, and :func:`rotary`. On a GPU of sm_90, float16
     and bfloat16 are rotated inside the matrix product, where that is faster, and rounded once; elsewhere it is the two
-    ops after each other.
+    ops after each other. Under autocast x, weight and bias are cast as linear casts them.
 
     Args:
         x: ``[batch, tokens, inputs]``; for layout ``thd``, ``[tokens, inputs]``.

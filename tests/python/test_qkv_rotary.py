@@ -7,6 +7,7 @@ import torch
 from cases import DTYPES, LAYOUTS, PAIRINGS, table_of
 from reference import TOLERANCES, rotated
 from test_errors import assert_refused
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 from torch.nn.functional import linear
@@ -348,6 +349,83 @@ def test_compiles_whole(device):
         got = compiled(call.x[:, :tokens], call.positions[:, :tokens])
         torch.testing.assert_close(got[0], want[0][:, :, :tokens] * 2)
         torch.testing.assert_close(got[2], want[2][:, :, :tokens])
+
+
+# --- autocast ---
+
+
+AUTOCAST_DTYPE = torch.bfloat16
+
+
+def leaves_of(call: Call) -> list[torch.Tensor]:
+    return [t.detach().clone().requires_grad_() for t in (call.x, call.weight, call.bias)]
+
+
+# Few rows and, on Hopper, as many as are fused.
+@pytest.mark.parametrize("sizes", [{"tokens": 5}, {"tokens": 2048, "inputs": 256, "heads": (32, 8), "head_dim": 128}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_casts_as_linear_does(device, dtype, sizes):
+    if device == "cpu" and sizes["tokens"] > 5:
+        pytest.skip("a CPU has one path for all sizes")
+    call = Call(device, dtype, layout="bshd", **sizes)
+    rounded = Call(device, dtype, layout="bshd", **sizes)
+    rounded.x, rounded.weight, rounded.bias = (t.to(AUTOCAST_DTYPE) for t in (call.x, call.weight, call.bias))
+    with torch.autocast(device, AUTOCAST_DTYPE):
+        got = call.run()
+    rounded.assert_right(got)
+    assert all(part.dtype == AUTOCAST_DTYPE for part in got)
+
+
+def test_autocast_leaves_float64_alone(device):
+    call = Call(device, torch.float64)
+    with torch.autocast(device, AUTOCAST_DTYPE):
+        call.assert_right(call.run())
+
+
+@pytest.mark.parametrize("in_autocast", [False, True])
+def test_gradients_under_autocast(device, in_autocast):
+    call = Call(device, layout="bshd", tokens=7)
+    grads = [torch.randn_like(part).to(AUTOCAST_DTYPE) for part in call.run()]
+    exact = [t.to(AUTOCAST_DTYPE).double() for t in leaves_of(call)]
+    exact = [t.detach().cpu().requires_grad_() for t in exact]
+    product = linear(*exact).unflatten(-1, (sum(call.heads) + call.heads[1], -1))
+    q, k, v = product.split([call.heads[0], call.heads[1], call.heads[1]], dim=-2)
+    turned = mrrope.rotary(q, k, call.positions.cpu(), call.table, layout="bshd")
+    want = torch.autograd.grad((*turned, v), exact, [grad.cpu().double() for grad in grads])
+
+    leaves = leaves_of(call)
+    with torch.autocast(device, AUTOCAST_DTYPE):
+        out = mrrope.qkv_rotary(*leaves, call.positions, call.table, *call.heads, layout="bshd")
+        got = torch.autograd.grad(out, leaves, grads) if in_autocast else None
+    got = got or torch.autograd.grad(out, leaves, grads)
+    for leaf, actual, expected in zip(leaves, got, want, strict=True):
+        assert actual.dtype == leaf.dtype == torch.float32
+        # The gradient of the product is rounded once, each gradient again; sums are over at most 128 components.
+        error = (actual.cpu().double() - expected).norm() / expected.norm()
+        assert error < 2 * torch.finfo(AUTOCAST_DTYPE).eps
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_autocast_is_one_for_eager_fake_and_compiled(device, requires_grad):
+    torch._dynamo.reset()
+    call = Call(device, layout="bshd")
+    leaves = [t.requires_grad_(requires_grad) for t in leaves_of(call)]
+
+    def run(x, weight, bias):
+        with torch.autocast(device, AUTOCAST_DTYPE):
+            return mrrope.qkv_rotary(x, weight, bias, call.positions, call.table, *call.heads, layout="bshd")
+
+    eager = run(*leaves)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(*leaves)
+    for x, y in zip(eager, compiled, strict=True):
+        assert x.dtype == y.dtype == AUTOCAST_DTYPE
+        assert torch.equal(x, y)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = run(*(mode.from_tensor(t) for t in leaves))
+    assert [(x.dtype, x.shape, x.stride()) for x in fake] == [(x.dtype, x.shape, x.stride()) for x in eager]
+    if requires_grad:
+        by_eager, by_compiled = (torch.autograd.grad([x.sum() for x in out], leaves) for out in (eager, compiled))
+        assert all(torch.equal(x, y) for x, y in zip(by_eager, by_compiled, strict=True))
 
 
 def test_a_number_of_heads_may_be_traced():
