@@ -79,6 +79,7 @@ void rescale_on(TensorList keys, const Tensor& positions, const Tensor& tables, 
     TORCH_CHECK_VALUE(tables.dim() == 2 && tables.size(0) >= 1 && tables.size(1) >= 2 && tables.is_contiguous(),
                       "tables must be a contiguous stack of packed tables, got ", tables.sizes(), " with strides ",
                       tables.strides());
+    check_attention_factors(tables);
     for (const auto& [name, index] : {std::pair("old", from), std::pair("new", to)}) {
         TORCH_CHECK_VALUE(index.dim() == 1 && index.size(0) == batch, name, " must be [", batch,
                           "], one a sequence of keys of ", keys[0].sizes(), ", got ", index.sizes());

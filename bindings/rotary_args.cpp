@@ -5,6 +5,7 @@
 
 #include <limits>
 
+#include "mrrope/rotation.h"
 #include "tensor_views.h"
 
 namespace mrrope {
@@ -73,13 +74,14 @@ PositionsView position_rows_of(const at::Tensor& positions, const at::Tensor& ta
                       "positions with a table of two rows must be [rows, ", batch, ", ", tokens, "] for q of ",
                       q.sizes(), " in layout ", layout.name, ", got ", positions.sizes());
     const int64_t words = table.size(-1);
-    const auto* row_of_pair = static_cast<const int64_t*>(table.const_data_ptr()) + words;
+    const auto* row_of_pair = static_cast<const uint64_t*>(table.const_data_ptr()) + words;
     if (table.is_cpu()) {
         for (int64_t i = 0; i < table.size(0) * (words - 1); ++i) {
             const int64_t pair = i % (words - 1);
-            const int64_t row = row_of_pair[i / (words - 1) * 2 * words + pair];
-            TORCH_CHECK_VALUE(0 <= row && row < positions.size(0), "table's second row must name rows of positions, 0 ",
-                              "to ", positions.size(0) - 1, ", got ", row, " for pair ", pair);
+            const uint64_t row = without_negation(row_of_pair[i / (words - 1) * 2 * words + pair]);
+            TORCH_CHECK_VALUE(row < static_cast<uint64_t>(positions.size(0)),
+                              "table's second row must name rows of positions, 0 to ", positions.size(0) - 1, ", got ",
+                              row, " for pair ", pair);
         }
     }
     return {.data = positions.const_data_ptr(),
@@ -88,7 +90,7 @@ PositionsView position_rows_of(const at::Tensor& positions, const at::Tensor& ta
             .token_stride = step(positions, 2),
             .rows = positions.size(0),
             .row_stride = step(positions, 0),
-            .row_of_pair = reinterpret_cast<const uint64_t*>(row_of_pair)};
+            .row_of_pair = row_of_pair};
 }
 
 HeadsView view_of(NamedHeads in, const at::Tensor& out, const Layout& layout) {
@@ -140,6 +142,7 @@ RotaryArgs rotary_args(at::TensorList in, at::TensorList out, const RotaryOption
     const at::Tensor& q = in[0];
     const at::Tensor& table = options.table;
     check_table_shape(table);
+    check_attention_factors(table);
     RotaryArgs args;
     args.rotary_dim = rotary_dim_of(table, named(in, 0));
     args.positions = table.dim() == 3 && options.positions.dim() == 3

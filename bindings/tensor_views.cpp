@@ -11,6 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "mrrope/frequency_table.h"
+#include "mrrope/rotation.h"
+
 namespace mrrope {
 namespace {
 
@@ -138,6 +141,18 @@ void check_range(const char* name, const at::Tensor& index, int64_t count) {
         const int32_t value = values[i * step(index, 0)];
         TORCH_CHECK_INDEX(0 <= value && value < count, name, " must name one of ", count, " tables, 0 to ", count - 1,
                           ", got ", value, " at ", i);
+    }
+}
+
+void check_attention_factors(const at::Tensor& table) {
+    if (!table.is_cpu()) return;
+    const auto* words = static_cast<const uint64_t*>(table.const_data_ptr());
+    const int64_t tables = table.dim() == 1 ? 1 : table.size(0);
+    for (int64_t i = 0; i < tables; ++i) {
+        const double factor = attention_factor_of(words[i * (table.numel() / tables) + table.size(-1) - 1]);
+        TORCH_CHECK_VALUE(is_attention_factor(factor),
+                          "table must end with the bits of an attention factor, a positive ",
+                          "finite number in float32's range, got ", factor, " in table ", i);
     }
 }
 

@@ -53,6 +53,10 @@ void check_apart(NamedHeads a, NamedHeads b, const char* why = "");
 // within the tables whatever it says.
 void check_range(const char* name, const at::Tensor& index, int64_t count);
 
+// That the attention factors of one table or a stack, on the CPU, are such. On a GPU they are not known before the
+// kernel runs, which multiplies by whatever they are.
+void check_attention_factors(const at::Tensor& table);
+
 // The stride of a dimension, 0 where it is never stepped along: of one element, torch leaves anything at all.
 int64_t step(const at::Tensor& tensor, int dim);
 

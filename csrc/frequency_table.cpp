@@ -45,6 +45,10 @@ void require_positive(const char* argument, double value) {
     require(std::isfinite(value) && value > 0.0, argument, " must be a positive finite number, got ", value);
 }
 
+void require_attention_factor(const char* argument, double value) {
+    require(is_attention_factor(value), argument, " must be a positive finite number in float32's range, got ", value);
+}
+
 void require_base(double base) {
     require(std::isfinite(base) && base > 1.0, "base must be a finite number above 1, got ", base);
 }
@@ -112,7 +116,7 @@ void check(const TableRequest& request) {
         require(!request.power, "power is for the method 'mrrope_pow' only, got ", request.power.value_or(0.0),
                 " with method '", method_name(request.method), "'");
     }
-    if (request.attention_factor) require_positive("attention_factor", *request.attention_factor);
+    if (request.attention_factor) require_attention_factor("attention_factor", *request.attention_factor);
     check_factors(request);
     const auto pairs = static_cast<size_t>(request.rotary_dim / 2);
     require(request.native_scale.empty() || request.native_scale.size() == pairs,
@@ -347,7 +351,7 @@ void validate(const FrequencyTable& table) {
             is_relative ? 0 : pairs, " numbers, got ", table.cumulative_scale.size());
     require_base(table.base);
     require_positive("original_max_position", table.original_max_position);
-    require_positive("attention_factor", table.attention_factor);
+    require_attention_factor("attention_factor", table.attention_factor);
     require_positive("scale", table.scale);
     if (table.bounds) require_ordered(*table.bounds);
     for (const double scale : table.cumulative_scale) require_positive("cumulative_scale", scale);
@@ -378,6 +382,8 @@ FrequencyTable relative(const FrequencyTable& to, const FrequencyTable& from) {
     table.original_max_position = to.original_max_position;
     table.scale = to.scale / from.scale;
     table.attention_factor = to.attention_factor / from.attention_factor;
+    require_positive("scale of one table relative to another", table.scale);
+    require_attention_factor("attention_factor of one table relative to another", table.attention_factor);
     for (int i = 0; i < to.pairs(); ++i) {
         // Wraps, as angles do: frequencies that differ by whole turns a position are the same.
         const uint64_t turns = to.turns[i] - from.turns[i];

@@ -85,8 +85,8 @@ struct LaneTurns {
 
     __device__ int64_t position_of_pair(const PositionsView& positions, int pair, int batch, int token) const {
         if (positions.row_of_pair == nullptr) return position;
-        const auto row = min(positions.row_of_pair[table_start + pair], static_cast<uint64_t>(positions.rows - 1));
-        return position_at(positions, static_cast<int64_t>(row), batch, token);
+        const int64_t row = position_row_of(positions.row_of_pair[table_start + pair], positions.rows);
+        return position_at(positions, row, batch, token);
     }
 };
 

@@ -192,8 +192,8 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
             int64_t position = only_position;
             if constexpr (lookup == Lookup::position_rows) {
                 const uint64_t* row_of_pair = positions.row_of_pair + first_word;
-                const auto row = min(row_of_pair[layout.pair(j)], static_cast<uint64_t>(positions.rows - 1));
-                position = position_at(positions, static_cast<int64_t>(row), batch, token);
+                const int64_t row = position_row_of(row_of_pair[layout.pair(j)], positions.rows);
+                position = position_at(positions, row, batch, token);
             }
             by[j] = turn(phase_of(position, turns[j]), gain, direction);
         }

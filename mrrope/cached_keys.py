@@ -54,6 +54,12 @@ def rescale_cache_(
                 distinct.append(table)
     if not distinct:
         return  # of no sequences there is nothing to turn
+    factors = [table.attention_factor for table in distinct]
+    if min(factors) < max(factors) * torch.finfo(torch.float32).smallest_normal:
+        raise ValueError(
+            f"old and new must have attention factors whose quotients are in float32's range, got {min(factors):g} and "
+            f"{max(factors):g}"
+        )
     device = taken[0].device
     indices = [
         torch.tensor([distinct.index(table) for table in side], dtype=torch.int32, device=device)

@@ -86,7 +86,7 @@ def _cos_sin(
     if positions.dim() == 3:
         # Of a token's positions, the one that turns each pair.
         positions = positions.permute(1, 2, 0)
-        positions = positions.gather(-1, rows[..., :-1].expand(*positions.shape[:-1], -1))
+        positions = positions.gather(-1, rows[..., :-1].abs().expand(*positions.shape[:-1], -1))
     else:
         positions = positions[..., None]
     # Whole turns overflow, and what is left is a signed part of one.
@@ -94,7 +94,7 @@ def _cos_sin(
     # The first of a pair turns by its partner's negated sine, which is the sine of the negated angle.
     signs = torch.arange(-1, 2, 2, device=phases.device).view((2, 1) if pairing == "halves" else (2,))
     angles = ((phases * (-signs if conjugate else signs)).flatten(-2).double() * ANGLE_OF_A_WORD).float()
-    # Who negates a table, to turn backwards, negates this word too; the factor stays.
+    # Negating a table, to rotate backwards, negates row numbers and this word too; they are read as they were.
     attention_factor = words[..., -1:].abs().view(torch.float64).float()
     cos, sin = ((part * attention_factor).unsqueeze(_heads_dim(layout)) for part in (angles.cos(), angles.sin()))
     return cos, sin

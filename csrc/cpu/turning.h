@@ -34,7 +34,7 @@ inline void fill_phases(uint64_t* phases, const RotaryArgs& args, int64_t table,
         for (int i = 0; i < pairs; ++i) phases[i] = phase_of(position, turns[i]);
     } else {
         for (int i = 0; i < pairs; ++i) {
-            const auto row = static_cast<int64_t>(positions.row_of_pair[first + i]);
+            const int64_t row = position_row_of(positions.row_of_pair[first + i], positions.rows);
             phases[i] = phase_of(position_at(positions, row, batch, token), turns[i]);
         }
     }

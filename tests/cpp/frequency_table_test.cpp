@@ -588,6 +588,9 @@ INSTANTIATE_TEST_SUITE_P(
         BadRequest{"PowerInfinite", [](R& r) { r = with_power(r, infinity); }, {"power", "finite", "inf"}},
         BadRequest{"PowerNotWanted", [](R& r) { r.power = 2.5; }, {"power", "2.5", "'yarn'"}},
         BadRequest{"AttentionFactorZero", [](R& r) { r.attention_factor = 0.0; }, {"attention_factor", "got 0"}},
+        BadRequest{"AttentionFactorPastFloat32",
+                   [](R& r) { r.attention_factor = 1e39; },
+                   {"attention_factor", "float32's range", "got 9.9999999999999994e+38"}},
         BadRequest{"AttentionFactorNan", [](R& r) { r.attention_factor = not_a_number; }, {"attention_factor", "nan"}},
         BadRequest{"FactorsNotWanted", [](R& r) { r.factors = {1, 2}; }, {"factors", "got 2", "'yarn'"}},
         BadRequest{"RadixFactorsTooMany",
@@ -619,6 +622,20 @@ TEST(Errors, RelatedTablesMustHaveOneRotaryDim) {
     small.rotary_dim = 64;
     expect_error([&] { relative(build_table(llama(Method::rope)), build_table(small)); },
                  {"tables", "rotary_dim", "128 and 64"});
+}
+
+TEST(Errors, RelatedTablesMustNotBeTooFarApart) {
+    const auto table = [](double attention_factor, double scale) {
+        TableRequest request = llama(Method::pi, scale);
+        request.attention_factor = attention_factor;
+        return build_table(request);
+    };
+    const std::vector<std::string> parts = {"attention_factor of one table relative to another", "float32's range"};
+    expect_error([&] { relative(table(1e30, 1.0), table(1e-30, 1.0)); }, parts);
+    expect_error([&] { relative(table(1e-30, 1.0), table(1e30, 1.0)); }, parts);
+    expect_error([&] { inverse(table(3e38, 1.0)); }, parts);
+    expect_error([&] { relative(table(1.0, 1e200), table(1.0, 1e-200)); },
+                 {"scale of one table relative to another", "got inf"});
 }
 
 struct BadTable {

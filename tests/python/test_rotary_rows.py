@@ -6,6 +6,7 @@ from cases import table_of
 from reference import assert_rotated, rotated
 
 import mrrope
+from mrrope import traced_rotation
 
 ROWS = 3
 ROTARY_DIM = 32
@@ -87,6 +88,56 @@ def test_rows_of_another_shape_are_refused(shape):
     packed = with_rows(table, row_of_pair, "cpu")
     with pytest.raises(ValueError, match=r"positions with a table of two rows must be \[rows, 2, 5\]"):
         torch.ops.mrrope.rotary.default([q, k], torch.zeros(shape, dtype=torch.int64), packed, "bhsd", "halves")
+
+
+@pytest.mark.parametrize("run", [torch.ops.mrrope.rotary.default, traced_rotation.rotary])
+def test_negated_rows_are_the_same_rows(device, run):
+    table = table_of("mrrope_pro", ROTARY_DIM)
+    q, k, positions, row_of_pair = random_call(device)
+    packed = with_rows(table, row_of_pair, device)
+    got = run([q, k], positions, -packed, "bhsd", "halves", False)
+    want = [rotated_by_rows(x.cpu(), -positions, row_of_pair, table, "halves") for x in (q, k)]
+    for g, w in zip(got, want, strict=True):
+        assert ((g.cpu().double() - w).abs().amax() / w.abs().amax()).item() < 5e-7
+
+
+def test_a_row_that_is_not_there_is_refused_negated_too():
+    table = table_of("yarn", ROTARY_DIM)
+    q, k, positions, row_of_pair = random_call("cpu")
+    row_of_pair[3] = ROWS
+    with pytest.raises(ValueError, match=r"table's second row must name rows of positions, 0 to 2, got 3 for pair 3"):
+        torch.ops.mrrope.rotary.default([q, k], positions, -with_rows(table, row_of_pair, "cpu"), "bhsd", "halves")
+
+
+def with_factor(table, factor):
+    packed = table.packed(torch.device("cpu")).clone()
+    packed[-1] = torch.tensor(factor, dtype=torch.float64).view(torch.int64)
+    return packed
+
+
+@pytest.mark.parametrize("factor", [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-39, 1e39, -1e39])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_what_is_no_attention_factor_is_refused(factor, stacked):
+    table = table_of("yarn", ROTARY_DIM)
+    q, k, positions, _ = random_call("cpu")
+    packed = with_factor(table, factor)
+    packed = torch.stack([table.packed(packed.device), packed]) if stacked else packed
+    before = q.clone(), k.clone()
+    for op in (torch.ops.mrrope.rotary.default, torch.ops.mrrope.rotary_.default):
+        with pytest.raises(ValueError, match="table must end with the bits of an attention factor"):
+            op([q, k], positions[0], packed, "bhsd", "halves")
+    assert all(torch.equal(x, y) for x, y in zip((q, k), before, strict=True))
+
+
+def test_the_sign_of_a_factor_is_the_tables(device):
+    """The bits of -1.0 are those of 4.0, negated."""
+    table = table_of("yarn", ROTARY_DIM)
+    q, k, positions, _ = random_call(device)
+    got, want = (
+        torch.ops.mrrope.rotary.default([q, k], positions[0], with_factor(table, x).to(device), "bhsd", "halves")
+        for x in (-1.0, 4.0)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 def test_a_negated_table_turns_backwards(device):

@@ -279,6 +279,45 @@ def test_relative_table_is_a_difference():
     assert torch.equal(back.turns, -table.turns)
 
 
+def with_attention_factor(factor: float, scale: float = 8.0) -> mrrope.FrequencyTable:
+    return mrrope.frequency_table(
+        "yarn", rotary_dim=8, base=1e4, original_max_position=64, scale=scale, attention_factor=factor
+    )
+
+
+FLOAT32 = torch.finfo(torch.float32)
+
+
+@pytest.mark.parametrize("factor", [FLOAT32.max, FLOAT32.smallest_normal])
+def test_attention_factors_within_float32(factor):
+    assert mrrope.FrequencyTable.from_dict(with_attention_factor(factor).to_dict()).attention_factor == factor
+
+
+@pytest.mark.parametrize("factor", [2 * FLOAT32.max, FLOAT32.smallest_normal / 2, 1e300])
+def test_attention_factors_past_float32_are_refused(factor):
+    with pytest.raises(ValueError, match="attention_factor must be a positive finite number in float32's range, got"):
+        with_attention_factor(factor)
+    data = with_attention_factor(1.0).to_dict() | {"attention_factor": factor}
+    with pytest.raises(ValueError, match="attention_factor must be a positive finite number in float32's range, got"):
+        mrrope.FrequencyTable.from_dict(data)
+
+
+def test_tables_too_far_apart_are_refused():
+    small, large = with_attention_factor(1e-30), with_attention_factor(1e30)
+    message = "attention_factor of one table relative to another must be .* in float32's range, got"
+    for to, from_ in ((small, large), (large, small)):
+        with pytest.raises(ValueError, match=message):
+            to.relative_to(from_)
+    with pytest.raises(ValueError, match=message):
+        with_attention_factor(FLOAT32.max).inverse()
+    with pytest.raises(ValueError, match=r"scale of one table relative to another must be .*, got inf"):
+        with_attention_factor(1.0, scale=1e200).relative_to(with_attention_factor(1.0, scale=1e-200))
+    keys = torch.ones(1, 1, 3, 8)
+    with pytest.raises(ValueError, match=r"old and new must have attention factors .*, got 1e-30 and 1e\+30"):
+        mrrope.rescale_cache_(keys, torch.arange(3), small, large)
+    assert torch.equal(keys, torch.ones(1, 1, 3, 8))
+
+
 def test_inverse_negates():
     table = frequency_table("mrrope_pro", **LLAMA)
     inverse = table.inverse()

@@ -14,9 +14,11 @@
 namespace mrrope {
 
 // A table as the ops take it: an int64 tensor of rotary_dim / 2 turns and the attention factor's bits. Negated, it
-// rotates backwards. A stack of such tables, [count, ...], holds one for each sequence, or those that table_index picks
-// from: int32, [batch], or [tokens] in layout thd. Positions of [rows, batch, tokens] take a stack [count, 2, ...]
-// whose second rows name the row of positions that turns each pair.
+// rotates backwards, by the same factor; the sign of the last word is therefore the table's, never the factor's, which
+// is positive and in float32's range. Words on a CPU that say otherwise are refused; a GPU multiplies by them. A stack
+// of such tables, [count, ...], holds one for each sequence, or those that table_index picks from: int32, [batch], or
+// [tokens] in layout thd. Positions of [rows, batch, tokens] take a stack [count, 2, ...] whose second rows name the
+// row of positions that turns each pair, negated with the first.
 at::Tensor packed_tensor(const FrequencyTable& table, at::Device device);
 
 // Rotates q, or q and k, given as `heads`; differentiable. layout: bhsd, bshd or thd; pairing: halves or interleaved;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -65,16 +66,23 @@ struct FrequencyTable {
     std::vector<double> radix_factors() const;  // s[i + 1] / s[i]
 };
 
+// Kernels multiply by it in float32.
+inline bool is_attention_factor(double value) {
+    using Float = std::numeric_limits<float>;
+    return double{Float::min()} <= value && value <= double{Float::max()};
+}
+
 // Throws std::invalid_argument naming the argument, its value and what was expected.
 FrequencyTable build_table(const TableRequest&);
 
 // For a table that was assembled by hand or read from a file: throws std::invalid_argument where its parts disagree.
 void validate(const FrequencyTable&);
 
-// Turns a vector rotated by `from` into one rotated by `to`.
+// Turns a vector rotated by `from` into one rotated by `to`. Throws std::invalid_argument where the quotient of their
+// scales or attention factors is none.
 FrequencyTable relative(const FrequencyTable& to, const FrequencyTable& from);
 
-// Undoes `table`: angles negated, attention factor inverted.
+// Undoes `table`: angles negated, attention factor inverted. Throws like relative.
 FrequencyTable inverse(const FrequencyTable& table);
 
 // What the kernels read: the turns of every pair, then the bits of the attention factor as a double. One integer array

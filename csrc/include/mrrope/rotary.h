@@ -33,7 +33,8 @@ struct HeadsView {
 };
 
 // int32 or int64 positions of [batch, tokens]; stride 0 broadcasts. Where a token has several positions (time, height
-// and width, say), of [rows, batch, tokens], and row_of_pair tells which of them turns each pair.
+// and width, say), of [rows, batch, tokens], and row_of_pair tells which of them turns each pair; a number past the
+// last row is the last.
 struct PositionsView {
     const void* data = nullptr;
     bool is_int64 = true;
@@ -59,7 +60,8 @@ struct RotaryArgs {
     HeadsView q;
     HeadsView k;  // no heads: q alone
     PositionsView positions;
-    // packed(FrequencyTable), where the heads are: host or device memory. Negated, word by word, it rotates backwards.
+    // packed(FrequencyTable), where the heads are: host or device memory. Negated, word by word, it rotates backwards,
+    // by the same row_of_pair and attention factor.
     const uint64_t* table = nullptr;
     TableChoice choice;
     int64_t batch = 0;

@@ -33,11 +33,22 @@ MRROPE_HOST_DEVICE uint64_t phase_of(int64_t position, uint64_t turns) {
     return static_cast<uint64_t>(position) * turns;
 }
 
-// The attention factor in the last word of a packed table. Whoever negates a table, to turn backwards, negates this
-// word too; the factor stays.
+// A word of a packed table that is no phase step. Negating a table word by word, to rotate backwards, negates it too,
+// and it is read as it was. Its sign therefore belongs to the table: the bits of -1.0 read as those of 4.0, negated.
+MRROPE_HOST_DEVICE uint64_t without_negation(uint64_t word) {
+    return word >> 63 ? 0 - word : word;
+}
+
+// The attention factor in the last word of a packed table.
 MRROPE_HOST_DEVICE double attention_factor_of(uint64_t word) {
-    const auto bits = static_cast<int64_t>(word);
-    return std::bit_cast<double>(bits < 0 ? -bits : bits);
+    return std::bit_cast<double>(without_negation(word));
+}
+
+// Which of `rows` positions of a token turns a pair. No word, however wrong, leads past the last.
+MRROPE_HOST_DEVICE int64_t position_row_of(uint64_t word, int64_t rows) {
+    const uint64_t row = without_negation(word);
+    const auto last = static_cast<uint64_t>(rows - 1);
+    return static_cast<int64_t>(row < last ? row : last);
 }
 
 // Cosine and sine of the angle quarter * pi/2 + x * pi/4, given those of x * pi/4.
