@@ -55,27 +55,39 @@ inline void check_cuda(cudaError_t status) {
     }
 }
 
-// Whether the current device can start a kernel early; asked of the driver once for each device. Code for an older one,
-// compiled by the driver for this, would be started early and not wait.
-inline bool device_overlaps_launches() {
-#ifdef MRROPE_OLD_PTX
-    return false;
-#endif
-    enum : int { unknown, no, yes };
-    static std::array<std::atomic<int>, 64> known{};
-    int device = 0;
-    check_cuda(cudaGetDevice(&device));
-    std::atomic<int>& answer = known[device % known.size()];
-    if (answer == unknown) {
-        int major = 0;
-        check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-        answer = major >= 9 ? yes : no;
+// Whether a kernel waits on each device, as far as that was asked.
+enum class Waits : char { unknown, no, yes };
+using WaitsOnDevices = std::array<std::atomic<Waits>, 64>;
+
+template <auto kernel>
+inline WaitsOnDevices waits_of{};
+
+// A kernel that may be launched with the PDL attribute, where its code has griddepcontrol.wait. PTX older than sm_90
+// has none, even where the driver compiles it for a newer device: launched early, it would not wait.
+template <class Launch>
+struct DependentKernel {
+    void (*entry)(Launch);
+    WaitsOnDevices* known;
+
+    // Asked of the driver once for each kernel and device.
+    bool waits_on_current_device() const {
+        int device = 0;
+        check_cuda(cudaGetDevice(&device));
+        std::atomic<Waits>& answer = (*known)[device % known->size()];
+        if (answer == Waits::unknown) {
+            cudaFuncAttributes attributes{};
+            check_cuda(cudaFuncGetAttributes(&attributes, entry));
+            answer = attributes.ptxVersion >= 90 ? Waits::yes : Waits::no;
+        }
+        return answer == Waits::yes;
     }
-    return answer == yes;
-}
+};
+
+template <auto kernel>
+inline constexpr DependentKernel dependent_kernel{kernel, &waits_of<kernel>};
 
 template <class Launch>
-void launch_overlapping(void (*kernel)(Launch), dim3 grid, int block_threads, cudaStream_t stream,
+void launch_overlapping(const DependentKernel<Launch>& kernel, dim3 grid, int block_threads, cudaStream_t stream,
                         const Launch& launch) {
     cudaLaunchAttribute early;
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -85,8 +97,8 @@ void launch_overlapping(void (*kernel)(Launch), dim3 grid, int block_threads, cu
     config.blockDim = dim3(block_threads);
     config.stream = stream;
     config.attrs = &early;
-    config.numAttrs = device_overlaps_launches() ? 1 : 0;
-    check_cuda(cudaLaunchKernelEx(&config, kernel, launch));
+    config.numAttrs = kernel.waits_on_current_device() ? 1 : 0;
+    check_cuda(cudaLaunchKernelEx(&config, kernel.entry, launch));
 }
 
 }  // namespace mrrope

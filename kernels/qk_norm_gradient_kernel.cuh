@@ -284,11 +284,11 @@ template <class Element, Pairing pairing>
 auto norm_gradient_kernel(const QkNormGradientPlan& plan, NormOver over) {
     if constexpr (sizeof(Element) <= 4) {
         if (plan.holds && over == NormOver::head) {
-            return qk_norm_gradient_kernel<Element, pairing, NormOver::head>;
+            return dependent_kernel<qk_norm_gradient_kernel<Element, pairing, NormOver::head>>;
         }
-        if (plan.holds) return qk_norm_gradient_kernel<Element, pairing, NormOver::all_heads>;
+        if (plan.holds) return dependent_kernel<qk_norm_gradient_kernel<Element, pairing, NormOver::all_heads>>;
     }
-    return qk_norm_gradient_row_kernel<Element, pairing>;
+    return dependent_kernel<qk_norm_gradient_row_kernel<Element, pairing>>;
 }
 
 // Instantiated in a file per element type, so that they compile side by side.

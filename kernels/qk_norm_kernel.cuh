@@ -254,16 +254,18 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_resident_bloc
 template <class Element, Pairing pairing, NormOver over>
 auto holding_kernel(const QkNormPlan& plan, bool looks_up) {
     if (looks_up && plan.heads_per_thread == norm_heads_per_thread_with_lookup) {
-        return qk_norm_kernel<Element, norm_heads_per_thread_with_lookup, pairing, over, true>;
+        return dependent_kernel<qk_norm_kernel<Element, norm_heads_per_thread_with_lookup, pairing, over, true>>;
     }
     switch (looks_up ? 0 : plan.heads_per_thread) {
         case 1:
-            if constexpr (over == NormOver::head) return qk_norm_kernel<Element, 1, pairing, over, false>;
+            if constexpr (over == NormOver::head)
+                return dependent_kernel<qk_norm_kernel<Element, 1, pairing, over, false>>;
             break;
-        case 2: return qk_norm_kernel<Element, 2, pairing, over, false>;
-        case 4: return qk_norm_kernel<Element, 4, pairing, over, false>;
+        case 2: return dependent_kernel<qk_norm_kernel<Element, 2, pairing, over, false>>;
+        case 4: return dependent_kernel<qk_norm_kernel<Element, 4, pairing, over, false>>;
         case 8:
-            if constexpr (over == NormOver::head) return qk_norm_kernel<Element, 8, pairing, over, false>;
+            if constexpr (over == NormOver::head)
+                return dependent_kernel<qk_norm_kernel<Element, 8, pairing, over, false>>;
             break;
     }
     throw std::logic_error("mrrope: no kernel norms that many heads a thread");
@@ -277,7 +279,7 @@ auto norm_kernel(const QkNormArgs& args, const QkNormPlan& plan, bool looks_up) 
         }
         if (plan.holds) return holding_kernel<Element, pairing, NormOver::all_heads>(plan, looks_up);
     }
-    return qk_norm_row_kernel<Element, pairing>;
+    return dependent_kernel<qk_norm_row_kernel<Element, pairing>>;
 }
 
 // Instantiated in a file per element type, so that they compile side by side.

@@ -130,7 +130,7 @@ struct QkvProjection {
         check(cutlass::ClusterLauncher::launch(Kernel::get_grid_shape(params),
                                                dim3(cute::size<0>(Cluster{}), cute::size<1>(Cluster{})),
                                                Kernel::get_block_shape(), shared_bytes, stream, entry, parameters,
-                                               /*launch_with_pdl=*/device_overlaps_launches()));
+                                               /*launch_with_pdl=*/true));  // there is no code but sm_90a's
     }
 
 private:

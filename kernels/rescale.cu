@@ -97,12 +97,13 @@ void launch_rescale(const RescaleArgs& args, const RescalePlan& plan, cudaStream
                          .half = args.rotary_dim / 2,
                          .plan = plan};
     std::copy(args.keys.begin(), args.keys.end(), launch.keys);
-    const auto launch_with = [&](auto kernel) {
+    const auto launch_with = [&](const auto& kernel) {
         launch_overlapping(kernel, dim3(plan.blocks), rescale_block_threads, stream, launch);
     };
     switch (args.pairing) {
-        case Pairing::halves: return launch_with(rescale_kernel<Element, Vector, Pairing::halves>);
-        case Pairing::interleaved: return launch_with(rescale_kernel<Element, Vector, Pairing::interleaved>);
+        case Pairing::halves: return launch_with(dependent_kernel<rescale_kernel<Element, Vector, Pairing::halves>>);
+        case Pairing::interleaved:
+            return launch_with(dependent_kernel<rescale_kernel<Element, Vector, Pairing::interleaved>>);
     }
 }
 

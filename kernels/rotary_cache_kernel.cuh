@@ -208,8 +208,8 @@ void launch_cached_planned(const RotaryCacheArgs& args, const RotaryPlan& plan, 
         .has_tail = args.rotary.rotary_dim < args.rotary.head_dim,
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
-    launch_overlapping(rotary_cache_kernel<Element, Cached, Vector, HeadsPerThread, pairing, lookup>, dim3(blocks),
-                       rotary_block_threads, stream, launch);
+    launch_overlapping(dependent_kernel<rotary_cache_kernel<Element, Cached, Vector, HeadsPerThread, pairing, lookup>>,
+                       dim3(blocks), rotary_block_threads, stream, launch);
 }
 
 template <class Element, class Cached, Pairing pairing, Lookup lookup>

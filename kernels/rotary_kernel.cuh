@@ -239,7 +239,7 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
         .bytes_ahead = tokens_ahead * args.positions.token_stride * (args.positions.is_int64 ? 8 : 4),
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
-    launch_overlapping(rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup>, dim3(blocks),
+    launch_overlapping(dependent_kernel<rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup>>, dim3(blocks),
                        rotary_block_threads, stream, launch);
 }
 

@@ -1,0 +1,60 @@
+#include "foreign_kernels.h"
+#include "waiting_copy.cuh"
+
+namespace mrrope::testing {
+namespace {
+
+__global__ void slow_writer(int* values, int value) {
+    let_next_kernel_start();
+    const long long start = clock64();
+    while (clock64() - start < 50'000) {
+    }
+    values[threadIdx.x] = value;
+}
+
+__global__ void reader(const int* values, int* seen, Reads reads) {
+    const volatile int* from = values + threadIdx.x;  // from memory, at the very place
+    int value = 0;
+    if (reads == Reads::before_wait) value = *from;
+    wait_for_previous_kernel();
+    if (reads == Reads::after_wait) value = *from;
+    seen[threadIdx.x] = value;
+}
+
+}  // namespace
+
+void launch_slow_writer(int* values, int value, cudaStream_t stream) {
+    slow_writer<<<1, foreign_values, 0, stream>>>(values, value);
+    check_cuda(cudaGetLastError());
+}
+
+void launch_reader(const int* values, int* seen, Reads reads, cudaStream_t stream) {
+    cudaLaunchAttribute early;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(1);
+    config.blockDim = dim3(foreign_values);
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = copy_waits() ? 1 : 0;
+    check_cuda(cudaLaunchKernelEx(&config, reader, values, seen, reads));
+}
+
+void launch_copy(const int* values, int* seen, cudaStream_t stream) {
+    launch_overlapping(waiting_copy_kernel, dim3(1), foreign_values, stream, {values, seen});
+}
+
+bool copy_waits() {
+    return waiting_copy_kernel.waits_on_current_device();
+}
+
+bool device_has_dependent_launch() {
+    int device = 0;
+    int major = 0;
+    check_cuda(cudaGetDevice(&device));
+    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    return major >= 9;
+}
+
+}  // namespace mrrope::testing

@@ -1,0 +1,22 @@
+#pragma once
+
+#include "dependent_launch.cuh"
+#include "foreign_kernels.h"
+
+namespace mrrope::testing {
+namespace {
+
+struct CopyLaunch {
+    const int* from;
+    int* to;
+};
+
+__global__ void waiting_copy(const CopyLaunch launch) {
+    wait_for_previous_kernel();
+    launch.to[threadIdx.x] = launch.from[threadIdx.x];
+}
+
+constexpr const auto& waiting_copy_kernel = dependent_kernel<waiting_copy>;
+
+}  // namespace
+}  // namespace mrrope::testing
