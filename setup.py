@@ -76,7 +76,8 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
     """Configures and builds the CMake project, and copies its Python targets into the package's folder.
 
     Every version of Python and torch has a build folder of its own, outputs included: CMake takes a file that is newer
-    than its sources for its own.
+    than its sources for its own. What was compiled stays there, but not the cache: each build starts from the defaults
+    and this call's CMAKE_ARGS.
     """
 
     def run(self) -> None:
@@ -94,9 +95,8 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
             raise SystemExit("mrrope is compiled against torch, and none was found: install torch first")
         version = torch_requirement().removeprefix("torch==").removesuffix(".*")
         build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{version}"
-        # What was found for another environment is looked for again.
+        (build / "CMakeCache.txt").unlink(missing_ok=True)
         arguments = [
-            *("-U", "LibTorch_*", "-U", "CUTLASS_INCLUDE_DIR"),
             f"-DCMAKE_MAKE_PROGRAM={program('ninja', 'BIN_DIR')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
@@ -110,7 +110,7 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
         cmake = program("cmake", "CMAKE_BIN_DIR")
         for step in (
             [cmake, "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *arguments],
-            [cmake, "--build", str(build), "--target", "_core", "mrrope_torch"],
+            [cmake, "--build", str(build), "--target", "_core", "mrrope_package"],
         ):
             if subprocess.run(step, check=False).returncode:
                 raise SystemExit("CMake failed, as told above. CMAKE_ARGS=-DMRROPE_CUDA=OFF builds without CUDA.")

@@ -1,6 +1,6 @@
-# LibTorch::cpu; where torch was built with CUDA, LibTorch::cuda and LibTorch_CUDA_MAJOR too. torch's own TorchConfig.cmake
-# is not used: with a CUDA build it insists on a whole CUDA toolkit, and appends flags for architectures that newer nvcc no
-# longer has.
+# LibTorch::cpu; where torch was built with CUDA, LibTorch::cuda and LibTorch_CUDA_MAJOR too; LibTorch_GOMP, where it brings an
+# OpenMP runtime. torch's own TorchConfig.cmake is not used: with a CUDA build it insists on a whole CUDA toolkit, and appends
+# flags for architectures that newer nvcc no longer has.
 #
 # Looked for in LibTorch_ROOT, in CMAKE_PREFIX_PATH (torch.utils.cmake_prefix_path too), and in the Python in use.
 set(libtorch_hints)
@@ -22,6 +22,9 @@ get_filename_component(libtorch_root "${LibTorch_INCLUDE_DIR}" DIRECTORY)
 foreach(library c10 torch torch_cpu c10_cuda torch_cuda)
   find_library(LibTorch_${library}_LIBRARY ${library} HINTS ${libtorch_root}/lib NO_DEFAULT_PATH)
 endforeach()
+
+# The OpenMP runtime that it brings, by whatever name: those for x86-64 have libgomp-<hash>.so.1.
+file(GLOB LibTorch_GOMP ${libtorch_root}/lib/libgomp*.so*)
 
 include(FindPackageHandleStandardArgs)
 find_package_handle_standard_args(
