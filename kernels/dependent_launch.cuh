@@ -41,7 +41,9 @@ __device__ inline void compute_before_wait([[maybe_unused]] bool never, [[maybe_
 #endif
 }
 
-// The next kernel, if it can wait like this one, may be started as soon as every block has said so.
+// The next kernel, if it can wait like this one, may be started as soon as every block has said so. Never before the
+// wait: a kernel that has started may then rely on all but the one before it, and read their results before its own
+// wait.
 __device__ inline void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
     cudaTriggerProgrammaticLaunchCompletion();

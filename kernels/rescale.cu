@@ -33,13 +33,13 @@ __global__ void __launch_bounds__(rescale_block_threads, rescale_resident_blocks
     rescale_kernel(const __grid_constant__ RescaleLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LaneLayout<pairing, Vector>;
-    let_next_kernel_start();
     const int thread = blockIdx.x * rescale_block_threads + threadIdx.x;
     const int lane = thread % launch.plan.lanes;
     const int group = thread / launch.plan.lanes % launch.plan.head_groups;
     const int first_token = thread / launch.plan.lanes / launch.plan.head_groups;
     const Layout layout{lane, launch.half};
     wait_for_previous_kernel();
+    let_next_kernel_start();
     if (first_token >= launch.plan.token_step) return;
 
     for (int64_t sequence = 0; sequence < launch.batch; ++sequence) {

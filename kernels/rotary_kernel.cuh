@@ -87,9 +87,9 @@ __device__ inline int64_t first_word_of_choice(const TableChoice& choice, int ba
 // vectors, then heads, then tokens: heads far apart would cost 512 tokens 9 % on an H200, and 8192 tokens 2 %. Nothing
 // that is read before the kernel before has ended counts.
 //
-// When the next kernel may start was tried out, by graphs of one call after the other: with one head a thread before
-// this one waits, with more and a guessed table after it where threads are few, else when the phases are known.
-// Otherwise it comes late or gets in the way, and 1 to 256 tokens take up to a third longer.
+// When the next kernel may start was tried out, by graphs of one call after the other: right after the wait with one
+// head a thread, and with a guessed table where threads are few, else when the phases are known. Otherwise it comes
+// late or gets in the way, and 1 to 256 tokens take up to a third longer.
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(HeadsPerThread))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
@@ -113,10 +113,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     const int32_t* choice_address = nullptr;
     if constexpr (chooses) choice_address = address_of_choice(args.choice, batch, token);
     uint32_t index = 0;
-    if constexpr (guesses) {
-        if constexpr (HeadsPerThread == 1) let_next_kernel_start();
-        index = guessed_index(args.choice, choice_address, batch, thread < launch.threads);
-    }
+    if constexpr (guesses) index = guessed_index(args.choice, choice_address, batch, thread < launch.threads);
     const Element* in[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) in[j] = HeadPointers<Element>(args, batch, token, first_head + j).in;
@@ -133,9 +130,10 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
     } else {
         compute_before_wait(never, args.table + first_word_of(args.choice, index) + layout.pair(0));
     }
-    if constexpr (HeadsPerThread == 1 && !guesses) let_next_kernel_start();
     wait_for_previous_kernel();
-    if constexpr (HeadsPerThread > 1 && guesses) {
+    if constexpr (HeadsPerThread == 1) {
+        let_next_kernel_start();
+    } else if constexpr (guesses) {
         if (launch.threads < threads_for_late_start) let_next_kernel_start();
     }
     if (thread >= launch.threads) return;

@@ -147,6 +147,11 @@ TEST_F(DependentLaunch, AReaderThatWaitsSeesTheKernelBeforeOurs) {
     expect_fresh_values_behind_ours(Reads::after_wait);
 }
 
+// A kernel that depends on the writer alone may think it done: ours lets nobody start before the writer has ended.
+TEST_F(DependentLaunch, AReaderThatHasStartedSeesTheKernelBeforeOurs) {
+    expect_fresh_values_behind_ours(Reads::before_wait);
+}
+
 // Code compiled for sm_80 has no griddepcontrol.wait, on whatever device it runs.
 TEST_F(DependentLaunch, IsForKernelsThatWait) {
     EXPECT_EQ(copy_waits(), device_has_dependent_launch());
