@@ -105,6 +105,9 @@ def export_config(
         old = parameters if layer_type is None else parameters[layer_type]
         new = {key: value for key, value in old.items() if key not in REPLACED}
         new |= _registered_type(table, method, options) if engine == "transformers" else _longrope(table)
+        if engine != "transformers" and "original_max_position_embeddings" in old:
+            # Attention may depend on it too, as Ministral 3's does; short and long factors are the same either way.
+            new["original_max_position_embeddings"] = old["original_max_position_embeddings"]
         if text.model_type in MSCALES_READ:
             new |= _mscales(table.attention_factor)
         if layer_type is None:

@@ -4,7 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "device_memory.h"
@@ -96,8 +96,8 @@ protected:
     // What a reader sees of a writer two launches before, round after round, with `between` between them.
     static void expect_fresh_values(const std::function<void(cudaStream_t)>& between, Reads reads) {
         const Stream stream;
-        const DeviceMemory values(std::vector<int>(foreign_values));
-        const DeviceMemory seen(std::vector<int>(rounds * foreign_values));
+        const DeviceMemory values{std::vector<int>(foreign_values)};
+        const DeviceMemory seen{std::vector<int>(rounds * foreign_values)};
         auto* written = reinterpret_cast<int*>(values.data());
         auto* read = reinterpret_cast<int*>(seen.data());
         for (int round = 0; round < rounds; ++round) {
@@ -154,13 +154,13 @@ TEST_F(DependentLaunch, AReaderThatHasStartedSeesTheKernelBeforeOurs) {
 
 // Code compiled for sm_80 has no griddepcontrol.wait, on whatever device it runs.
 TEST_F(DependentLaunch, IsForKernelsThatWait) {
-    EXPECT_EQ(copy_waits(), device_has_dependent_launch());
+    EXPECT_EQ(copy_waits(), has_dependent_launch());
     EXPECT_FALSE(old_copy_waits());
     using Copy = void (*)(const int*, int*, cudaStream_t);
     for (const Copy copy : {launch_copy, launch_old_copy}) {
         const Stream stream;
-        const DeviceMemory values(std::vector<int>(foreign_values));
-        const DeviceMemory seen(std::vector<int>(rounds * foreign_values));
+        const DeviceMemory values{std::vector<int>(foreign_values)};
+        const DeviceMemory seen{std::vector<int>(rounds * foreign_values)};
         auto* written = reinterpret_cast<int*>(values.data());
         for (int round = 0; round < rounds; ++round) {
             launch_slow_writer(written, round + 1, stream);

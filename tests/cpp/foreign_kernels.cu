@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <iterator>
+
 #include "foreign_kernels.h"
 #include "waiting_copy.cuh"
 
@@ -49,12 +52,13 @@ bool copy_waits() {
     return waiting_copy_kernel.waits_on_current_device();
 }
 
-bool device_has_dependent_launch() {
+bool has_dependent_launch() {
+    constexpr int compiled[] = {__CUDA_ARCH_LIST__};
     int device = 0;
     int major = 0;
     check_cuda(cudaGetDevice(&device));
     check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    return major >= 9;
+    return major >= 9 && *std::max_element(std::begin(compiled), std::end(compiled)) >= 900;
 }
 
 }  // namespace mrrope::testing

@@ -24,6 +24,7 @@ bool old_copy_waits();
 void launch_copy(const int* values, int* seen, cudaStream_t stream);
 bool copy_waits();
 
-bool device_has_dependent_launch();
+// Whether the device has programmatic dependent launch, and code of these tests that uses it.
+bool has_dependent_launch();
 
 }  // namespace mrrope::testing

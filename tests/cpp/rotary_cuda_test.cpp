@@ -284,7 +284,8 @@ TEST_F(RotaryCuda, RowsOutOfRangeStayWithinThePositions) {
     const auto rows = words.begin() + rotary.tables().first_row_word();
     std::fill_n(rows, o.rotary_dim / 2, 2);
     const std::vector<uint64_t> in_range = words;
-    const uint64_t wrong[] = {3, 1000, uint64_t{1} << 32, uint64_t{1} << 63, ~uint64_t{0}};
+    // The last is -3: negated tables have negated row numbers, which count without their sign.
+    const uint64_t wrong[] = {3, 1000, uint64_t{1} << 32, uint64_t{1} << 63, ~uint64_t{2}};
     std::copy(std::begin(wrong), std::end(wrong), rows);
     DeviceCase device(rotary);
     words = in_range;

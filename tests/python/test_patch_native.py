@@ -266,6 +266,9 @@ def composite(model_type: str, name: str) -> Any:
                 codec,
                 transformers.MimiConfig(num_hidden_layers=1, hidden_size=64, num_filters=4, upsample_groups=64),
             )
+    if model_type == "qwen2_5_omni":
+        for part in (config.thinker_config.text_config, config.talker_config):
+            part.rope_parameters["mrope_section"] = [2, 3, 3]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return getattr(transformers, name)(config).eval()
