@@ -5,13 +5,15 @@ of every sequence, picks each one's table, and where a sequence has outgrown the
 by, it has those keys turned first. All of it is arithmetic on the device: nothing waits for the GPU, and a compiled
 step stays one graph, whether anything has to be turned or not.
 
-Which table the keys of a cache were rotated by is written on the cache itself, so that copies of it know as well.
+By which table the keys of a cache were rotated, and at which positions, is noted on the cache itself, so that copies of
+it know as well.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 
 from mrrope import model_rope
+from mrrope.cached_positions import Name, complete_notes, note_positions
 from mrrope.ladder import Ladder
 from mrrope.model_cache import CachedKeys, turn
 
@@ -40,10 +43,11 @@ class Follower(nn.Module):
             limits = torch.tensor(ladder.reaches[:-1], device="cpu").floor().long()
             self.register_buffer(model_rope.attribute(layer_type, "limits"), limits, persistent=False)
         self.expected_lengths: torch.Tensor | None = None
+        self.user: dict[str, int] = {}
         self.batch = 1
         self.cache: Any = None
         self.attention_mask: Any = None
-        self.chosen: dict[str | None, torch.Tensor] = {}
+        self.chosen: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
         self.hooks = (
             owner.register_forward_pre_hook(self.before_call, with_kwargs=True),
             # After an error too, so that the cache is let go.
@@ -55,8 +59,47 @@ class Follower(nn.Module):
         for hook in self.hooks:
             hook.remove()
 
+    def take(self) -> None:
+        """Keeps other threads out: what is known of a call is kept here until it ends."""
+        # A compiled call keeps all of it in its graph; and the compiler cannot tell threads apart.
+        if torch.compiler.is_compiling():
+            return
+        thread = threading.get_ident()
+        if self.user.setdefault("thread", thread) != thread:
+            raise RuntimeError(
+                "model must be called by one thread at a time where the scale follows the text, and another one is in "
+                "a call: give each a copy, or patch with a fixed scale"
+            )
+
+    def is_taken_by_another(self) -> bool:
+        """Whether a call that ends here is one that was refused."""
+        if torch.compiler.is_compiling() or not self.user:
+            return False
+        return self.user["thread"] != threading.get_ident()
+
+    def release(self) -> None:
+        """Lets other threads in, unless more calls of this one are expected."""
+        if self.expected_lengths is None and not torch.compiler.is_compiling():
+            self.user.clear()
+
+    @contextlib.contextmanager
+    def expecting(self, lengths: torch.Tensor) -> Iterator[None]:
+        """Reads texts as ones of these lengths."""
+        self.take()
+        before = self.expected_lengths
+        if before is not None:  # what was expected around this still is
+            fits = 1 in (len(before), len(lengths)) or len(before) == len(lengths)
+            lengths = torch.maximum(lengths, before if fits else before.max())
+        self.expected_lengths = lengths
+        try:
+            yield
+        finally:
+            self.expected_lengths = before
+            self.release()
+
     def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keeps what the model was called with: a rotary embedding is told positions and no more."""
+        self.take()
         given = dict(zip(self.parameters_of_owner, args, strict=False)) | kwargs
         if given.get("cache") is not None:
             raise ValueError("cache must not be a paged one where the scale follows the text: patch with a fixed scale")
@@ -68,21 +111,26 @@ class Follower(nn.Module):
 
     def after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Notes on a cache that the model made itself what its keys are rotated by."""
+        if self.is_taken_by_another():
+            return
         parts = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
         for cache in parts if self.cache is None else ():
             if hasattr(cache, "layers"):
-                for layer_type, index in self.chosen.items():
+                for layer_type, (index, positions) in self.chosen.items():
+                    note_positions(cache, self.names[layer_type], [], positions)
                     _note(cache, self.names[layer_type], index)
         self.cache = self.attention_mask = None
         self.chosen = {}
+        self.release()
 
     def choose(self, positions: torch.Tensor, tables: torch.Tensor, layer_type: str | None) -> torch.Tensor:
         """The number of each sequence's table, ``[batch]``, with its cached keys turned to that table."""
         limits = getattr(self, model_rope.attribute(layer_type, "limits")).to(positions.device)
         wanted: torch.Tensor = (self._lengths(positions)[:, None] > limits).sum(-1, dtype=torch.int32)
+        positions = positions.expand(self.batch, -1)
         if self.cache is not None:
             wanted = self._in_step_with(self.cache, positions, tables, wanted, layer_type)
-        self.chosen[layer_type] = wanted
+        self.chosen[layer_type] = wanted, positions
         return wanted
 
     def _lengths(self, positions: torch.Tensor) -> torch.Tensor:
@@ -106,10 +154,11 @@ class Follower(nn.Module):
         layer_type: str | None,
     ) -> torch.Tensor:
         """Turns what a cache holds. A sequence never goes back to a smaller scale: its last answer was read with it."""
+        name = self.names[layer_type]
         parts = self.keys[layer_type].held_by(cache)
         if parts:
             notes = getattr(cache, CACHE_ATTRIBUTE, {})
-            old = notes.get(self.names[layer_type])
+            old = notes.get(name)
             if notes and old is None:
                 raise ValueError("past_key_values must be empty or filled by the tables that the model has now")
             # Keys that nobody made a note of come from the model as it was.
@@ -123,8 +172,10 @@ class Follower(nn.Module):
                 # A static cache may have been emptied for another text.
                 old = torch.where(length.to(old.device) > 0, old, wanted)
             wanted = torch.maximum(old, wanted)
-            turn(parts, positions[:, 0], tables, old, wanted)
-        _note(cache, self.names[layer_type], wanted)
+            complete_notes(cache, name, [layer for _, layer in parts], positions, self.attention_mask)
+            turn(cache, name, parts, tables, old, wanted)
+        note_positions(cache, name, self.keys[layer_type].layers_of(cache), positions)
+        _note(cache, name, wanted)
         return wanted
 
 
@@ -140,7 +191,7 @@ def _for_batch(name: str, values: torch.Tensor, batch: int) -> torch.Tensor:
     return values.repeat_interleave(batch // values.shape[0])
 
 
-def _note(cache: Any, name: tuple[str | None, int], index: torch.Tensor) -> None:
+def _note(cache: Any, name: Name, index: torch.Tensor) -> None:
     notes = getattr(cache, CACHE_ATTRIBUTE, None)
     if notes is None:
         notes = {}
@@ -177,17 +228,10 @@ def expecting(model: nn.Module, lengths: int | Sequence[int] | torch.Tensor) -> 
         raise ValueError(f"model must be patched with scale='auto', and this {type(model).__name__} is not")
     device = next(followers[0].buffers()).device
     expected = torch.as_tensor(lengths, device=device).reshape(-1)
-    before = [follower.expected_lengths for follower in followers]
-    if before[0] is not None:  # what was expected around this still is
-        fits = 1 in (len(before[0]), len(expected)) or len(before[0]) == len(expected)
-        expected = torch.maximum(expected, before[0] if fits else before[0].max())
-    for follower in followers:
-        follower.expected_lengths = expected
-    try:
+    with contextlib.ExitStack() as stack:
+        for follower in followers:
+            stack.enter_context(follower.expecting(expected))
         yield
-    finally:
-        for follower, lengths_before in zip(followers, before, strict=True):
-            follower.expected_lengths = lengths_before
 
 
 class GenerateKnowingLengths:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from mrrope.cached_positions import Name, positions_held, slots_of
 from mrrope.conventions import Convention
 from mrrope.model_rope import RopeSettings, attribute
 
@@ -60,57 +61,68 @@ class RotatedPart:
 class CachedKeys:
     """Where the rotated keys of one kind of layer lie in a cache."""
 
-    def __init__(self, parts: list[RotatedPart]) -> None:
+    def __init__(self, parts: list[RotatedPart], layer_count: int) -> None:
         self.parts = parts
+        self.layer_count = layer_count
+        self.layers = sorted({part.layer for part in parts})
+
+    def layers_of(self, cache: Any) -> list[Any]:
+        """The layers of a cache that hold rotated keys, or will."""
+        return [cache.layers[i] for i in self.layers if i < len(cache.layers)]
 
     def held_by(self, cache: Any) -> list[tuple[RotatedPart, Any]]:
         """The parts that a cache holds already, each with its layer."""
-        parts = [(part, cache.layers[part.layer]) for part in self.parts if part.layer < len(cache.layers)]
-        parts = [(part, layer) for part, layer in parts if layer.is_initialized and not _is_empty(layer)]
-        for _, layer in parts:
+        for i, layer in enumerate(cache.layers[self.layer_count :], self.layer_count):
+            if not _is_empty(_tokens_in(layer)):
+                raise ValueError(
+                    f"model must be patched anew: it had {self.layer_count} layers that cache when it was patched, got "
+                    f"past_key_values with keys of layer {i}"
+                )
+        held = {}
+        for i, layer in zip(self.layers, self.layers_of(cache), strict=False):
+            tokens = _tokens_in(layer)
+            if _is_empty(tokens):
+                continue
             if torch.is_grad_enabled() and layer.keys.requires_grad:
                 raise ValueError(
                     "past_key_values must not carry gradients where the scale follows the text: patch with a fixed "
                     "scale"
                 )
-            length = layer.get_seq_length()
-            whole = isinstance(length, torch.Tensor) or layer.is_sliding or layer.keys.shape[-2:-1] == (length,)
+            whole = isinstance(tokens, torch.Tensor) or layer.is_sliding or layer.keys.shape[-2:-1] == (tokens,)
             if not whole:
                 raise ValueError(
                     "past_key_values must hold its keys as they are where the scale follows the text, and "
                     f"{type(layer).__name__} does not: patch with a fixed scale"
                 )
-        return parts
+            held[i] = layer
+        return [(part, held[part.layer]) for part in self.parts if part.layer in held]
 
 
 def turn(
+    cache: Any,
+    name: Name,
     parts: list[tuple[RotatedPart, Any]],
-    first_new: torch.Tensor,
     tables: torch.Tensor,
     old: torch.Tensor,
     new: torch.Tensor,
 ) -> None:
-    """Turns cached keys from one table to another, sequence by sequence.
-
-    ``first_new`` is the position of the first token that is not cached yet; those before it end there.
-    """
-    if first_new.is_cuda and any(layer.keys.device.type == "cpu" for _, layer in parts):
-        torch.cuda.synchronize(first_new.device)  # layers of an offloaded cache may still be on their way
+    """Turns keys of a cache from one table to another, sequence by sequence, by the positions that it notes."""
+    if old.is_cuda and any(layer.keys.device.type == "cpu" for _, layer in parts):
+        torch.cuda.synchronize(old.device)  # layers of an offloaded cache may still be on their way
     alike = defaultdict(list)
     for part, layer in parts:
         keys = part.of(layer, 2 * (tables.shape[-1] - 1))
-        kind = (part.convention, part.has_attention_factor, keys.device, keys.dtype, keys.shape[-2])
+        # Not by the number of tokens: as a key it would be a constant of the graph, and every step another graph.
+        room = (slots_of(layer), getattr(layer, "sliding_window", None))
+        kind = (part.convention, part.has_attention_factor, keys.device, keys.dtype, room)
         alike[kind].append((part, keys, layer))
-    for (convention, _, device, _, slots), group in alike.items():
+    for (convention, _, device, _, _), group in alike.items():
         part, _, layer = group[0]
-        length = layer.get_seq_length()
-        filled = length.to(device).clamp(max=slots) if isinstance(length, torch.Tensor) else min(length, slots)
-        positions = (first_new.to(device)[:, None] - filled) + torch.arange(slots, device=device)
         layers = [keys for _, keys, _ in group]
         with _writing(layers):
             torch.ops.mrrope.rescale_cache_.default(
                 layers,
-                positions,
+                positions_held(cache, name, layer).to(device),
                 part.tables(tables.to(device)),
                 old.to(device),
                 new.to(device),
@@ -119,10 +131,14 @@ def turn(
             )
 
 
-def _is_empty(layer: Any) -> bool:
+def _tokens_in(layer: Any) -> int | torch.Tensor:
+    tokens: int | torch.Tensor = layer.get_seq_length() if layer.is_initialized else 0
+    return tokens
+
+
+def _is_empty(tokens: int | torch.Tensor) -> bool:
     """Of a static layer only the device knows."""
-    length = layer.get_seq_length()
-    return not isinstance(length, torch.Tensor) and length == 0
+    return not isinstance(tokens, torch.Tensor) and tokens == 0
 
 
 @contextlib.contextmanager
@@ -164,7 +180,13 @@ def find_cached_keys(
             found[layer_type].append(RotatedPart(i, name, convention, has_attention_factor))
     if not any(found.values()):
         raise UnfollowableError("its cache holds nothing that depends on positions")
-    return {layer_type: CachedKeys(parts) for layer_type, parts in found.items()}
+    rotated = {part.attribute for parts in found.values() for part in parts}
+    for i, layer in enumerate(second.layers):
+        for name in rotated & vars(layer).keys():
+            value = vars(layer)[name]
+            if isinstance(value, torch.Tensor) and value.numel() and not value.any():
+                raise UnfollowableError(f"the {name} of layer {i} are all zero, so that no rotation shows in them")
+    return {layer_type: CachedKeys(parts, len(second.layers)) for layer_type, parts in found.items()}
 
 
 @contextlib.contextmanager
@@ -184,7 +206,7 @@ def _attention_factors_doubled(native: nn.Module, settings: dict[str | None, Rop
 
 def _read_one_token(owner: nn.Module, position: int) -> Any:
     """The cache after one token at that position, of each of several sequences: a token may be padding, all zero."""
-    device = next(owner.parameters()).device
+    device = _execution_device(owner)
     tokens = torch.arange(PROBED_TOKENS, device=device)[:, None]
     positions = torch.full_like(tokens, position)
     was_training = [module for module in owner.modules() if module.training]
@@ -202,6 +224,17 @@ def _read_one_token(owner: nn.Module, position: int) -> Any:
     if not hasattr(cache, "layers"):
         raise UnfollowableError("it gives no cache of layers")
     return cache
+
+
+def _execution_device(owner: nn.Module) -> torch.device:
+    """Where a model computes: accelerate's hooks know, where its parameters wait elsewhere."""
+    for module in owner.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            device = getattr(each, "execution_device", None)
+            if device is not None:
+                return torch.device(device)
+    return next(owner.parameters()).device
 
 
 def _convention_of(before: torch.Tensor, after: torch.Tensor, settings: RopeSettings) -> Convention | None:

@@ -6,6 +6,7 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
 import weakref
 from functools import partial
 
@@ -223,10 +224,7 @@ def test_sequences_of_a_batch_cross_each_by_itself(model):
 
 
 def test_windowed_layers_are_turned_where_their_keys_lie():
-    torch.manual_seed(0)
-    sizes = {**tiny_models.TINY_SIZES, "max_position_embeddings": NATIVE, "sliding_window": 16}
-    parameters = {"rope_type": "default", "rope_theta": 1e4}
-    model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, rope_parameters=parameters)).eval()
+    model = tiny_mistral()
     ids = text(80)
     following(model)
     for cache in caches(model).values():
@@ -339,6 +337,161 @@ def test_a_quantised_cache_is_refused(model):
         logits(model, text(1), past_key_values=cache)
 
 
+# --- positions of cached keys
+
+
+def tiny_mistral():
+    """All layers see a window."""
+    torch.manual_seed(0)
+    sizes = {**tiny_models.TINY_SIZES, "max_position_embeddings": NATIVE, "sliding_window": 16}
+    parameters = {"rope_type": "default", "rope_theta": 1e4}
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, rope_parameters=parameters)).eval()
+
+
+def keys_by_tables(model, ids, positions, steps):
+    """What the first layer caches of these tokens, by each sequence's table: that depends on nothing else."""
+    model = copy.deepcopy(model)
+    rows = []
+    for row, step in enumerate(steps):
+        mrrope.patch(model, "mrrope_pro", scale=2.0**step)
+        cache = transformers.DynamicCache()
+        logits(model, ids[row : row + 1], position_ids=positions[row : row + 1], past_key_values=cache)
+        rows.append(cache.layers[0].keys)
+    return torch.cat(rows)
+
+
+def counted(mask):
+    """As generate counts."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+PARTS = [20, 8, 1, 1, 12, 1, 1, 20]
+"""Tokens of each call: a prompt, an answer, and a second turn, past two steps of the ladder."""
+
+
+def padded_inside():
+    """Padding on the left and after an answer that ended early; on the right of a prompt; and none."""
+    mask = torch.ones(3, sum(PARTS), dtype=torch.long)
+    mask[0, :5] = mask[0, 25:30] = 0
+    mask[1, 13:20] = 0
+    return mask
+
+
+PLACES = {
+    "counted": counted,
+    "by slots": lambda mask: torch.arange(mask.shape[1]).expand(mask.shape[0], -1),
+    "with gaps": lambda mask: (
+        torch.arange(mask.shape[1]) + torch.arange(mask.shape[1]) // 20 * 7 * torch.tensor([[1], [0], [2]])
+    ),
+}
+
+
+def assert_keys_are_where_they_were_read(model, cache, ids, positions, end):
+    want = keys_by_tables(model, ids[:, :end], positions[:, :end], tables_of(cache))
+    got = cache.layers[0].keys
+    got = got[:, :, : min(end, got.shape[-2])]
+    torch.testing.assert_close(got.cpu(), want[:, :, -got.shape[-2] :].cpu(), rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("kind", ["dynamic", "static", "offloaded", "offloaded static"])
+@pytest.mark.parametrize("make", [tiny_llama, tiny_mistral], ids=["whole", "window"])
+def test_keys_are_turned_by_the_positions_that_they_were_rotated_at(device, make, kind, places):
+    torch.set_default_device(device)
+    try:
+        model = following(make())
+        if kind not in caches(model):
+            pytest.skip("offloaded caches need a GPU")
+        cache, mask = caches(model)[kind], padded_inside()
+        positions, ids = PLACES[places](mask), text(sum(PARTS), batch=3)
+        seen, start = set(), 0
+        for tokens in PARTS:
+            end = start + tokens
+            options = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+            if places == "by slots":  # the model's own
+                del options["position_ids"]
+            logits(model, ids[:, start:end], past_key_values=cache, **options)
+            assert_keys_are_where_they_were_read(model, cache, ids, positions, end)
+            seen.add(tuple(tables_of(cache)))
+            start = end
+        assert len(seen) >= 3, "sequences cross one by one"
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_two_turns_of_which_one_ended_early(model, kind):
+    """Each sequence gets what it gets alone, without the padding between its turns."""
+    following(model)
+    first, second, early = text(12, batch=2), text(9, batch=2, seed=1), 6
+    first_turn = {"max_new_tokens": 10, "return_dict_in_generate": True, **GENERATE}
+    second_turn = {"max_new_tokens": 10, "output_logits": True, "return_dict_in_generate": True, **GENERATE}
+
+    def continued(ids, mask, cache):
+        out = model.generate(ids, attention_mask=mask, past_key_values=cache, **second_turn)
+        assert max(tables_of(out.past_key_values)) == 1, "the second turn crosses"
+        return torch.stack(out.logits, dim=1)
+
+    cache = caches(model)[kind]
+    answers = model.generate(first, past_key_values=cache, **first_turn).sequences
+    assert tables_of(cache) == [0, 0]
+    both = torch.cat([answers, second], dim=1)
+    mask = torch.ones_like(both)
+    mask[1, 12 + early : 22] = 0
+    got = continued(both, mask, cache)
+    for row, length in ((0, 22), (1, 12 + early)):
+        cache = caches(model)[kind]
+        logits(model, answers[row : row + 1, : min(length, 21)], past_key_values=cache)  # the last one is not read yet
+        alone = torch.cat([answers[row : row + 1, :length], second[row : row + 1]], dim=1)
+        want = continued(alone, torch.ones_like(alone), cache)
+        torch.testing.assert_close(got[row : row + 1], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("places", ["counted", "by slots"])
+@pytest.mark.parametrize("make", [tiny_llama, tiny_mistral], ids=["whole", "window"])
+def test_padding_in_a_cache_of_the_unpatched_model(make, kind, places):
+    model = make()
+    cache, mask, ids, end = caches(model)[kind], padded_inside(), text(sum(PARTS), batch=3), 28
+    positions = PLACES[places](mask)
+    logits(model, ids[:, :end], attention_mask=mask[:, :end], position_ids=positions[:, :end], past_key_values=cache)
+    following(model)
+    options = {"attention_mask": mask, "position_ids": positions[:, end:]}
+    logits(model, ids[:, end:], past_key_values=cache, **options)
+    assert tables_of(cache) == [1, 1, 1]
+    window = cache.layers[0].keys.shape[-2]
+    own = mask[:, -window:].bool()
+    got, want = cache.layers[0].keys, keys_by_tables(model, ids, positions, tables_of(cache))[:, :, -window:]
+    got = got[:, :, : want.shape[-2]]
+    for row in range(3):
+        torch.testing.assert_close(got[row][:, own[row]], want[row][:, own[row]], rtol=0.0, atol=1e-6)
+
+
+def test_positions_of_repeated_and_cropped_caches(model):
+    following(model)
+    mask, ids = padded_inside(), text(sum(PARTS), batch=3)
+    positions = counted(mask)
+    cache = transformers.DynamicCache(config=model.config)
+    options = {"attention_mask": mask[:, :30], "position_ids": positions[:, :30]}
+    logits(model, ids[:, :30], past_key_values=cache, **options)
+    cache.crop(-4)
+    cache.batch_repeat_interleave(2)
+    ids, mask, positions = (each.repeat_interleave(2, dim=0) for each in (ids, mask, positions))
+    options = {"attention_mask": mask[:, :50], "position_ids": positions[:, 26:50]}
+    logits(model, ids[:, 26:50], past_key_values=cache, **options)
+    assert_keys_are_where_they_were_read(model, cache, ids, positions, 50)
+
+
+def test_a_cache_that_others_went_on_with_is_refused(model):
+    following(model)
+    cache = transformers.DynamicCache(config=model.config)
+    logits(model, text(10), past_key_values=cache)
+    with mrrope.patched(model, "rope"):
+        logits(model, text(3), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"past_key_values must be filled by the model .* 13 tokens, 3 of them"):
+        logits(model, text(1), past_key_values=cache)
+
+
 # --- generate
 
 
@@ -418,24 +571,61 @@ def test_ways_of_generating(model, options):
 
 @pytest.mark.parametrize("how", [{"backend": "aot_eager"}, {"mode": "reduce-overhead"}], ids=["traced", "cuda graphs"])
 def test_compiled_decoding_is_one_graph_across_steps(model, how):
+    """With a prompt that is padded on the right, before which and after which positions count its tokens alone."""
     if "mode" in how and model.device.type == "cpu":
         pytest.skip("CUDA graphs need a GPU")
     following(model)
-    ids = text(70, batch=2)
+    ids, mask = text(80, batch=2), torch.ones(2, 80, dtype=torch.long)
+    mask[1, 15:20] = 0
+    positions = counted(mask)
     step = torch.compile(model, fullgraph=True, **how)
     read = {}
     for name, forward in (("eager", model), ("compiled", step)):
         cache = caches(model)["static"]
-        parts = [logits(model, ids[:, :20], past_key_values=cache)]
+        options = {"past_key_values": cache, "attention_mask": mask[:, :20], "position_ids": positions[:, :20]}
+        parts = [logits(model, ids[:, :20], **options)]
         torch._dynamo.reset()
         with torch._dynamo.config.patch(error_on_recompile=name == "compiled"):
-            for at in range(20, 70):
-                positions = torch.full((2, 1), at)
-                part = logits(forward, ids[:, at : at + 1], past_key_values=cache, position_ids=positions)
+            for at in range(20, 80):
+                # Of one shape in every step, as generate makes it.
+                sees = torch.nn.functional.pad(mask[:, : at + 1], (0, 160 - at - 1)).bool()[:, None, None]
+                options = {"attention_mask": sees, "position_ids": positions[:, at : at + 1].clone()}
+                part = logits(forward, ids[:, at : at + 1], past_key_values=cache, **options)
                 parts.append(part.clone())
         assert tables_of(cache) == [2, 2]
+        assert_keys_are_where_they_were_read(model, cache, ids, positions, 80)
         read[name] = torch.cat(parts, dim=1)
     torch.testing.assert_close(read["compiled"], read["eager"], rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_decoding_with_a_cache_that_grows(model):
+    """One graph for the first step and one for all others, as the model has without a patch."""
+    following(model)
+    ids, positions = text(70, batch=2), torch.arange(70).expand(2, -1)
+    cache = transformers.DynamicCache(config=model.config)
+    logits(model, ids[:, :25], past_key_values=cache)
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    step = torch.compile(model, fullgraph=True, backend=graphs)
+    for at in range(25, 70):
+        logits(step, ids[:, at : at + 1], past_key_values=cache, position_ids=positions[:, at : at + 1].clone())
+    assert tables_of(cache) == [2, 2]
+    assert graphs.frame_count == 2
+    assert_keys_are_where_they_were_read(model, cache, ids, positions, 70)
+
+
+def test_compiled_decoding_past_a_static_window():
+    model = following(tiny_mistral())
+    ids = text(70, batch=2)
+    positions = torch.arange(70).expand(2, -1)
+    cache = caches(model)["static"]
+    torch._dynamo.reset()
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    logits(model, ids[:, :10], past_key_values=cache)
+    for at in range(10, 70):
+        logits(step, ids[:, at : at + 1], past_key_values=cache, position_ids=positions[:, at : at + 1].clone())
+        assert_keys_are_where_they_were_read(model, cache, ids, positions, at + 1)
+    assert tables_of(cache) == [2, 2]
 
 
 def test_unpatched_it_is_as_before(model):
@@ -521,6 +711,37 @@ def test_a_pickled_model_follows_in_another_process(tmp_path):
     assert run.stdout.strip() == "[[1, 1]]"
 
 
+def all_offloaded(model, folder):
+    accelerate = pytest.importorskip("accelerate", reason="the package accelerate is not installed")
+    return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def embeddings_offloaded(model, folder):
+    accelerate = pytest.importorskip("accelerate", reason="the package accelerate is not installed")
+    parts = ["model.layers", "model.norm", "model.rotary_emb", "lm_head"]
+    devices = {"model.embed_tokens": "disk", **dict.fromkeys(parts, "cpu")}
+    return accelerate.dispatch_model(model, devices, main_device="cpu", offload_dir=folder)
+
+
+@pytest.mark.parametrize("offload", [all_offloaded, embeddings_offloaded])
+def test_offloaded_weights(offload, tmp_path):
+    """Parameters that are nowhere until their module is called."""
+    model = tiny_llama()
+    ids = text(60)
+    parts = ids.split(20, dim=1)
+
+    def read(model):
+        cache = transformers.DynamicCache(config=model.config)
+        read = torch.cat([logits(model, part, past_key_values=cache) for part in parts], dim=1)
+        assert tables_of(cache) == [1]
+        return read
+
+    want = read(following(copy.deepcopy(model)))
+    model = offload(model, tmp_path)
+    assert next(model.parameters()).is_meta
+    torch.testing.assert_close(read(following(model)), want, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_layer_is_found_in_any_dtype(model, dtype):
     """Where the keys of all layers are large in a few slow components, as real models' are."""
@@ -579,6 +800,100 @@ def test_a_cache_with_gradients_is_refused(model):
     cache = model(text(10)).past_key_values
     with pytest.raises(ValueError, match="past_key_values must not carry gradients"):
         model(text(1), past_key_values=cache)
+
+
+def test_a_layer_added_later_is_refused(model):
+    following(model)
+    ids = text(40)
+    added = copy.deepcopy(model.model.layers[-1])
+    added.self_attn.layer_idx = 3
+    model.model.layers.append(added)
+    model.config.num_hidden_layers = 4
+    cache = transformers.DynamicCache()
+    logits(model, ids[:, :20], past_key_values=cache)
+    message = "model must be patched anew: it had 3 layers that cache when it was patched, .* keys of layer 3"
+    with pytest.raises(ValueError, match=message):
+        logits(model, ids[:, 20:], past_key_values=cache)
+    following(model)
+    logits(model, ids[:, 20:], past_key_values=cache)
+    assert tables_of(cache) == [1]
+
+
+def test_a_layer_whose_keys_are_zero_is_refused(model):
+    ids = text(20)
+    model.model.layers[1].self_attn.k_proj.weight.data.zero_()
+    before = logits(model, ids)
+    message = "scale must be a number .* the keys of layer 1 are all zero, so that no rotation shows in them"
+    with pytest.raises(ValueError, match=message):
+        following(model)
+    assert torch.equal(logits(model, ids), before)
+
+
+def in_another_thread(call):
+    """What it returns or raises there."""
+    results = []
+
+    def run():
+        try:
+            results.append(call())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_two_threads_are_refused_and_one_after_the_other_is_not(model):
+    """The second comes while the first is between its embeddings and its rotary embedding."""
+    following(model)
+    ids = text(60)
+    want = logits(model, ids[:, :40]), logits(model, ids)
+    refused = []
+
+    def other(*_):
+        hook.remove()
+        refused.append(in_another_thread(lambda: logits(model, ids)))
+
+    hook = model.model.embed_tokens.register_forward_hook(other)
+    cache = transformers.DynamicCache(config=model.config)
+    assert torch.equal(logits(model, ids[:, :40], past_key_values=cache), want[0])
+    assert tables_of(cache) == [1]
+    assert isinstance(refused[0], RuntimeError)
+    assert str(refused[0]).startswith("model must be called by one thread at a time")
+    assert torch.equal(in_another_thread(lambda: logits(model, ids)), want[1])
+
+
+def test_threads_between_the_steps_of_generate_are_refused(model):
+    following(model)
+    ids, refused = text(20), []
+
+    def other(step, scores):
+        refused.append(in_another_thread(lambda: model.generate(ids, max_new_tokens=100, **GENERATE)))
+        refused.append(in_another_thread(lambda: logits(model, ids)))
+        return scores
+
+    out = model.generate(ids, max_new_tokens=3, logits_processor=[other], return_dict_in_generate=True, **GENERATE)
+    assert len(refused) == 6
+    assert all(isinstance(error, RuntimeError) for error in refused)
+    assert tables_of(out.past_key_values) == [0]
+    done = in_another_thread(lambda: model.generate(ids, max_new_tokens=3, **GENERATE))
+    assert torch.equal(done, out.sequences)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_lets_other_threads_in(model, error):
+    following(model)
+
+    def fails(*_):
+        raise error
+
+    hook = model.model.norm.register_forward_pre_hook(fails)
+    with pytest.raises(error):
+        model.generate(text(20), max_new_tokens=3, **GENERATE)
+    hook.remove()
+    assert in_another_thread(lambda: logits(model, text(20))).shape == (1, 20, model.config.vocab_size)
 
 
 # --- ladders
