@@ -42,6 +42,7 @@ class Follower(nn.Module):
             # Integers, so that no cast of the model to another dtype touches them.
             limits = torch.tensor(ladder.reaches[:-1], device="cpu").floor().long()
             self.register_buffer(model_rope.attribute(layer_type, "limits"), limits, persistent=False)
+        self.reserve = next((ladder.reserve for ladder in ladders.values() if not ladder.is_fixed), None)
         self.expected_lengths: torch.Tensor | None = None
         self.user: dict[str, int] = {}
         self.batch = 1
@@ -266,5 +267,7 @@ class GenerateKnowingLengths:
             room = setting("max_new_tokens")
         elif setting("max_length") is not None:
             room = max(0, setting("max_length") - text.shape[1])
+        reserve = followers_in(self.model)[0].reserve
+        room = room if reserve is None else min(room, reserve)
         lengths: torch.Tensor = mask.long().sum(-1)
         return lengths + room

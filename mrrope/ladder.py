@@ -23,6 +23,8 @@ class Ladder:
 
     tables: tuple[FrequencyTable, ...]
     reaches: tuple[float, ...]
+    reserve: int | None = None
+    """How many new tokens ``generate`` leaves room for; None: as many as it may write."""
 
     @staticmethod
     def of_one(table: FrequencyTable) -> Ladder:

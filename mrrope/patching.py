@@ -47,6 +47,7 @@ def patch(
     *,
     scale: float | Literal["auto"] = 1.0,
     max_scale: float | None = None,
+    reserve: int | None = None,
     local_layers: bool = False,
     fuse_projection: bool = False,
     fuse_norms: bool = True,
@@ -65,6 +66,8 @@ def patch(
             smallest scale of a ladder that covers its length, 1 (the model as it is), 2, 4, and so on. A sequence that
             outgrows its scale has its cached keys turned to the next, and goes on.
         max_scale: where the ladder of ``scale="auto"`` ends; if not given, at 16 times what the model reads as it is.
+        reserve: with ``scale="auto"``, for how many new tokens at most ``generate`` picks a scale ahead; if not given,
+            for all that it may write. One that writes more crosses to the next scale then.
         local_layers: whether layers that see only a window, and have a RoPE of their own, are extended too.
         fuse_projection: whether q, k and v are projected and rotated by one op, :func:`qkv_rotary`, in models whose
             attention has ``q_proj``, ``k_proj`` and ``v_proj``, or ``qkv_proj``, and nothing between them and the
@@ -95,6 +98,10 @@ def patch(
         raise ValueError(f"model must be the one that {type(model).__name__} is a part of: it is what gets replaced")
     if scale != "auto" and max_scale is not None:
         raise ValueError(f"max_scale must come with scale='auto', got {max_scale!r} with scale {scale!r}")
+    if scale != "auto" and reserve is not None:
+        raise ValueError(f"reserve must come with scale='auto', got {reserve!r} with scale {scale!r}")
+    if reserve is not None and (not isinstance(reserve, int) or isinstance(reserve, bool) or reserve < 0):
+        raise ValueError(f"reserve must be a non-negative integer, got {reserve!r}")
     kinds = [layer_type for rotary in rotaries for layer_type in model_rope.layer_types(rotary)]
     if not local_layers and all(model_rope.is_local(layer_type) for layer_type in kinds):
         warnings.warn(
@@ -104,7 +111,7 @@ def patch(
             stacklevel=2,
         )
     settings = [_settings_of(model, rotary) for rotary in rotaries]
-    ladders = [_ladders_for(own, method, scale, max_scale, local_layers, options) for own in settings]
+    ladders = [_ladders_for(own, method, scale, max_scale, reserve, local_layers, options) for own in settings]
     if options.keys().isdisjoint(STARTING_OVER) and scale != 1.0:
         _warn_of_extensions(model, settings, scale, local_layers)
 
@@ -190,6 +197,7 @@ def _ladders_for(
     method: Step | Sequence[Step],
     scale: float | Literal["auto"],
     max_scale: float | None,
+    reserve: int | None,
     local_layers: bool,
     options: dict[str, Any],
 ) -> Ladders:
@@ -198,7 +206,7 @@ def _ladders_for(
         if model_rope.is_local(layer_type) and not local_layers:
             ladder = Ladder.of_one(own.table)
         elif scale == "auto":
-            ladder = ladder_for(own, own.table, method, max_scale, options)
+            ladder = replace(ladder_for(own, own.table, method, max_scale, options), reserve=reserve)
         elif isinstance(method, Sequence) and not isinstance(method, str):
             raise ValueError(f"scale must be 'auto' with a list of tables, got {scale!r}")
         else:
@@ -311,8 +319,10 @@ def _follow(model: nn.Module, native: TableRotaryEmbedding, ladders: Ladders) ->
         raise UnfollowableError("its own table changes with the length of a text already")
     follower = Follower(owner, ladders, find_cached_keys(owner, native, settings))
     follower.to(next(native.original.buffers()).device)
-    if hasattr(type(model), "generate"):
-        model.generate = GenerateKnowingLengths(model)  # type: ignore[assignment]
+    # A wrapper, such as torch.compile's, leaves generate to the model within.
+    for module in model.modules():
+        if hasattr(type(module), "generate") and hasattr(module, "generation_config") and owner in module.modules():
+            module.generate = GenerateKnowingLengths(module)  # type: ignore[assignment]
     return follower
 
 

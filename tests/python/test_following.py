@@ -539,6 +539,51 @@ def test_what_is_expected_around_generate_still_is(model):
     assert tables_of(out.past_key_values) == [2]
 
 
+def test_a_reserve_takes_the_place_of_what_might_be_written(model):
+    """A long budget, of which most is never used, costs no scale; what does get long crosses as it goes."""
+    mrrope.patch(model, "mrrope_pro", scale="auto", max_scale=MAX_SCALE, reserve=8)
+    ids = text(20)
+    options = {**GENERATE, "return_dict_in_generate": True}
+
+    def tables_after(**more):
+        return tables_of(model.generate(ids, **options | more).past_key_values)
+
+    assert tables_after(max_new_tokens=100, eos_token_id=list(range(90))) == [0], "ends after one token"
+    assert tables_after(max_length=120, eos_token_id=list(range(90))) == [0]
+    assert tables_after(max_new_tokens=30) == [1]
+    mrrope.patch(model, "mrrope_pro", scale="auto", max_scale=MAX_SCALE, reserve=40)
+    assert tables_after(max_new_tokens=100, eos_token_id=list(range(90))) == [1], "20 + 40 tokens"
+    assert tables_after(max_new_tokens=2) == [0], "no more than may be written"
+
+
+def test_a_reserve_survives_what_a_patch_does(model):
+    def room_of(model):
+        (lengths,) = model.generate._expected_lengths((text(20),), {"max_new_tokens": 100}).tolist()
+        return lengths - 20
+
+    mrrope.patch(model, "mrrope_pro", scale="auto", max_scale=MAX_SCALE, reserve=0)
+    assert room_of(model) == 0
+    mrrope.patch(model, "mrrope_pro", scale="auto", max_scale=MAX_SCALE, reserve=7)
+    with mrrope.patched(model, "mrrope_pro", scale="auto", reserve=3):
+        assert room_of(model) == 3
+    with pytest.raises(ValueError, match="method must be one of"):
+        mrrope.patch(model, "mrope", scale="auto", reserve=4)
+    assert [room_of(each) for each in (model, copy.deepcopy(model), pickled(model))] == [7, 7, 7]
+    assert room_of(following(model)) == 100
+
+
+@pytest.mark.parametrize(
+    "wrap", [partial(torch.compile, backend="aot_eager"), torch.nn.Sequential], ids=["compiled", "part"]
+)
+def test_generate_is_told_through_a_wrapper(model, wrap):
+    wrapped = following(wrap(model))
+    options = {**GENERATE, "eos_token_id": list(range(90)), "return_dict_in_generate": True}
+    out = model.generate(text(20), max_new_tokens=30, **options)
+    assert tables_of(out.past_key_values) == [1], "it ends after one token, and might have written 30"
+    mrrope.unpatch(wrapped)
+    assert not isinstance(model.generate, GenerateKnowingLengths)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -1042,6 +1087,10 @@ def test_family(family):
         ("mrrope_pro", {"scale": "auto", "max_scale": 1.0}, "max_scale must be a number above 1, got 1.0"),
         ("mrrope_pro", {"scale": "auto", "max_scale": "big"}, "max_scale must be a number above 1, got 'big'"),
         ("mrrope_pro", {"scale": 4.0, "max_scale": 8.0}, "max_scale must come with scale='auto', got 8.0"),
+        ("mrrope_pro", {"scale": 4.0, "reserve": 8}, "reserve must come with scale='auto', got 8 with scale 4.0"),
+        ("mrrope_pro", {"scale": "auto", "reserve": -1}, "reserve must be a non-negative integer, got -1"),
+        ("mrrope_pro", {"scale": "auto", "reserve": 0.5}, "reserve must be a non-negative integer, got 0.5"),
+        ("mrrope_pro", {"scale": "auto", "reserve": True}, "reserve must be a non-negative integer, got True"),
         ("mrrope_pro", {"scale": "automatic"}, "scale must be"),
         ("mrope", {"scale": "auto"}, "method must be one of"),
         ([], {"scale": "auto"}, "max_scale must reach past the 32 tokens that the model reads as it is"),
