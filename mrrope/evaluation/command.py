@@ -44,7 +44,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--tasks",
         default=PERPLEXITY,
         metavar="T,T,...",
-        help=f"of {', '.join(KNOWN_TASKS)}, or any of {harness.NAME} (default: %(default)s)",
+        help=f"of {', '.join(KNOWN_TASKS)}, any of {harness.NAME}, or its .yaml (default: %(default)s)",
     )
     add("--documents", type=int, metavar="N", help="no more than so many (default: all that are long enough)")
     add("--trials", type=int, default=DEFAULT_TRIALS, metavar="N", help="prompts a length (default: %(default)s)")

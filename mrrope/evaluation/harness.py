@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from mrrope.evaluation.extra import needs
@@ -17,10 +18,11 @@ class DataMissingError(Exception):
 
 
 def known(tasks: Sequence[str]) -> set[str]:
-    """Those of these names that are tasks, or groups of tasks, of the harness."""
+    """Those of these names that are tasks, or groups of tasks, of the harness, or files that describe one."""
     with needs(PACKAGE, "harness"):
         from lm_eval.tasks import TaskManager
-    return set(tasks) & set(TaskManager().all_tasks)
+    files = {task for task in tasks if task.endswith(".yaml") and Path(task).is_file()}
+    return files | set(tasks) & set(TaskManager().all_tasks)
 
 
 def scores(
@@ -41,31 +43,34 @@ def scores(
     # The tasks that make their own prompts load a tokenizer by its name.
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        about = {"tokenizer": folder, "max_seq_lengths": list(lengths)}
-        try:
-            found = lm_eval.simple_evaluate(reader, tasks=[task], limit=limit, metadata=about, bootstrap_iters=0)
-        except (OSError, LookupError) as error:
-            raise DataMissingError(
-                f"{task} of {NAME} needs data that is not on this machine and could not be fetched: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-    for name, metrics in found["results"].items():
-        yield from figures(name, metrics, lengths)
+        # One length after the other: of a task with prompts of several, the limit would take those of the first alone.
+        for length in lengths:
+            about = {"tokenizer": folder, "max_seq_lengths": [length]}
+            try:
+                found = lm_eval.simple_evaluate(reader, tasks=[task], limit=limit, metadata=about, bootstrap_iters=0)
+            except (OSError, LookupError) as error:
+                raise DataMissingError(
+                    f"{task} of {NAME} needs data that is not on this machine and could not be fetched: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            results = {name: values_of(metrics) for name, metrics in found["results"].items()}
+            by_length = {name: values for name, values in results.items() if any(map(str.isdecimal, values))}
+            for name, values in by_length.items():
+                # The harness gives -1 for lengths that it was not asked for.
+                if values.get(str(length), -1) >= 0:
+                    yield name, length, {"score": values[str(length)]}
+            if not by_length:
+                for name, values in results.items():
+                    if values:
+                        yield name, max(lengths), {"score": next(iter(values.values())), "metrics": values}
+                return
 
 
-def figures(name: str, metrics: dict[str, Any], lengths: Sequence[int]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """What the harness says of one task, by length."""
+def values_of(metrics: dict[str, Any]) -> dict[str, float]:
+    """What the harness says of one task, without what it says of the figures themselves."""
     # "4096,none": the metric and the filter of the answers it is for.
-    values = {
+    return {
         metric.split(",")[0]: value
         for metric, value in metrics.items()
         if isinstance(value, int | float) and not metric.split(",")[0].endswith(("_stderr", "sample_len"))
     }
-    by_length = {int(metric): value for metric, value in values.items() if metric.isdecimal()}
-    if by_length:
-        # The harness gives -1 for lengths that it was not asked for.
-        yield from (
-            (name, length, {"score": by_length[length]}) for length in lengths if by_length.get(length, -1) >= 0
-        )
-    elif values:
-        yield name, max(lengths), {"score": next(iter(values.values())), "metrics": values}

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import slow
 from matplotlib.figure import Figure
 from real_model import real_text
 from tiny_models import tiny_model, tokens
@@ -691,13 +692,19 @@ def test_every_length_is_read_by_itself_where_the_scale_follows_it(folder: Path,
 
 @pytest.fixture
 def fake_harness(monkeypatch) -> list[dict]:
-    """A package lm_eval with a few tasks, of which one has no data; gives what it was called with."""
+    """A package lm_eval with a few tasks, of which one has no data; gives what it was called with. Of several lengths,
+    the limit leaves the prompts of the first, as in the real one.
+    """
     calls = []
-    results = {
-        "ruler": {"alias": "ruler", "4096,none": 0.5, "4096_stderr,none": "N/A", "sample_len": 7},
-        "ruler_vt": {"alias": " - ruler_vt", "64,none": 0.25, "64_stderr,none": 0.1, "600,none": 0.75, "8192,none": -1},
-        "longbench2": {"alias": "longbench2", "acc,none": 0.3, "acc_stderr,none": 0.1, "sample_len": 7},
-    }
+    ruler = {64: 0.25, 600: 0.75}
+    longbench2 = {"alias": "longbench2", "acc,none": 0.3, "acc_stderr,none": 0.1, "sample_len": 7}
+
+    def ruler_results(length):
+        measured = {f"{length},none": ruler[length], f"{length}_stderr,none": 0.1, "8192,none": -1}
+        return {
+            "ruler": {"alias": "ruler", "4096,none": 0.5, "4096_stderr,none": "N/A", "sample_len": 7},
+            "ruler_vt": {"alias": " - ruler_vt", **measured},
+        }
 
     def simple_evaluate(reader, tasks, limit, metadata, bootstrap_iters):
         if tasks == ["offline"]:
@@ -705,10 +712,11 @@ def fake_harness(monkeypatch) -> list[dict]:
         assert isinstance(AutoTokenizer.from_pretrained(metadata["tokenizer"]), PreTrainedTokenizerFast)
         patched = any(isinstance(module, TableRotaryEmbedding) for module in reader.pretrained.modules())
         calls.append({"patched": patched, "limit": limit, "lengths": metadata["max_seq_lengths"]})
-        return {"results": results if tasks == ["ruler"] else {tasks[0]: results[tasks[0]]}}
+        is_ruler = tasks == ["ruler"]
+        return {"results": ruler_results(metadata["max_seq_lengths"][0]) if is_ruler else {"longbench2": longbench2}}
 
     class TaskManager:
-        all_tasks = ("offline", *results)
+        all_tasks = ("offline", "ruler", "ruler_vt", "longbench2")
 
     modules = {
         "lm_eval": SimpleNamespace(simple_evaluate=simple_evaluate),
@@ -728,8 +736,9 @@ def test_tasks_of_the_harness_run_on_the_patched_model(folder: Path, tmp_path: P
     assert found["ruler_vt"]["yarn"] == {"64": {"score": 0.25}, "600": {"score": 0.75}}
     assert found["longbench2"]["yarn"] == {"600": {"score": 0.3, "metrics": {"acc": 0.3}}}
     assert "ruler" not in found  # it had no figures for the lengths asked for
-    common = {"limit": 3, "lengths": [64, 600]}
-    assert fake_harness == [{"patched": patched, **common} for patched in (False, False, True, True)]
+    # RULER by one length after the other, LongBench but once.
+    calls = [(patched, lengths) for patched in (False, True) for lengths in ([64], [600], [64])]
+    assert fake_harness == [{"patched": patched, "limit": 3, "lengths": lengths} for patched, lengths in calls]
 
 
 def test_a_task_without_data_does_not_keep_the_others_from_being_measured(
@@ -748,6 +757,56 @@ def test_without_the_harness_its_package_is_named(folder: Path, monkeypatch, cap
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert evaluate(folder, **{"--tasks": "ruler"}) == 2
     assert "this needs the package lm_eval: pip install 'mrrope[harness]'" in capsys.readouterr().err
+
+
+CHOICE_TASK = """\
+task: mrrope_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+metadata: {{version: 1.0}}
+"""
+
+
+@slow
+def test_the_real_harness_reads_by_the_patched_model(folder: Path, tmp_path: Path) -> None:
+    """A task of our own, whose right answers are what the patched model finds likelier, computed here; and one of
+    RULER's, which has prompts for each length."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'lm_eval[ruler]'")
+    model = LlamaForCausalLM.from_pretrained(folder / "model").eval()
+    mrrope.patch(model, "mrrope_pro", scale=4.0)
+    tokenizer = byte_tokenizer(begins_texts=True)
+
+    def likelihood(text: str, choice: str) -> float:
+        read, following = tokenizer(text).input_ids, tokenizer(f" {choice}", add_special_tokens=False).input_ids
+        with torch.no_grad():
+            logits = model(torch.tensor([read + following])).logits[0].double()
+        steps = logits[len(read) - 1 : -1].log_softmax(-1)
+        return steps[torch.arange(len(following)), following].sum().item()
+
+    questions = []
+    for seed in range(12):
+        text, choices = words(30, seed), [words(1, 100 + seed), words(1, 200 + seed)]
+        answer = max((0, 1), key=lambda which: likelihood(text, choices[which]))
+        questions.append({"text": text, "choices": choices, "answer": answer})
+    (tmp_path / "questions.json").write_text("\n".join(map(json.dumps, questions)))
+    task = tmp_path / "choice.yaml"
+    task.write_text(CHOICE_TASK.format(data=tmp_path / "questions.json"))
+    (tmp_path / "text.txt").write_text(words(240))
+
+    options = {"--text": str(tmp_path / "text.txt"), "--lengths": "600,1200", "--trials": "12", "--scale": "4"}
+    options |= {"--methods": "unpatched,mrrope_pro", "--output": str(tmp_path / "out")}
+    assert evaluate(folder, **options, **{"--tasks": f"{task},niah_single_1"}) == 0
+    found = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert found["mrrope_choice"]["mrrope_pro"] == {"1200": {"score": 1.0, "metrics": {"acc": 1.0}}}
+    assert found["mrrope_choice"]["unpatched"]["1200"]["score"] < 1
+    for method in ("unpatched", "mrrope_pro"):
+        assert list(found["niah_single_1"][method]) == ["600", "1200"]
 
 
 # A model as people have them
