@@ -85,8 +85,7 @@ def _cos_sin(
         words, rows = words.unbind(-2)
     if positions.dim() == 3:
         # Of a token's positions, the one that turns each pair.
-        positions = positions.permute(1, 2, 0)
-        positions = positions.gather(-1, rows[..., :-1].abs().expand(*positions.shape[:-1], -1))
+        positions = torch.take_along_dim(positions.permute(1, 2, 0), rows[..., :-1].abs(), dim=-1)
     else:
         positions = positions[..., None]
     # Whole turns overflow, and what is left is a signed part of one.

@@ -74,6 +74,18 @@ def test_tables_as_the_op_takes_them(device: str, layout: str, position_rows: bo
         torch.testing.assert_close(x, y, rtol=0.0, atol=3e-6)
 
 
+def test_rows_of_positions_for_all_sequences_with_a_table_for_each(device: str) -> None:
+    case, generator = Case(batch=3), torch.Generator().manual_seed(0)
+    (q, k), table = case.heads_on(device), stack_of(tables_of(3, 16), "cpu")
+    rows = torch.randint(0, 4, (3, 8), generator=generator)
+    table = torch.stack([table, torch.nn.functional.pad(rows, (0, 1))], dim=1).to(device)
+    positions = torch.randint(0, 2**31, (4, 1, case.tokens), generator=generator).to(device)
+    arguments = [q, k], positions, table, "bhsd", "halves", False
+    turned, by_op = traced_rotation.rotary(*arguments), torch.ops.mrrope.rotary.default(*arguments)
+    for x, y in zip(turned, by_op, strict=True):
+        torch.testing.assert_close(x, y, rtol=0.0, atol=3e-6)
+
+
 def test_a_negated_table_turns_backwards(device: str) -> None:
     case = Case(dtype=torch.bfloat16)
     (q, k), positions, table = case.heads_on(device), case.positions(device), case.table()

@@ -1,0 +1,93 @@
+"""python -m fuzz: random op calls in one process and random model runs in another; failures shrink to scripts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import mrrope
+from fuzz import models, ops
+from fuzz.campaign import Campaign
+from fuzz.model_cases import ModelCase
+from fuzz.op_cases import OpCase
+from fuzz.shrinking import Failure
+
+KINDS = {"OpCase": OpCase, "ModelCase": ModelCase}
+BATCH = {"cpu": 32, "cuda": 256}  # on a GPU results are read once a batch
+
+
+def campaign(name: str, device: str, folder: Path) -> Campaign:
+    """The campaign of ops, or that of models."""
+    if name == "ops":
+        return Campaign(name, lambda rng: ops.random_case(rng, device), lambda case: case.op, ops.failures_in, folder,
+                        batch=BATCH[device])  # fmt: skip
+    return Campaign(name, lambda rng: models.random_case(rng, device), lambda case: case.family, models.failures_in, folder)
+
+
+def work(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One campaign, by a process of its own."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    return campaign(name, options.device, options.finds).run(options.seed, options.seconds, options.cases)
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    result.add_argument("--seconds", type=float, default=60.0, help="for how long (default: 60)")
+    result.add_argument("--cases", type=int, help="at most so many of each kind")
+    result.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    result.add_argument("--seed", type=int, help="to do the same again; random if not given")
+    result.add_argument("--only", choices=["ops", "models"], help="one kind instead of both")
+    result.add_argument("--finds", type=Path, default=Path("build/fuzz"), help="where scripts go (default: build/fuzz)")
+    result.add_argument("--output", type=Path, help="JSON of what was done and found")
+    result.add_argument("--replay", metavar="JSON", help="run one case, as scripts name it")
+    return result
+
+
+def replay(text: str) -> int:
+    fields = json.loads(text)
+    case = KINDS[fields.pop("kind")](**fields)
+    try:
+        case.run()
+    except Failure as failure:
+        print(f"{case}\nfails: {failure}")
+        return 1
+    print(f"{case}\npasses")
+    return 0
+
+
+def main() -> int:
+    """The command line."""
+    options = parser().parse_args()
+    if options.replay is not None:
+        return replay(options.replay)
+    if options.seed is None:
+        options.seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {options.seed}", file=sys.stderr, flush=True)
+    names = [options.only] if options.only else ["ops", "models"]
+    with multiprocessing.get_context("spawn").Pool(len(names)) as pool:
+        parts = dict(zip(names, pool.starmap(work, [(name, options) for name in names]), strict=True))
+    packages = {"mrrope": mrrope, "torch": torch, "transformers": transformers}
+    versions = {name: package.__version__ for name, package in packages.items()}
+    hardware = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
+    result = {"seed": options.seed, "device": options.device, "hardware": hardware, "versions": versions, **parts}
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    found = sum(len(part["finds"]) for part in parts.values())
+    for name, part in parts.items():
+        print(f"{name}: {part['cases']} cases in {part['seconds']:.0f} s, {len(part['finds'])} kinds of failures")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

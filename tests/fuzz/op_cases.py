@@ -1,0 +1,232 @@
+"""One random call of an op: what is varied, and how it becomes tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from cases import POISON, onto, storage_of
+
+import mrrope
+from fuzz.shrinking import choice
+
+OPS = (
+    "rotary",
+    "rotary_",
+    "rescale_cache_",
+    "rotary_and_cache_",
+    "qk_norm_rotary",
+    "qk_norm_rotary_",
+    "qkv_rotary",
+    "chain",
+)
+ROTATING = ("rotary", "rotary_", "qk_norm_rotary", "qk_norm_rotary_")
+IN_PLACE = ("rotary_", "rescale_cache_", "rotary_and_cache_", "qk_norm_rotary_", "chain")
+DIFFERENTIABLE = ("rotary", "rotary_", "qk_norm_rotary", "qkv_rotary")
+METHODS = ("rope", "yarn", "mrrope_pro", "pi", "ntk", "mrrope_uni", "llama3", "yarn_ratio")
+# Components of a case, so that its float64 reference takes about a millisecond, and what is made smaller for it.
+MOST_COMPONENTS = {"cpu": 10_000, "cuda": 1_000_000}
+SMALLER = (("tokens", 130), ("q_heads", 8), ("tokens", 65), ("k_heads", 4), ("tokens", 33), ("q_heads", 4),
+           ("tokens", 7), ("inputs", 24), ("head_dim", 128), ("k_heads", 2), ("head_dim", 64),
+           ("tokens", 2), ("inputs", 8))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """A call of one op, or a chain of several in place on the same memory."""
+
+    device: str = choice("cpu", "cuda")
+    op: str = choice(*OPS)
+    fault: str = choice("")  # what is wrong with the call, one of fuzz.bad_inputs.FAULTS
+    way: str = choice("eager", "inference", "stream", "graph", "compile")
+    dtype: str = choice("float32", "float64", "bfloat16", "float16")
+    layout: str = choice("bhsd", "bshd", "thd")
+    pairing: str = choice("halves", "interleaved")
+    batch: int = choice(1, 2, 3, 0)
+    tokens: int = choice(1, 2, 3, 5, 7, 33, 65, 130, 1000, 0)
+    q_heads: int = choice(1, 2, 3, 4, 5, 8, 32)
+    k_heads: int = choice(1, 2, 3, 4, 8, 0)
+    has_k: bool = choice(True, True, True, False)
+    head_dim: int = choice(2, 4, 6, 16, 18, 34, 64, 64, 80, 96, 128, 128, 192, 256, 512)
+    rotary_dim: int = choice(2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 256, 512, 512, 512, 512)
+    memory: str = choice("contiguous", "transposed", "padded", "sliced", "unaligned", "packed", "packed", "expanded")
+    magnitude: float = choice(1.0, 1.0, 100.0, 1e-4)
+    positions: str = choice("row", "broadcast", "matrix", "strided")
+    position_dtype: str = choice("int64", "int32")
+    reach: int = choice(0, 10, 2**12, 2**17, 2**31 - 1, 2**63 - 1)
+    position_rows: int = choice(0, 0, 0, 0, 1, 2, 3, 4)
+    method: str = choice(*METHODS)
+    table_form: str = choice("plain", "plain", "relative", "inverse")
+    scale: float = choice(1.0, 2.0, 8.0, 37.5)
+    tables: str = choice("one", "one", "each", "index")
+    table_count: int = choice(1, 2, 3, 5)
+    conjugate: bool = choice(False, False, False, True)
+    negated: bool = choice(False, False, False, False, True)
+    gradient: str = choice("none", "none", "none", "contiguous", "expanded", "transposed")
+    over: str = choice("head", "all_heads")
+    weight_offset: float = choice(0.0, 1.0)
+    eps: float = choice(1e-6, 1e-5, 0.0, 1.0)
+    paged: bool = choice(False, True)
+    cache_layout: str = choice("nhd", "hnd")
+    cache_memory: str = choice("contiguous", "transposed", "padded", "sliced", "unaligned")
+    float8: bool = choice(False, True)
+    scales: str = choice("none", "one", "one in a row", "each")
+    slot_dtype: str = choice("int64", "int32")
+    q_out: bool = choice(False, True)
+    layers: int = choice(1, 2, 3)
+    blocks: bool = choice(False, True)
+    bias: bool = choice(False, True)
+    inputs: int = choice(1, 2, 8, 24, 64, 96)
+    steps: int = choice(1, 2, 3, 5)
+    seed: int = choice(0)
+
+    def normalized(self) -> OpCase:
+        """The nearest case that the op takes."""
+        changes: dict[str, Any] = {"rotary_dim": min(self.rotary_dim, self.head_dim)}
+        op, layout = self.op, self.layout
+        if op not in ROTATING or layout == "thd":
+            changes["position_rows"] = 0
+        if op not in ("rotary", "rotary_"):
+            changes |= {"conjugate": False, "negated": False}
+        if op not in DIFFERENTIABLE or self.way != "eager":
+            changes["gradient"] = "none"
+        if op not in ROTATING:
+            changes["has_k"] = True
+        if op == "chain":
+            changes["fault"] = ""
+        if op in ("qkv_rotary", "rotary_and_cache_", "chain"):
+            changes["k_heads"] = max(1, self.k_heads)
+        if self.memory == "expanded" and (op in IN_PLACE or op == "qkv_rotary"):
+            changes["memory"] = "contiguous"
+        if (self.tables == "index" and op in ("qkv_rotary", "rescale_cache_", "chain")) or op == "chain":
+            changes["tables"] = "each" if op == "rescale_cache_" else "one"
+        if layout == "thd" and changes.get("tables", self.tables) == "each":
+            changes["tables"] = "one"
+        if self.batch == 0 and changes.get("tables", self.tables) == "each":
+            changes["tables"] = "one"
+        if self.dtype == "float64":
+            changes["float8"] = False
+        if not changes.get("float8", self.float8):
+            changes["scales"] = "none"
+        if layout == "thd":
+            changes["blocks"] = False
+        if self.position_dtype == "int32":
+            changes["reach"] = min(self.reach, 2**31 - 1)
+        if self.device == "cpu" and self.way in ("stream", "graph"):
+            changes["way"] = "eager"
+        if self.way == "compile" and op not in ("rotary", "qk_norm_rotary", "rotary_"):
+            changes["way"] = "eager"
+        case = replace(self, **changes)
+        for name, largest in SMALLER:
+            if case.components > MOST_COMPONENTS[self.device]:
+                case = replace(case, **{name: min(largest, getattr(case, name))})
+        if case.rotary_dim > case.head_dim:
+            case = replace(case, rotary_dim=case.head_dim)
+        return case
+
+    @property
+    def components(self) -> int:
+        heads = self.q_heads + 2 * self.k_heads
+        inputs = self.inputs if self.op == "qkv_rotary" else 1
+        sequences = 1 if self.layout == "thd" else self.batch
+        return max(sequences * self.tokens, inputs) * heads * self.head_dim * (self.layers if "rescale" in self.op else 1)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def sequences(self) -> int:
+        return 1 if self.layout == "thd" else self.batch
+
+    def heads_shape(self, heads: int) -> tuple[int, ...]:
+        return {
+            "bhsd": (self.batch, heads, self.tokens, self.head_dim),
+            "bshd": (self.batch, self.tokens, heads, self.head_dim),
+            "thd": (self.tokens, heads, self.head_dim),
+        }[self.layout]
+
+    def numpy_random(self, *stream: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, *stream])
+
+    def make_table(self, which: int = 0) -> mrrope.FrequencyTable:
+        """The ``which``-th of the tables that this case is about."""
+        method = METHODS[(METHODS.index(self.method) + which) % len(METHODS)]
+        return made_table(method, self.rotary_dim, self.scale, self.table_form)
+
+    def run(self) -> None:
+        """Makes the call and raises a :class:`fuzz.shrinking.Failure` where anything about it is wrong."""
+        from fuzz.ops import check
+
+        check(self)
+
+
+@lru_cache(maxsize=4096)
+def made_table(method: str, rotary_dim: int, scale: float, form: str) -> mrrope.FrequencyTable:
+    def plain(method: str) -> mrrope.FrequencyTable:
+        options = {"beta": 4.0} if method == "llama3" else {}
+        return mrrope.frequency_table(
+            method, rotary_dim=rotary_dim, base=1e4, original_max_position=2048, scale=scale, **options
+        )
+
+    if form == "inverse":
+        return plain(method).inverse()
+    return plain(method).relative_to(plain("rope")) if form == "relative" else plain(method)
+
+
+class Tensors:
+    """The tensors of a case, each a view into poisoned memory."""
+
+    def __init__(self, case: OpCase) -> None:
+        self.case = case
+        self.generator = torch.Generator(case.device).manual_seed(case.seed)
+
+    def random(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        values = torch.randn(shape, generator=self.generator, device=self.case.device) * self.case.magnitude
+        return values.to(dtype or self.case.torch_dtype)
+
+    def view(self, shape: tuple[int, ...], memory: str) -> torch.Tensor:
+        """A random tensor of this shape in memory of this kind."""
+        with torch.device(self.case.device):
+            view = storage_of(shape, memory, self.case.torch_dtype)
+        distinct = view[:1] if memory == "expanded" else view
+        distinct.copy_(self.random(tuple(distinct.shape)))
+        return view
+
+    def heads(self, *counts: int) -> list[torch.Tensor]:
+        """Random heads, of one projection where the memory is packed."""
+        case = self.case
+        if case.memory != "packed":
+            return [self.view(case.heads_shape(count), case.memory) for count in counts]
+        rows = (case.tokens,) if case.layout == "thd" else (case.batch, case.tokens)
+        whole = self.random((*rows, sum(counts) + 1, case.head_dim))
+        whole[..., -1, :] = POISON
+        parts, start = [], 0
+        for count in counts:
+            part = whole.narrow(-2, start, count)
+            parts.append(part.transpose(1, 2) if case.layout == "bhsd" else part)
+            start += count
+        return parts
+
+    def positions(self) -> torch.Tensor:
+        case = self.case
+        rows = {"row": (), "broadcast": (1,), "matrix": (case.batch,), "strided": (case.batch,)}[case.positions]
+        shape = (case.tokens,) if case.layout == "thd" else (*rows, case.tokens)
+        if case.position_rows:
+            shape = (case.position_rows, 1 if case.positions in ("row", "broadcast") else case.batch, case.tokens)
+        values = case.numpy_random(1).integers(-case.reach, case.reach, size=shape, dtype=np.int64, endpoint=True)
+        positions = torch.from_numpy(values).to(getattr(torch, case.position_dtype))
+        if case.positions == "strided":
+            positions = torch.stack([positions, positions + 1], dim=-1)[..., 0]
+            return onto(case.device, positions)
+        return positions.to(case.device)
+
+    def table_numbers(self, stream: int) -> torch.Tensor:
+        """Which of the tables each sequence has, or each packed token."""
+        case = self.case
+        size = case.tokens if case.layout == "thd" else case.batch
+        numbers = case.numpy_random(2, stream).integers(0, case.table_count, size=size, dtype=np.int32)
+        return torch.from_numpy(numbers).to(case.device)

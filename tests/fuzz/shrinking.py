@@ -1,0 +1,114 @@
+"""Cases are plain dataclasses whose fields list their values, simplest first: enough to draw one and to shrink it."""
+
+from __future__ import annotations
+
+import json
+import random
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, field, fields, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+MOST_TRIALS = 400
+
+
+class Case(Protocol):
+    """A dataclass of fields made by :func:`choice`."""
+
+    __dataclass_fields__: Any
+
+    def normalized(self) -> Any:
+        """The nearest case that can be run: fields that do not go together give way."""
+
+
+AnyCase = TypeVar("AnyCase", bound=Case)
+
+
+class Failure(Exception):
+    """What went wrong in a case; its first argument is the same for the same kind of failure."""
+
+    @property
+    def kind(self) -> str:
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        return ": ".join(map(str, self.args))
+
+
+def raised(where: str, error: Exception) -> Failure:
+    """The failure of a call that raised though it should not have."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(last.filename).name}:{last.name}"
+    return Failure(f"{where}: raises {type(error).__name__} in {place}", str(error).partition("\n")[0])
+
+
+def choice(*values: Any) -> Any:
+    """A field that takes one of these values, simplest first; the first is the default, repeated ones are likelier."""
+    return field(default=values[0], metadata={"values": values})
+
+
+def draw(kind: type[AnyCase], rng: random.Random, **given: Any) -> AnyCase:
+    """A random case, but for the fields that are given."""
+    drawn = {f.name: rng.choice(f.metadata["values"]) for f in fields(kind)}
+    return kind(**drawn | {"seed": rng.randrange(2**31)} | given).normalized()
+
+
+def shrink(case: AnyCase, failure_of: Callable[[AnyCase], Failure | None]) -> AnyCase:
+    """The simplest case, field by field, that still fails in the same way."""
+    kind = failure_of(case)
+    if kind is None:
+        return case
+    trials = 0
+    is_smaller = True
+    while is_smaller and trials < MOST_TRIALS:
+        is_smaller = False
+        for simpler in simpler_cases(case):
+            trials += 1
+            failure = failure_of(simpler)
+            if failure is not None and failure.kind == kind.kind:
+                case, is_smaller = simpler, True
+                break
+    return case
+
+
+def simpler_cases(case: AnyCase) -> list[AnyCase]:
+    """The cases that differ in one field, which has a simpler value there."""
+    found: dict[AnyCase, None] = {}
+    for f in fields(case):
+        values = list(dict.fromkeys(f.metadata["values"]))
+        value = getattr(case, f.name)
+        for simpler in values[: values.index(value)] if value in values else values:
+            changed = replace(case, **{f.name: simpler}).normalized()
+            if complexity(changed) < complexity(case):
+                found[changed] = None
+    return list(found)
+
+
+def complexity(case: Case) -> int:
+    """How far all fields are from their simplest values."""
+    total = 0
+    for f in fields(case):
+        values = list(dict.fromkeys(f.metadata["values"]))
+        value = getattr(case, f.name)
+        total += values.index(value) if value in values else len(values)
+    return total
+
+
+def changed_fields(case: Case) -> dict[str, Any]:
+    """What is not at its default."""
+    return {f.name: getattr(case, f.name) for f in fields(case) if getattr(case, f.name) != f.default}
+
+
+def script_of(case: Case, failure: Failure) -> str:
+    """A few lines that reproduce a failure, and the command that does."""
+    kind = type(case)
+    arguments = ", ".join(f"{name}={value!r}" for name, value in changed_fields(case).items())
+    packed = json.dumps({"kind": kind.__name__, **asdict(case)})
+    message = str(failure).replace("\n", "\n# ")
+    return (
+        f"# {message}\n"
+        f"# PYTHONPATH=tests:tests/python python -m fuzz --replay '{packed}'\n"
+        f"from {kind.__module__} import {kind.__name__}\n\n"
+        f"{kind.__name__}({arguments}).run()\n"
+    )
