@@ -1,6 +1,7 @@
 # make test    sets everything up, builds, runs all the tests and the linters
 # make demo    sets everything up and shows the main job at work
 # make lint | bench | sanitize | clean
+# make fuzz SECONDS=600 DEVICE=cpu SEED=1   random op calls and model runs; failures shrink to scripts in build/fuzz
 #
 # TORCH=2.15.0 uses that version of torch, in an environment of its own.
 
@@ -18,7 +19,10 @@ SOURCES := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc kernel
 	-not -name '*.so' -not -path '*/__pycache__/*')
 CPP_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu' '*.cuh')
 
-.PHONY: test demo lint bench sanitize clean install cpp-tests
+SECONDS ?= 600
+DEVICE ?= cpu
+
+.PHONY: test demo lint bench sanitize fuzz clean install cpp-tests
 
 test: cpp-tests
 	ctest --test-dir $(BUILD) --output-on-failure --parallel 2
@@ -40,6 +44,11 @@ bench: install
 # Needs a GPU. Small tests only: under the sanitizer every access is checked.
 sanitize: cpp-tests
 	benchmarks/sanitize $(foreach kernel,rotary rescale rotary_cache qk_norm qkv_rotary,$(BUILD)/tests/cpp/$(kernel)_cuda_test)
+
+# In tests/, so that the installed package is imported, and not the sources here.
+fuzz: install
+	cd tests && PYTHONPATH=python $(BIN)/python -m fuzz --seconds $(SECONDS) --device $(DEVICE) \
+		$(if $(SEED),--seed $(SEED)) --output ../benchmarks/results/fuzz_$(DEVICE).json
 
 install: $(VENV)/.mrrope
 

@@ -9,36 +9,20 @@ import os
 import platform
 import random
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 
 import mrrope
-from fuzz import models, ops
-from fuzz.campaign import Campaign
+from fuzz.campaign import work
 from fuzz.model_cases import ModelCase
 from fuzz.op_cases import OpCase
 from fuzz.shrinking import Failure
 
 KINDS = {"OpCase": OpCase, "ModelCase": ModelCase}
-BATCH = {"cpu": 32, "cuda": 256}  # on a GPU results are read once a batch
-
-
-def campaign(name: str, device: str, folder: Path) -> Campaign:
-    """The campaign of ops, or that of models."""
-    if name == "ops":
-        return Campaign(name, lambda rng: ops.random_case(rng, device), lambda case: case.op, ops.failures_in, folder,
-                        batch=BATCH[device])  # fmt: skip
-    return Campaign(name, lambda rng: models.random_case(rng, device), lambda case: case.family, models.failures_in, folder)
-
-
-def work(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One campaign, by a process of its own."""
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    return campaign(name, options.device, options.finds).run(options.seed, options.seconds, options.cases)
+FINDS = Path(__file__).parents[2] / "build" / "fuzz"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     result.add_argument("--seed", type=int, help="to do the same again; random if not given")
     result.add_argument("--only", choices=["ops", "models"], help="one kind instead of both")
-    result.add_argument("--finds", type=Path, default=Path("build/fuzz"), help="where scripts go (default: build/fuzz)")
+    result.add_argument("--finds", type=Path, default=FINDS, help="where scripts go (default: build/fuzz)")
     result.add_argument("--output", type=Path, help="JSON of what was done and found")
     result.add_argument("--replay", metavar="JSON", help="run one case, as scripts name it")
     return result
@@ -75,8 +59,8 @@ def main() -> int:
         options.seed = random.SystemRandom().randrange(2**31)
     print(f"seed {options.seed}", file=sys.stderr, flush=True)
     names = [options.only] if options.only else ["ops", "models"]
-    with multiprocessing.get_context("spawn").Pool(len(names)) as pool:
-        parts = dict(zip(names, pool.starmap(work, [(name, options) for name in names]), strict=True))
+    with ProcessPoolExecutor(len(names), multiprocessing.get_context("spawn")) as pool:
+        parts = dict(zip(names, pool.map(work, names, [options] * len(names)), strict=True))
     packages = {"mrrope": mrrope, "torch": torch, "transformers": transformers}
     versions = {name: package.__version__ for name, package in packages.items()}
     hardware = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"

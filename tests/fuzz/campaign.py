@@ -5,17 +5,23 @@ from __future__ import annotations
 import random
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
+from fuzz import models, ops
 from fuzz.shrinking import Failure, script_of, shrink
 
 PROGRESS_EVERY = 10.0
-# Failures of one kind are shrunk this often; more of them are only counted.
-SHRUNK = 2
+BATCH = {"cpu": 32, "cuda": 256}  # on a GPU results are read once a batch
+# Failures of one kind are shrunk for so many groups; more of them are only counted.
+SHRUNK = 6
 
 
 @dataclass
@@ -29,7 +35,7 @@ class Campaign:
     folder: Path
     batch: int = 1
     counts: Counter[str] = field(default_factory=Counter)
-    finds: Counter[str] = field(default_factory=Counter)
+    finds: dict[str, Counter[str]] = field(default_factory=dict)
     scripts: dict[str, list[str]] = field(default_factory=dict)
 
     def run(self, seed: int, seconds: float, most: int | None = None) -> dict[str, Any]:
@@ -50,18 +56,22 @@ class Campaign:
             "cases": self.counts.total(),
             "seconds": round(time.monotonic() - start, 1),
             "by": dict(sorted(self.counts.items())),
-            "finds": [{"failure": kind, "count": n, "scripts": self.scripts[kind]} for kind, n in self.finds.items()],
+            "finds": [
+                {"failure": kind, "count": by.total(), "by": dict(by), "scripts": self.scripts[kind]}
+                for kind, by in self.finds.items()
+            ],
         }
 
     def report(self, elapsed: float) -> None:
-        counted, found = self.counts.total(), self.finds.total()
+        counted, found = self.counts.total(), sum(by.total() for by in self.finds.values())
         print(f"{self.name}: {counted} cases in {elapsed:.0f} s, {found} fail", file=sys.stderr, flush=True)
 
     def record(self, case: Any, failure: Failure) -> None:
         """Shrinks a failure to a script, prints it and keeps it in the folder."""
-        self.finds[failure.kind] += 1
+        by = self.finds.setdefault(failure.kind, Counter())
+        by[self.group(case)] += 1
         scripts = self.scripts.setdefault(failure.kind, [])
-        if self.finds[failure.kind] > SHRUNK:
+        if by[self.group(case)] > 1 or len(by) > SHRUNK:
             return
         smallest = shrink(case, lambda case: self.failures_in([case])[0])
         script = script_of(smallest, self.failures_in([smallest])[0] or failure)
@@ -72,3 +82,20 @@ class Campaign:
         path = self.folder / f"{self.name}-{sum(map(len, self.scripts.values()))}.py"
         path.write_text(script)
         print(f"\n{path}:\n{script}", file=sys.stderr, flush=True)
+
+
+def campaign_of(name: str, device: str, folder: Path) -> Campaign:
+    """That of the ops, or that of the models."""
+    if name == "ops":
+        return Campaign(name, lambda rng: ops.random_case(rng, device), lambda case: case.op, ops.failures_in, folder,
+                        batch=BATCH[device])  # fmt: skip
+    return Campaign(
+        name, lambda rng: models.random_case(rng, device), lambda case: case.family, models.failures_in, folder
+    )
+
+
+def work(name: str, options: Namespace) -> dict[str, Any]:
+    """One campaign, by a process of its own."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    return campaign_of(name, options.device, options.finds).run(options.seed, options.seconds, options.cases)

@@ -53,7 +53,7 @@ def check(case: ModelCase) -> None:
         except Failure:
             raise
         except Exception as error:
-            raise raised(f"{case.family}", error) from error
+            raise raised("a model", error) from error
         finally:
             if is_patched(model):
                 mrrope.unpatch(model)
@@ -62,6 +62,8 @@ def check(case: ModelCase) -> None:
 def compare(model: PreTrainedModel, case: ModelCase) -> None:
     way = case.way
     try:
+        if has_state(model):
+            read(model, case)
         stock, _ = read(model, case)
     except Exception:
         return  # the family has no such way to read
@@ -71,7 +73,7 @@ def compare(model: PreTrainedModel, case: ModelCase) -> None:
     except ValueError as error:
         if " must " not in str(error):
             raise
-        require(torch.equal(read(model, case)[0], stock), case, "a refused patch changes the model", str(error))
+        require(torch.equal(read(model, case)[0], stock), case, "changes though it refuses a patch", str(error))
         return
     tables = {module.original: module.ladders for module in model.modules() if isinstance(module, TableRotaryEmbedding)}
     if case.scale == "auto":
@@ -80,7 +82,7 @@ def compare(model: PreTrainedModel, case: ModelCase) -> None:
         got, _ = read(model, case)
         if case.method == "rope" or case.scale == 1.0:
             off = difference(got, stock, way)
-            require(off <= tolerance, case, f"{case.method} by {case.scale} is not stock", f"{off:.2g} > {tolerance:.2g}")
+            require(off <= tolerance, case, "is not stock without an extension", f"{off:.2g} > {tolerance:.2g}")
         if tables and not any(len(ladder.tables) > 1 for ladders in tables.values() for ladder in ladders.values()):
             mrrope.unpatch(model)
             with own_code(tables):
@@ -89,7 +91,13 @@ def compare(model: PreTrainedModel, case: ModelCase) -> None:
             require(off <= tolerance, case, "differs from its own code by the same table", f"{off:.2g} > {tolerance:.2g}")
     if is_patched(model):
         mrrope.unpatch(model)
-    require(torch.equal(read(model, case)[0], stock), case, "unpatched it is not stock to the bit", "")
+    require(torch.equal(read(model, case)[0], stock), case, "is not stock to the bit when unpatched", case.way)
+
+
+def has_state(model: PreTrainedModel) -> bool:
+    """Whether what a model reads depends on the lengths that it has read before."""
+    settings = str(getattr(model.config.get_text_config(), "rope_parameters", None))
+    return "dynamic" in settings or "longrope" in settings
 
 
 def patch(model: PreTrainedModel, case: ModelCase, scale: Any) -> None:
@@ -123,14 +131,14 @@ def compare_following(model: PreTrainedModel, case: ModelCase, tables: dict[Any,
         want, _ = read(model, case)
         mrrope.unpatch(model)
         off = difference(got, want, case.way)
-        require(off <= tolerance, case, "auto differs from the scale that covers the text", f"{off:.2g} > {tolerance:.2g}")
+        require(off <= tolerance, case, "differs, by auto, from the scale that covers the text", f"{off:.2g} > {tolerance:.2g}")
     elif native:
         off = difference(got, read(model, case)[0], case.way)
-        require(off <= tolerance, case, "auto within the native length is not stock", f"{off:.2g} > {tolerance:.2g}")
+        require(off <= tolerance, case, "is not stock, by auto, within its native length", f"{off:.2g} > {tolerance:.2g}")
     if got_keys is not None and want_keys is not None:
         held = min(got_keys.shape[-2], want_keys.shape[-2])
         off = difference(got_keys[..., -held:, :], want_keys[..., -held:, :], case.way)
-        require(off <= tolerance, case, "auto leaves keys of other scales in its cache", f"{off:.2g} > {tolerance:.2g}")
+        require(off <= tolerance, case, "keeps, by auto, keys of other scales in its cache", f"{off:.2g} > {tolerance:.2g}")
 
 
 def first_keys(cache: Any) -> torch.Tensor | None:
@@ -145,12 +153,15 @@ def first_keys(cache: Any) -> torch.Tensor | None:
 @contextlib.contextmanager
 def own_code(tables: dict[Any, Any]) -> Iterator[None]:
     """The model's own code, with other frequencies in its rotary embeddings."""
-    swapped = [(rotary, SwappedTable(rotary, ladders)) for rotary, ladders in tables.items()]
-    try:
+    with contextlib.ExitStack() as undone:
+        for rotary, ladders in tables.items():
+            undone.callback(SwappedTable(rotary, ladders).undo, rotary)
+            if hasattr(rotary, "rope_init_fn"):  # some compute their frequencies anew at every call
+                (table,) = next(iter(ladders.values())).tables
+                found = rotary.inv_freq if hasattr(rotary, "inv_freq") else None, table.attention_factor
+                undone.callback(setattr, rotary, "rope_init_fn", rotary.rope_init_fn)
+                rotary.rope_init_fn = lambda *_, found=found, **__: found
         yield
-    finally:
-        for rotary, swap in swapped:
-            swap.undo(rotary)
 
 
 def tolerance_of(model: PreTrainedModel, case: ModelCase) -> float:
@@ -182,4 +193,4 @@ def tolerance_of(model: PreTrainedModel, case: ModelCase) -> float:
 
 def require(holds: bool, case: ModelCase, what: str, detail: str) -> None:
     if not holds:
-        raise Failure(f"{case.family}: {what}", detail)
+        raise Failure(f"a model {what}", f"{case.family}, {detail}")

@@ -108,7 +108,8 @@ def script_of(case: Case, failure: Failure) -> str:
     message = str(failure).replace("\n", "\n# ")
     return (
         f"# {message}\n"
-        f"# PYTHONPATH=tests:tests/python python -m fuzz --replay '{packed}'\n"
+        f"# In tests/: PYTHONPATH=.:python python {{this file}}, or\n"
+        f"# PYTHONPATH=python python -m fuzz --replay '{packed}'\n"
         f"from {kind.__module__} import {kind.__name__}\n\n"
         f"{kind.__name__}({arguments}).run()\n"
     )
