@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -13,15 +14,11 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-import transformers
 
-import mrrope
 from fuzz.campaign import work
-from fuzz.model_cases import ModelCase
-from fuzz.op_cases import OpCase
-from fuzz.shrinking import Failure
+from fuzz.shrinking import CaseError
 
-KINDS = {"OpCase": OpCase, "ModelCase": ModelCase}
+MODULES = {"OpCase": "fuzz.op_cases", "ModelCase": "fuzz.model_cases"}
 FINDS = Path(__file__).parents[2] / "build" / "fuzz"
 
 
@@ -40,10 +37,11 @@ def parser() -> argparse.ArgumentParser:
 
 def replay(text: str) -> int:
     fields = json.loads(text)
-    case = KINDS[fields.pop("kind")](**fields)
+    kind = fields.pop("kind")
+    case = getattr(importlib.import_module(MODULES[kind]), kind)(**fields)
     try:
         case.run()
-    except Failure as failure:
+    except CaseError as failure:
         print(f"{case}\nfails: {failure}")
         return 1
     print(f"{case}\npasses")
@@ -58,12 +56,16 @@ def main() -> int:
     if options.seed is None:
         options.seed = random.SystemRandom().randrange(2**31)
     print(f"seed {options.seed}", file=sys.stderr, flush=True)
-    names = [options.only] if options.only else ["ops", "models"]
-    with ProcessPoolExecutor(len(names), multiprocessing.get_context("spawn")) as pool:
-        parts = dict(zip(names, pool.map(work, names, [options] * len(names)), strict=True))
-    packages = {"mrrope": mrrope, "torch": torch, "transformers": transformers}
-    versions = {name: package.__version__ for name, package in packages.items()}
-    hardware = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
+    names = ["ops", "models"]
+    if options.only:
+        parts = {options.only: work(options.only, options)}
+    else:
+        with ProcessPoolExecutor(len(names), multiprocessing.get_context("spawn")) as pool:
+            parts = dict(zip(names, pool.map(work, names, [options] * len(names)), strict=True))
+    versions = {name: importlib.metadata.version(name) for name in ("mrrope", "torch", "transformers")}
+    hardware = (
+        torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
+    )
     result = {"seed": options.seed, "device": options.device, "hardware": hardware, "versions": versions, **parts}
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -67,7 +67,9 @@ class RotaryAttempt(Attempt):
         self.arguments = {"q": q, "k": k[0] if k else None}
         if self.is_norm:
             counts = [case.q_heads, case.k_heads if case.has_k else None]
-            size = [c if c is None else c * case.head_dim if case.over == "all_heads" else case.head_dim for c in counts]
+            size = [
+                c if c is None else c * case.head_dim if case.over == "all_heads" else case.head_dim for c in counts
+            ]
             weights = [None if n is None else self.tensors.random((n,)) / case.magnitude for n in size]
             self.arguments |= {"q_weight": weights[0], "k_weight": weights[1]}
         self.arguments |= {"positions": positions, "table": self.table_argument()}
@@ -76,8 +78,7 @@ class RotaryAttempt(Attempt):
             self.arguments |= options
         self.arguments |= {"layout": case.layout, "pairing": case.pairing, "table_index": index}
         if case.gradient != "none":
-            heads = [x for x in (q, *k)]
-            self.arguments["gradients"] = [self.gradient_like(x) for x in heads]
+            self.arguments["gradients"] = [self.gradient_like(x) for x in (q, *k)]
 
     @property
     def table_count(self) -> int:
@@ -103,7 +104,11 @@ class RotaryAttempt(Attempt):
         if self.case.gradient == "expanded":
             return self.tensors.random((1,) * x.dim()).expand(x.shape)
         gradient = self.tensors.random(tuple(x.shape))
-        return gradient.transpose(-1, -2).contiguous().transpose(-1, -2) if self.case.gradient == "transposed" else gradient
+        return (
+            gradient.transpose(-1, -2).contiguous().transpose(-1, -2)
+            if self.case.gradient == "transposed"
+            else gradient
+        )
 
     def heads_of(self, arguments: Arguments) -> list[Tensor]:
         return [arguments["q"]] + ([arguments["k"]] if arguments["k"] is not None else [])
@@ -188,7 +193,9 @@ class RotaryAttempt(Attempt):
                 Expected(name, g, exact.allowed_error(g, case.torch_dtype, case.rotary_dim, case.pairing))
                 for name, g in zip(names, values, strict=True)
             ]
-        back = [exact.pair_norms(exact.rotated(g, by.conj(), case.pairing), case.rotary_dim, case.pairing) for g in given]
+        back = [
+            exact.pair_norms(exact.rotated(g, by.conj(), case.pairing), case.rotary_dim, case.pairing) for g in given
+        ]
         tolerance, eps = TOLERANCES[case.torch_dtype], float32_or_more(case)
         head_bounds, weight_bounds = [], []
         for x, weight, g in zip(leaves, weights, back, strict=True):
@@ -251,64 +258,6 @@ class RotaryAttempt(Attempt):
             return traced_rotation.rotary(heads, positions, table, *options)
         norm = (arguments["eps"], arguments["weight_offset"], arguments["over"])
         return traced_rotation.qk_norm_rotary(heads, self.weights_of(arguments), positions, table, *norm, *options)
-
-
-class ChainAttempt(Attempt):
-    """Keys that are rotated, rescaled and rotated back in place, again and again."""
-
-    def __init__(self, case: OpCase) -> None:
-        super().__init__(case)
-        q, k = self.tensors.heads(case.q_heads, case.k_heads)
-        self.arguments = {"q": q, "k": k, "positions": self.tensors.positions()}
-        random = case.numpy_random(4)
-        self.links = [
-            (str(random.choice(["rotary_", "rotary_ back", "rescale_cache_"])), *map(int, random.integers(0, 8, 2)))
-            for _ in range(case.steps)
-        ]
-
-    def written(self, arguments: Arguments) -> list[Tensor]:
-        return [arguments["q"], arguments["k"]]
-
-    def invoke(self, arguments: Arguments) -> list[Tensor]:
-        q, k, positions = arguments["q"], arguments["k"], arguments["positions"]
-        options = (self.case.layout, self.case.pairing)
-        for link, a, b in self.links:
-            first, second = self.case.make_table(a), self.case.make_table(b)
-            if link == "rescale_cache_":
-                mrrope.rescale_cache_([q, k], positions, first, second, *options)
-            else:
-                mrrope.rotary_(q, k, positions, first.inverse() if link.endswith("back") else first, *options)
-        return [q, k]
-
-    def expected(self, before: Arguments) -> list[Expected]:
-        case, none = self.case, mrrope.frequency_table("rope", rotary_dim=self.case.rotary_dim, base=1e4,
-                                                       original_max_position=8)  # fmt: skip
-        total = Steps.of([none], case.device)
-        total = total.relative_to(total)
-        gain = largest = 1.0
-        for link, a, b in self.links:
-            first, second = (Steps.of([case.make_table(i)], case.device) for i in (a, b))
-            identity = first.relative_to(first)
-            link_steps = {
-                "rotary_": first,
-                "rotary_ back": identity.relative_to(first),
-                "rescale_cache_": second.relative_to(first),
-            }[link]
-            total = link_steps.after(total)
-            gain *= max(1.0, float(link_steps.factor))
-            largest = max(largest, gain)
-        by = exact.rotations(before["positions"], total, case.layout, None)
-        tolerance = TOLERANCES[case.torch_dtype]
-        found = []
-        for name in "qk":
-            value = exact.rotated(before[name], by, case.pairing)
-            norms = exact.pair_norms(value, case.rotary_dim, case.pairing)
-            # Errors turn with their pair, so that relative to its norm they add up.
-            allowed = case.steps * ((tolerance.arithmetic + 1.1 * tolerance.rounding) * norms)
-            allowed += 2 * case.steps * largest * exact.smallest(case.torch_dtype)
-            allowed[..., case.rotary_dim :] = 0.0
-            found.append(Expected(name, value, allowed))
-        return found
 
 
 def float32_or_more(case: OpCase) -> float:

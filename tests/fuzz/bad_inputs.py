@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from fuzz.attempts import Attempt
+from fuzz.exact import bits
+from fuzz.memory import copied, storages, tensors_of
 from fuzz.op_cases import OpCase
 
 REFUSALS = (TypeError, ValueError, IndexError, RuntimeError)
@@ -42,8 +44,9 @@ CHANGES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "weight": {"another dtype": other_dtype, "more inputs": longer},
     "bias": {"more": longer, "a number": lambda x: 1.0},
     "num_q_heads": {"none": lambda n: 0, "negative": lambda n: -1, "a half": lambda n: n + 0.5},
-    "keys": {"nothing": lambda x: [], "integers": lambda x: [x[0].int()], "a dimension less": lambda x: [x[0].flatten(0, 1)],
-             "gaps": lambda x: [with_gaps(x[0])], "the same twice": lambda x: [x[0], x[0]]},
+    "keys": {"nothing": lambda x: [], "integers": lambda x: [x[0].int()],
+             "a dimension less": lambda x: [x[0].flatten(0, 1)], "gaps": lambda x: [with_gaps(x[0])],
+             "the same twice": lambda x: [x[0], x[0]]},
     "positions": {"floats": lambda x: x.float(), "one too many": longer, "a list": lambda x: x.tolist(),
                   "two dimensions too many": lambda x: x[None, None, None], "elsewhere": lambda x: x.to("meta")},
     "table": {"a name": lambda t: "yarn", "nothing": lambda t: None, "no tables": lambda t: []},
@@ -93,9 +96,6 @@ def is_harmless(case: OpCase, fault: str, given: Any) -> bool:
 
 def refusal(case: OpCase, attempt: Attempt) -> tuple[str, bool]:
     """What is wrong with how the call refuses its fault, and whether anything is."""
-    from fuzz.ops import copied, storages, tensors_of
-    from fuzz.exact import bits
-
     name, _, what = case.fault.partition(": ")
     arguments = attempt.arguments
     given = arguments.get(name)

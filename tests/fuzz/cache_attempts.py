@@ -1,4 +1,4 @@
-"""What a case calls, with what, and what it should give: the ops that write caches, and the one that projects."""
+"""What a case calls, with what, and what it should give: the ops that write caches."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from cases import POISON, storage_of
 from reference import TOLERANCES
-from torch.nn.functional import linear
 
 import mrrope
 from fuzz import exact
-from fuzz.attempts import Arguments, Attempt, Expected, Tensor, float32_or_more
+from fuzz.attempts import Arguments, Attempt, Expected, Tensor
 from fuzz.exact import FLOAT8, SMALLEST_FLOAT8, Steps
 from fuzz.op_cases import OpCase
 
@@ -208,101 +207,3 @@ class CacheAttempt(Attempt):
             return self.invoke(arguments | {"q_out": q_out})
 
         return {"bits with q elsewhere": with_q_elsewhere}
-
-
-class ProjectionAttempt(Attempt):
-    """qkv_rotary."""
-
-    def __init__(self, case: OpCase) -> None:
-        super().__init__(case)
-        rows = (case.tokens,) if case.layout == "thd" else (case.batch, case.tokens)
-        outputs = (case.q_heads + 2 * case.k_heads) * case.head_dim
-        weight = self.tensors.random((outputs, case.inputs)) / case.magnitude
-        self.tables = [case.make_table(i) for i in range(1 if case.tables == "one" else case.batch)]
-        x = self.tensors.random((*rows, case.inputs + 8))[..., : case.inputs]
-        self.arguments = {
-            "x": x if case.memory == "padded" else x.contiguous(),
-            "weight": weight,
-            "bias": self.tensors.random((outputs,)) if case.bias else None,
-            "positions": self.tensors.positions(),
-            "table": self.tables[0] if case.tables == "one" else self.tables,
-            "num_q_heads": case.q_heads,
-            "num_kv_heads": case.k_heads,
-            "layout": case.layout,
-            "pairing": case.pairing,
-        }
-        if case.gradient != "none":
-            counts = (case.q_heads, case.k_heads, case.k_heads)
-            self.arguments["gradients"] = [
-                self.tensors.random(case.heads_shape(count)) / case.magnitude for count in counts
-            ]
-
-    def invoke(self, arguments: Arguments) -> list[Tensor]:
-        arguments = dict(arguments)
-        gradients = arguments.pop("gradients", None)
-        if gradients is None:
-            return list(mrrope.qkv_rotary(**arguments))
-        for name in ("x", "weight", "bias"):
-            if arguments[name] is not None:
-                arguments[name] = arguments[name].detach().requires_grad_()
-        out = mrrope.qkv_rotary(**arguments)
-        leaves = [arguments[name] for name in ("x", "weight", "bias") if arguments[name] is not None]
-        return [*out, *torch.autograd.grad(out, leaves, gradients)]
-
-    def heads(self, packed: Tensor) -> list[Tensor]:
-        case = self.case
-        parts = packed.unflatten(-1, (case.q_heads + 2 * case.k_heads, case.head_dim)).split(
-            [case.q_heads, case.k_heads, case.k_heads], dim=-2
-        )
-        return [part.transpose(1, 2) if case.layout == "bhsd" else part for part in parts]
-
-    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None, by: Tensor) -> list[Tensor]:
-        q, k, v = self.heads(linear(x, weight, bias))
-        return [exact.rotated(q, by, self.case.pairing), exact.rotated(k, by, self.case.pairing), v]
-
-    def expected(self, before: Arguments) -> list[Expected]:
-        """Within a rounding of the product, one of the rotation, and what sums are off by in float."""
-        case, tolerance, eps = self.case, TOLERANCES[self.case.torch_dtype], float32_or_more(self.case)
-        given = [None if before[name] is None else before[name].double() for name in ("x", "weight", "bias")]
-        by = exact.rotations(before["positions"], Steps.of(self.tables, case.device), case.layout, None)
-        leaves = [None if x is None else x.requires_grad_() for x in given]
-        whole = self.project(*leaves, by)
-        sizes = self.heads(linear(*(None if x is None else x.detach().abs() for x in given)))
-        # torch may round the product before it adds the bias.
-        plain = [
-            a.abs() + b.abs()
-            for a, b in zip(*(self.heads(linear(*(leaf.detach() for leaf in leaves[:n] if leaf is not None)))
-                              for n in (2, 3)), strict=True)
-        ]  # fmt: skip
-        gain = by.abs().amax().item() if by.numel() else 1.0
-        found = []
-        for i, value in enumerate(x.detach() for x in whole):
-            dim = case.rotary_dim if i < 2 else 0
-            spread, size = (exact.pair_norms(x[i], dim, case.pairing) if dim else x[i].abs() for x in (plain, sizes))
-            allowed = max(1.0, gain) * (tolerance.rounding * spread + eps * (case.inputs + 20) * size)
-            allowed = allowed + tolerance.rounding * value.abs() + torch.finfo(case.torch_dtype).smallest_normal
-            found.append(Expected("qkv"[i], value, allowed))
-        if "gradients" in before:
-            found += self.expected_gradients(before, leaves, whole, by)
-        return found
-
-    def expected_gradients(
-        self, before: Arguments, leaves: list[Tensor | None], whole: list[Tensor], by: Tensor
-    ) -> list[Expected]:
-        """Products of gradients that were rotated back and rounded once more."""
-        case, eps = self.case, float32_or_more(self.case) * (self.case.components + 64)
-        given = [g.double() for g in before["gradients"]]
-        wanted = [x for x in leaves if x is not None]
-        values = torch.autograd.grad(whole, wanted, given)
-        back = [exact.pair_norms(exact.rotated(g, by.conj(), case.pairing), case.rotary_dim, case.pairing)
-                for g in given[:2]]  # fmt: skip
-        joined = torch.cat([g.transpose(1, 2) if case.layout == "bhsd" else g for g in (*back, given[2].abs())], dim=-2)
-        joined = joined.flatten(-2).reshape(-1, leaves[1].shape[0])
-        x, weight = (leaf.detach().abs() for leaf in leaves[:2])
-        sizes = [(joined @ weight).view(x.shape), joined.t() @ x.reshape(-1, x.shape[-1]), joined.sum(0)]
-        rounding = TOLERANCES[case.torch_dtype].rounding
-        names = ("gradient of x", "gradient of weight", "gradient of bias")
-        return [
-            Expected(name, value, (2 * rounding + eps) * size + exact.smallest(case.torch_dtype))
-            for name, value, size in zip(names, values, sizes, strict=False)
-        ]

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from fuzz import models, ops
-from fuzz.shrinking import Failure, script_of, shrink
+from fuzz import ops
+from fuzz.shrinking import CaseError, script_of, shrink
 
 PROGRESS_EVERY = 10.0
 BATCH = {"cpu": 32, "cuda": 256}  # on a GPU results are read once a batch
@@ -31,7 +30,7 @@ class Campaign:
     name: str
     draw: Callable[[random.Random], Any]
     group: Callable[[Any], str]
-    failures_in: Callable[[list[Any]], Sequence[Failure | None]]
+    failures_in: Callable[[list[Any]], Sequence[CaseError | None]]
     folder: Path
     batch: int = 1
     counts: Counter[str] = field(default_factory=Counter)
@@ -66,7 +65,7 @@ class Campaign:
         counted, found = self.counts.total(), sum(by.total() for by in self.finds.values())
         print(f"{self.name}: {counted} cases in {elapsed:.0f} s, {found} fail", file=sys.stderr, flush=True)
 
-    def record(self, case: Any, failure: Failure) -> None:
+    def record(self, case: Any, failure: CaseError) -> None:
         """Shrinks a failure to a script, prints it and keeps it in the folder."""
         by = self.finds.setdefault(failure.kind, Counter())
         by[self.group(case)] += 1
@@ -89,6 +88,11 @@ def campaign_of(name: str, device: str, folder: Path) -> Campaign:
     if name == "ops":
         return Campaign(name, lambda rng: ops.random_case(rng, device), lambda case: case.op, ops.failures_in, folder,
                         batch=BATCH[device])  # fmt: skip
+    import transformers  # takes seconds
+
+    from fuzz import models
+
+    transformers.logging.set_verbosity_error()
     return Campaign(
         name, lambda rng: models.random_case(rng, device), lambda case: case.family, models.failures_in, folder
     )
@@ -97,5 +101,4 @@ def campaign_of(name: str, device: str, folder: Path) -> Campaign:
 def work(name: str, options: Namespace) -> dict[str, Any]:
     """One campaign, by a process of its own."""
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
     return campaign_of(name, options.device, options.finds).run(options.seed, options.seconds, options.cases)

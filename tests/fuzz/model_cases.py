@@ -28,7 +28,7 @@ class ModelCase:
     factor: float = choice(2.0, 4.0, 8.0)
     partial: float = choice(0.0, 0.5, 1.0)  # of a head rotates, in families that say so; 0 for as much as they do
     method: str = choice("rope", "mrrope_pro", "mrrope_uni", "yarn", "yarn_ratio", "ntk", "pi")
-    scale: Any = choice(1.0, 2.0, 4.0, "auto", "auto")
+    scale: float | str = choice(1.0, 2.0, 4.0, "auto", "auto")
     way: str = choice(*WAYS)
     batch: int = choice(1, 2, 3)
     length: int = choice(4, 9, 17, 40, 66, 100, 140)
@@ -51,7 +51,7 @@ class ModelCase:
         return case
 
     def run(self) -> None:
-        """Reads in all the ways there are to compare, and raises a :class:`fuzz.shrinking.Failure`."""
+        """Reads in all the ways there are to compare, and raises a :class:`fuzz.shrinking.CaseError`."""
         from fuzz.models import check
 
         check(self)

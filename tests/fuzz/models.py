@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import mrrope
 from fuzz.model_cases import ModelCase
 from fuzz.reading import difference, read
-from fuzz.shrinking import Failure, draw, raised
+from fuzz.shrinking import CaseError, draw, raised
 from mrrope.embeddings import SwappedTable, TableRotaryEmbedding
 from mrrope.patching import is_patched
 
@@ -30,13 +30,13 @@ def random_case(rng: random.Random, device: str) -> ModelCase:
     return draw(ModelCase, rng, device=device, family=rng.choice(tiny_models.causal_lm_families()))
 
 
-def failures_in(cases: list[ModelCase]) -> list[Failure | None]:
+def failures_in(cases: list[ModelCase]) -> list[CaseError | None]:
     """Of each case, what went wrong."""
-    found: list[Failure | None] = []
+    found: list[CaseError | None] = []
     for case in cases:
         try:
             check(case)
-        except Failure as failure:
+        except CaseError as failure:
             found.append(failure)
         else:
             found.append(None)
@@ -44,13 +44,13 @@ def failures_in(cases: list[ModelCase]) -> list[Failure | None]:
 
 
 def check(case: ModelCase) -> None:
-    """Raises the :class:`Failure` of a case, if it has one."""
+    """Raises the :class:`CaseError` of a case, if it has one."""
     model = case.model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             compare(model, case)
-        except Failure:
+        except CaseError:
             raise
         except Exception as error:
             raise raised("a model", error) from error
@@ -62,8 +62,6 @@ def check(case: ModelCase) -> None:
 def compare(model: PreTrainedModel, case: ModelCase) -> None:
     way = case.way
     try:
-        if has_state(model):
-            read(model, case)
         stock, _ = read(model, case)
     except Exception:
         return  # the family has no such way to read
@@ -88,16 +86,12 @@ def compare(model: PreTrainedModel, case: ModelCase) -> None:
             with own_code(tables):
                 want, _ = read(model, case)
             off = difference(got, want, way)
-            require(off <= tolerance, case, "differs from its own code by the same table", f"{off:.2g} > {tolerance:.2g}")
+            require(
+                off <= tolerance, case, "differs from its own code by the same table", f"{off:.2g} > {tolerance:.2g}"
+            )
     if is_patched(model):
         mrrope.unpatch(model)
     require(torch.equal(read(model, case)[0], stock), case, "is not stock to the bit when unpatched", case.way)
-
-
-def has_state(model: PreTrainedModel) -> bool:
-    """Whether what a model reads depends on the lengths that it has read before."""
-    settings = str(getattr(model.config.get_text_config(), "rope_parameters", None))
-    return "dynamic" in settings or "longrope" in settings
 
 
 def patch(model: PreTrainedModel, case: ModelCase, scale: Any) -> None:
@@ -131,14 +125,23 @@ def compare_following(model: PreTrainedModel, case: ModelCase, tables: dict[Any,
         want, _ = read(model, case)
         mrrope.unpatch(model)
         off = difference(got, want, case.way)
-        require(off <= tolerance, case, "differs, by auto, from the scale that covers the text", f"{off:.2g} > {tolerance:.2g}")
+        require(
+            off <= tolerance,
+            case,
+            "differs, by auto, from the scale that covers the text",
+            f"{off:.2g} > {tolerance:.2g}",
+        )
     elif native:
         off = difference(got, read(model, case)[0], case.way)
-        require(off <= tolerance, case, "is not stock, by auto, within its native length", f"{off:.2g} > {tolerance:.2g}")
+        require(
+            off <= tolerance, case, "is not stock, by auto, within its native length", f"{off:.2g} > {tolerance:.2g}"
+        )
     if got_keys is not None and want_keys is not None:
         held = min(got_keys.shape[-2], want_keys.shape[-2])
         off = difference(got_keys[..., -held:, :], want_keys[..., -held:, :], case.way)
-        require(off <= tolerance, case, "keeps, by auto, keys of other scales in its cache", f"{off:.2g} > {tolerance:.2g}")
+        require(
+            off <= tolerance, case, "keeps, by auto, keys of other scales in its cache", f"{off:.2g} > {tolerance:.2g}"
+        )
 
 
 def first_keys(cache: Any) -> torch.Tensor | None:
@@ -193,4 +196,4 @@ def tolerance_of(model: PreTrainedModel, case: ModelCase) -> float:
 
 def require(holds: bool, case: ModelCase, what: str, detail: str) -> None:
     if not holds:
-        raise Failure(f"a model {what}", f"{case.family}, {detail}")
+        raise CaseError(f"a model {what}", f"{case.family}, {detail}")

@@ -132,7 +132,9 @@ class OpCase:
         heads = self.q_heads + 2 * self.k_heads
         inputs = self.inputs if self.op == "qkv_rotary" else 1
         sequences = 1 if self.layout == "thd" else self.batch
-        return max(sequences * self.tokens, inputs) * heads * self.head_dim * (self.layers if "rescale" in self.op else 1)
+        return (
+            max(sequences * self.tokens, inputs) * heads * self.head_dim * (self.layers if "rescale" in self.op else 1)
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -158,7 +160,7 @@ class OpCase:
         return made_table(method, self.rotary_dim, self.scale, self.table_form)
 
     def run(self) -> None:
-        """Makes the call and raises a :class:`fuzz.shrinking.Failure` where anything about it is wrong."""
+        """Makes the call and raises a :class:`fuzz.shrinking.CaseError` where anything about it is wrong."""
         from fuzz.ops import check
 
         check(self)

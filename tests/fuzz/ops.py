@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from cases import whole_memory
 
 from fuzz import bad_inputs, exact
-from fuzz.attempts import Arguments, Attempt, ChainAttempt, Expected, RotaryAttempt, Tensor
-from fuzz.cache_attempts import CacheAttempt, ProjectionAttempt, RescaleAttempt
+from fuzz.attempts import Arguments, Attempt, Expected, RotaryAttempt, Tensor
+from fuzz.cache_attempts import CacheAttempt, RescaleAttempt
+from fuzz.chain_attempts import ChainAttempt
+from fuzz.memory import copied, storages, tensors_of, touched
 from fuzz.op_cases import OpCase
-from fuzz.shrinking import Failure, draw, raised
+from fuzz.projection_attempts import ProjectionAttempt
+from fuzz.shrinking import CaseError, draw, raised
 
 ATTEMPTS: dict[str, type[Attempt]] = {
     "rotary": RotaryAttempt,
@@ -43,7 +44,7 @@ def random_case(rng: random.Random, device: str) -> OpCase:
 class Verdict:
     """What was found wrong with a case: bools on the device, read when there are enough of them."""
 
-    def __init__(self, case: OpCase, raised: Failure | None = None) -> None:
+    def __init__(self, case: OpCase, raised: CaseError | None = None) -> None:
         self.case = case
         self.raised = raised
         self.flags: list[tuple[str, Tensor]] = []
@@ -52,7 +53,7 @@ class Verdict:
         self.flags.append((f"{self.case.op}: {kind}", torch.as_tensor(flag, device=self.case.device)))
 
 
-def failures_in(cases: list[OpCase]) -> list[Failure | None]:
+def failures_in(cases: list[OpCase]) -> list[CaseError | None]:
     """Of each case, what went wrong; waits for the device once."""
     verdicts = []
     for case in cases:
@@ -63,19 +64,19 @@ def failures_in(cases: list[OpCase]) -> list[Failure | None]:
     return failures_of(verdicts)
 
 
-def failures_of(verdicts: list[Verdict]) -> list[Failure | None]:
+def failures_of(verdicts: list[Verdict]) -> list[CaseError | None]:
     flags = [flag for verdict in verdicts for _, flag in verdict.flags]
     values = iter(torch.stack(flags).tolist() if flags else [])
     found = []
     for verdict in verdicts:
         wrong = [kind for kind, _ in verdict.flags if next(values)]
-        failure = Failure(wrong[0], f"{len(wrong)} of {len(verdict.flags)} checks fail: {wrong}") if wrong else None
+        failure = CaseError(wrong[0], f"{len(wrong)} of {len(verdict.flags)} checks fail: {wrong}") if wrong else None
         found.append(verdict.raised or failure)
     return found
 
 
 def check(case: OpCase) -> None:
-    """Raises the :class:`Failure` of a case, if it has one."""
+    """Raises the :class:`CaseError` of a case, if it has one."""
     (failure,) = failures_in([case])
     if failure is not None:
         raise failure
@@ -158,48 +159,3 @@ def replayed(invoke: Callable[[Arguments], list[Tensor]], arguments: Arguments, 
     found = [x.clone() if not any(x is y for y in tensors_of(arguments).values()) else x for x in found]
     torch.cuda.synchronize()  # the graph and its memory go with this function
     return found
-
-
-def tensors_of(arguments: Arguments) -> dict[str, Tensor]:
-    """All tensors of a call by name."""
-    found = {}
-    for name, value in arguments.items():
-        items = {name: value} if not isinstance(value, list) else {f"{name}[{i}]": x for i, x in enumerate(value)}
-        found |= {key: x for key, x in items.items() if isinstance(x, Tensor)}
-    return found
-
-
-def copied(arguments: Arguments, device: str | None = None) -> Arguments:
-    """The same call on copies of all memory: views of one storage stay views of one."""
-    memories: dict[int, Tensor] = {}
-
-    def copy(x: Any) -> Any:
-        if isinstance(x, list):
-            return [copy(item) for item in x]
-        if not isinstance(x, Tensor):
-            return x
-        if x.is_meta or x.untyped_storage().nbytes() == 0:
-            return x.clone()
-        key = x.untyped_storage().data_ptr()
-        if key not in memories:
-            memory = whole_memory(x)
-            memories[key] = memory.clone() if device is None else memory.to(device, copy=True)
-        return memories[key].as_strided(x.shape, x.stride(), x.storage_offset())
-
-    return {name: copy(value) for name, value in arguments.items()}
-
-
-def storages(arguments: Arguments, before: Arguments) -> list[tuple[str, Tensor, Tensor]]:
-    """Every memory of a call, by the name of one that looks into it, now and as it was."""
-    now, was = tensors_of(arguments), tensors_of(before)
-    distinct = {x.untyped_storage().data_ptr(): name for name, x in reversed(now.items()) if x.numel()}
-    return [(name, whole_memory(now[name]), whole_memory(was[name])) for name in distinct.values()]
-
-
-def touched(now: Tensor, was: Tensor, written: list[Tensor]) -> Tensor:
-    """Whether memory has changed that is none of what is written."""
-    changed = exact.bits(now) != exact.bits(was)
-    for x in written:
-        if x.untyped_storage().data_ptr() == now.untyped_storage().data_ptr():
-            changed.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(False)
-    return changed.any()

@@ -21,6 +21,7 @@ def text_of(case: ModelCase) -> Tensor:
 def read(model: PreTrainedModel, case: ModelCase) -> tuple[Tensor, Any]:
     """What a model makes of the case's text in the case's way, and the cache that it read with, if it did."""
     ids = text_of(case)
+    forget_lengths(model, ids[:1, :1])
     if case.way == "gradients":
         return gradients(model, ids), None
     with torch.no_grad():
@@ -36,6 +37,13 @@ def read(model: PreTrainedModel, case: ModelCase) -> tuple[Tensor, Any]:
         if case.way == "static":
             cache = StaticCache(config=model.config.get_text_config(), max_cache_len=case.length + 3)
         return in_parts(model, ids, sizes_of(case), cache)
+
+
+@torch.no_grad()
+def forget_lengths(model: PreTrainedModel, ids: Tensor) -> None:
+    """Frequencies of `dynamic` depend on the longest text that was read since the last short one."""
+    if "dynamic" in str(getattr(model.config.get_text_config(), "rope_parameters", None)):
+        model(input_ids=ids)
 
 
 def sizes_of(case: ModelCase) -> list[int]:

@@ -25,7 +25,7 @@ class Case(Protocol):
 AnyCase = TypeVar("AnyCase", bound=Case)
 
 
-class Failure(Exception):
+class CaseError(Exception):
     """What went wrong in a case; its first argument is the same for the same kind of failure."""
 
     @property
@@ -36,11 +36,11 @@ class Failure(Exception):
         return ": ".join(map(str, self.args))
 
 
-def raised(where: str, error: Exception) -> Failure:
+def raised(where: str, error: Exception) -> CaseError:
     """The failure of a call that raised though it should not have."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(last.filename).name}:{last.name}"
-    return Failure(f"{where}: raises {type(error).__name__} in {place}", str(error).partition("\n")[0])
+    return CaseError(f"{where}: raises {type(error).__name__} in {place}", str(error).partition("\n")[0])
 
 
 def choice(*values: Any) -> Any:
@@ -54,7 +54,7 @@ def draw(kind: type[AnyCase], rng: random.Random, **given: Any) -> AnyCase:
     return kind(**drawn | {"seed": rng.randrange(2**31)} | given).normalized()
 
 
-def shrink(case: AnyCase, failure_of: Callable[[AnyCase], Failure | None]) -> AnyCase:
+def shrink(case: AnyCase, failure_of: Callable[[AnyCase], CaseError | None]) -> AnyCase:
     """The simplest case, field by field, that still fails in the same way."""
     kind = failure_of(case)
     if kind is None:
@@ -100,7 +100,7 @@ def changed_fields(case: Case) -> dict[str, Any]:
     return {f.name: getattr(case, f.name) for f in fields(case) if getattr(case, f.name) != f.default}
 
 
-def script_of(case: Case, failure: Failure) -> str:
+def script_of(case: Case, failure: CaseError) -> str:
     """A few lines that reproduce a failure, and the command that does."""
     kind = type(case)
     arguments = ", ".join(f"{name}={value!r}" for name, value in changed_fields(case).items())
