@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fuzz.campaign import work
+from fuzz.campaign import together, work
 from fuzz.shrinking import CaseError
 
 MODULES = {"OpCase": "fuzz.op_cases", "ModelCase": "fuzz.model_cases"}
@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     result.add_argument("--seed", type=int, help="to do the same again; random if not given")
     result.add_argument("--only", choices=["ops", "models"], help="one kind instead of both")
+    result.add_argument("--processes", type=int, default=1, help="for each kind (default: 1)")
     result.add_argument("--finds", type=Path, default=FINDS, help="where scripts go (default: build/fuzz)")
     result.add_argument("--output", type=Path, help="JSON of what was done and found")
     result.add_argument("--replay", metavar="JSON", help="run one case, as scripts name it")
@@ -56,12 +57,16 @@ def main() -> int:
     if options.seed is None:
         options.seed = random.SystemRandom().randrange(2**31)
     print(f"seed {options.seed}", file=sys.stderr, flush=True)
-    names = ["ops", "models"]
-    if options.only:
-        parts = {options.only: work(options.only, options)}
+    names = [name for name in ("ops", "models") if options.only in (None, name)]
+    tasks = [(name, shard) for name in names for shard in range(options.processes)]
+    if len(tasks) == 1:
+        found = [work(names[0], 0, options)]
     else:
-        with ProcessPoolExecutor(len(names), multiprocessing.get_context("spawn")) as pool:
-            parts = dict(zip(names, pool.map(work, names, [options] * len(names)), strict=True))
+        with ProcessPoolExecutor(len(tasks), multiprocessing.get_context("spawn")) as pool:
+            found = list(pool.map(work, *zip(*tasks, strict=True), [options] * len(tasks)))
+    parts = {
+        name: together([part for (task, _), part in zip(tasks, found, strict=True) if task == name]) for name in names
+    }
     versions = {name: importlib.metadata.version(name) for name in ("mrrope", "torch", "transformers")}
     hardware = (
         torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
@@ -69,10 +74,9 @@ def main() -> int:
     result = {"seed": options.seed, "device": options.device, "hardware": hardware, "versions": versions, **parts}
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
-    found = sum(len(part["finds"]) for part in parts.values())
     for name, part in parts.items():
         print(f"{name}: {part['cases']} cases in {part['seconds']:.0f} s, {len(part['finds'])} kinds of failures")
-    return 1 if found else 0
+    return 1 if any(part["finds"] for part in parts.values()) else 0
 
 
 if __name__ == "__main__":

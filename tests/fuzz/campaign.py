@@ -37,13 +37,19 @@ class Campaign:
     finds: dict[str, Counter[str]] = field(default_factory=dict)
     scripts: dict[str, list[str]] = field(default_factory=dict)
 
-    def run(self, seed: int, seconds: float, most: int | None = None) -> dict[str, Any]:
+    def run(self, seed: int | str, seconds: float, most: int | None = None) -> dict[str, Any]:
         """Fuzzes for so long, or so many cases; what was done and found, ready for JSON."""
         rng, start, reported = random.Random(f"{self.name} {seed}"), time.monotonic(), 0.0
         while (elapsed := time.monotonic() - start) < seconds and (most is None or self.counts.total() < most):
             size = self.batch if most is None else min(self.batch, most - self.counts.total())
             cases = [self.draw(rng) for _ in range(size)]
-            for case, failure in zip(cases, self.failures_in(cases), strict=True):
+            try:
+                failures = self.failures_in(cases)
+            except torch.AcceleratorError:
+                # The device is lost to this process, and any of these may be to blame.
+                self.keep("lost-device.txt", "\n".join(map(repr, cases)) + "\n")
+                raise
+            for case, failure in zip(cases, failures, strict=True):
                 self.counts[self.group(case)] += 1
                 if failure is not None:
                     self.record(case, failure)
@@ -77,10 +83,13 @@ class Campaign:
         if script in scripts:
             return
         scripts.append(script)
+        self.keep(f"{self.name}-{sum(map(len, self.scripts.values()))}.py", script)
+
+    def keep(self, name: str, text: str) -> None:
+        """Prints a text and keeps it in the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{self.name}-{sum(map(len, self.scripts.values()))}.py"
-        path.write_text(script)
-        print(f"\n{path}:\n{script}", file=sys.stderr, flush=True)
+        (self.folder / name).write_text(text)
+        print(f"\n{self.folder / name}:\n{text}", file=sys.stderr, flush=True)
 
 
 def campaign_of(name: str, device: str, folder: Path) -> Campaign:
@@ -98,7 +107,23 @@ def campaign_of(name: str, device: str, folder: Path) -> Campaign:
     )
 
 
-def work(name: str, options: Namespace) -> dict[str, Any]:
+def work(name: str, shard: int, options: Namespace) -> dict[str, Any]:
     """One campaign, by a process of its own."""
     torch.set_num_threads(1)
-    return campaign_of(name, options.device, options.finds).run(options.seed, options.seconds, options.cases)
+    most = None if options.cases is None else -(-options.cases // options.processes)
+    folder = options.finds if options.processes == 1 else options.finds / str(shard)
+    return campaign_of(name, options.device, folder).run(f"{options.seed} {shard}", options.seconds, most)
+
+
+def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What several processes did."""
+    by: Counter[str] = Counter()
+    for part in parts:
+        by.update(part["by"])
+    return {
+        "cases": sum(part["cases"] for part in parts),
+        "processes": len(parts),
+        "seconds": max(part["seconds"] for part in parts),
+        "by": dict(sorted(by.items())),
+        "finds": [find for part in parts for find in part["finds"]],
+    }

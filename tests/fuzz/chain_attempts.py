@@ -43,7 +43,7 @@ class ChainAttempt(Attempt):
                                                        original_max_position=8)  # fmt: skip
         total = Steps.of([none], case.device)
         total = total.relative_to(total)
-        gain = largest = 1.0
+        gain = 1.0
         for link, a, b in self.links:
             first, second = (Steps.of([case.make_table(i)], case.device) for i in (a, b))
             identity = first.relative_to(first)
@@ -53,8 +53,7 @@ class ChainAttempt(Attempt):
                 "rescale_cache_": second.relative_to(first),
             }[link]
             total = link_steps.after(total)
-            gain *= max(1.0, float(link_steps.factor))
-            largest = max(largest, gain)
+            gain *= max(1.0, self.factor_of(link, a, b))
         by = exact.rotations(before["positions"], total, case.layout, None)
         tolerance = TOLERANCES[case.torch_dtype]
         found = []
@@ -63,7 +62,11 @@ class ChainAttempt(Attempt):
             norms = exact.pair_norms(value, case.rotary_dim, case.pairing)
             # Errors turn with their pair, so that relative to its norm they add up.
             allowed = case.steps * ((tolerance.arithmetic + 1.1 * tolerance.rounding) * norms)
-            allowed += 2 * case.steps * largest * exact.smallest(case.torch_dtype)
+            allowed += 2 * case.steps * gain * exact.smallest(case.torch_dtype)
             allowed[..., case.rotary_dim :] = 0.0
             found.append(Expected(name, value, allowed))
         return found
+
+    def factor_of(self, link: str, a: int, b: int) -> float:
+        first, second = (self.case.make_table(i).attention_factor for i in (a, b))
+        return {"rotary_": first, "rotary_ back": 1.0 / first, "rescale_cache_": second / first}[link]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from reference import HEAD_AXIS, TOLERANCES
@@ -24,9 +25,7 @@ class Steps:
 
     @staticmethod
     def of(tables: Sequence[mrrope.FrequencyTable], device: str) -> Steps:
-        turns = torch.stack([table.turns for table in tables]).to(device)
-        factors = torch.tensor([[table.attention_factor] for table in tables], dtype=torch.float64, device=device)
-        return Steps(turns, factors)
+        return _steps_of(tuple(tables), device)
 
     def picked(self, index: torch.Tensor) -> Steps:
         return Steps(self.turns[index.long()], self.factor[index.long()])
@@ -47,6 +46,19 @@ class Steps:
         return 2 * self.turns.shape[-1]
 
 
+# Kept on the device: copies from the host would make a GPU wait.
+@lru_cache(maxsize=4096)
+def _steps_of(tables: tuple[mrrope.FrequencyTable, ...], device: str) -> Steps:
+    turns = torch.stack([table.turns for table in tables]).to(device)
+    factors = torch.tensor([[table.attention_factor] for table in tables], dtype=torch.float64, device=device)
+    return Steps(turns, factors)
+
+
+@lru_cache
+def _quarter_turns(device: torch.device) -> torch.Tensor:
+    return torch.tensor([1, 1j, -1, -1j], dtype=torch.complex128, device=device)
+
+
 def rotations(positions: torch.Tensor, steps: Steps, layout: str, row_of_pair: torch.Tensor | None) -> torch.Tensor:
     """What every pair is multiplied by, complex, with a dimension for the heads. Phases wrap in 64-bit integers."""
     turns, factor = steps.turns, steps.factor
@@ -64,8 +76,7 @@ def rotations(positions: torch.Tensor, steps: Steps, layout: str, row_of_pair: t
     rest = (phase - (quarter << 62)).double() * (math.pi / 2**63)
     # Quarter turns are exact; what is left has an angle of at most an eighth.
     unit = torch.polar(torch.ones_like(rest), rest)
-    quarters = torch.tensor([1, 1j, -1, -1j], dtype=torch.complex128, device=rest.device)
-    return (unit * quarters[quarter & 3] * factor).unsqueeze(HEAD_AXIS[layout])
+    return (unit * _quarter_turns(rest.device)[quarter & 3] * factor).unsqueeze(HEAD_AXIS[layout])
 
 
 def pairs_of(x: torch.Tensor, pairing: str) -> torch.Tensor:

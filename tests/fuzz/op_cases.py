@@ -27,8 +27,10 @@ ROTATING = ("rotary", "rotary_", "qk_norm_rotary", "qk_norm_rotary_")
 IN_PLACE = ("rotary_", "rescale_cache_", "rotary_and_cache_", "qk_norm_rotary_", "chain")
 DIFFERENTIABLE = ("rotary", "rotary_", "qk_norm_rotary", "qkv_rotary")
 METHODS = ("rope", "yarn", "mrrope_pro", "pi", "ntk", "mrrope_uni", "llama3", "yarn_ratio")
-# Components of a case, so that its float64 reference takes about a millisecond, and what is made smaller for it.
+# Components of a case, so that its float64 reference takes a few milliseconds, and what is made smaller for it.
 MOST_COMPONENTS = {"cpu": 10_000, "cuda": 1_000_000}
+# So many rows are projected and rotated by one kernel on a GPU that has it; drawn on purpose, as they take longer.
+MANY_TOKENS = 2048
 SMALLER = (("tokens", 130), ("q_heads", 8), ("tokens", 65), ("k_heads", 4), ("tokens", 33), ("q_heads", 4),
            ("tokens", 7), ("inputs", 24), ("head_dim", 128), ("k_heads", 2), ("head_dim", 64),
            ("tokens", 2), ("inputs", 8))  # fmt: skip
@@ -117,11 +119,13 @@ class OpCase:
             changes["reach"] = min(self.reach, 2**31 - 1)
         if self.device == "cpu" and self.way in ("stream", "graph"):
             changes["way"] = "eager"
+        if self.way == "graph" and op in ("rescale_cache_", "chain"):
+            changes["way"] = "stream"  # rescale_cache_ brings the numbers of its tables to the device itself
         if self.way == "compile" and op not in ("rotary", "qk_norm_rotary", "rotary_"):
             changes["way"] = "eager"
         case = replace(self, **changes)
         for name, largest in SMALLER:
-            if case.components > MOST_COMPONENTS[self.device]:
+            if case.components > MOST_COMPONENTS[self.device] and case.tokens != MANY_TOKENS:
                 case = replace(case, **{name: min(largest, getattr(case, name))})
         if case.rotary_dim > case.head_dim:
             case = replace(case, rotary_dim=case.head_dim)

@@ -12,7 +12,7 @@ from fuzz.attempts import Arguments, Attempt, Expected, RotaryAttempt, Tensor
 from fuzz.cache_attempts import CacheAttempt, RescaleAttempt
 from fuzz.chain_attempts import ChainAttempt
 from fuzz.memory import copied, storages, tensors_of, touched
-from fuzz.op_cases import OpCase
+from fuzz.op_cases import MANY_TOKENS, OpCase
 from fuzz.projection_attempts import ProjectionAttempt
 from fuzz.shrinking import CaseError, draw, raised
 
@@ -30,6 +30,7 @@ ATTEMPTS: dict[str, type[Attempt]] = {
 EVERY = 3
 # How often calls are bad, and how often they are made in other ways than plainly. Compiling takes seconds.
 BAD = 0.08
+MANY_ROWS = 0.002
 WAYS = {"cpu": {"inference": 0.02, "compile": 0.0005},
         "cuda": {"inference": 0.02, "stream": 0.05, "graph": 0.05, "compile": 0.0003}}  # fmt: skip
 
@@ -38,7 +39,11 @@ def random_case(rng: random.Random, device: str) -> OpCase:
     shares = WAYS[device]
     ways, weights = ["eager", *shares], [1.0 - sum(shares.values()), *shares.values()]
     fault = rng.choice(bad_inputs.FAULTS) if rng.random() < BAD else ""
-    return draw(OpCase, rng, device=device, fault=fault, way=rng.choices(ways, weights)[0])
+    given = {"device": device, "fault": fault, "way": rng.choices(ways, weights)[0]}
+    if device == "cuda" and rng.random() < MANY_ROWS:
+        given |= {"op": "qkv_rotary", "batch": 1, "tokens": MANY_TOKENS, "dtype": rng.choice(["bfloat16", "float16"])}
+        given |= {"q_heads": 32, "k_heads": 8, "head_dim": 128, "inputs": 256, "gradient": "none"}
+    return draw(OpCase, rng, **given)
 
 
 class Verdict:
@@ -50,6 +55,8 @@ class Verdict:
         self.flags: list[tuple[str, Tensor]] = []
 
     def add(self, kind: str, flag: Tensor | bool) -> None:
+        if flag is False:
+            return
         self.flags.append((f"{self.case.op}: {kind}", torch.as_tensor(flag, device=self.case.device)))
 
 
@@ -59,6 +66,8 @@ def failures_in(cases: list[OpCase]) -> list[CaseError | None]:
     for case in cases:
         try:
             verdicts.append(examine(case))
+        except torch.AcceleratorError:
+            raise
         except Exception as error:
             verdicts.append(Verdict(case, raised(case.op, error)))
     return failures_of(verdicts)

@@ -77,7 +77,7 @@ class ProjectionAttempt(Attempt):
             for a, b in zip(*(self.heads(linear(*(leaf.detach() for leaf in leaves[:n] if leaf is not None)))
                               for n in (2, 3)), strict=True)
         ]  # fmt: skip
-        gain = by.abs().amax().item() if by.numel() else 1.0
+        gain = max(table.attention_factor for table in self.tables)
         found = []
         for i, value in enumerate(x.detach() for x in whole):
             dim = case.rotary_dim if i < 2 else 0
