@@ -109,8 +109,23 @@ def _blocks_of(layers: list[torch.Tensor], layout: str, blocks: object) -> list[
     for i, layer in enumerate(layers):
         if blocks.device != layer.device:
             raise RuntimeError(f"blocks must be on the device of keys[{i}], {layer.device}, got {blocks.device}")
+    if not torch.compiler.is_compiling():
+        _check_written_once(layers)
     try:
         return [layer.index_select(0, blocks) for layer in layers]
     except IndexError:
         held = min(layer.shape[0] for layer in layers)
         raise IndexError(f"blocks must name blocks of keys, 0 to {held - 1}, got {blocks.tolist()}") from None
+
+
+def _check_written_once(layers: list[torch.Tensor]) -> None:
+    """The op sees copies of the blocks: what the layers themselves share is looked for here."""
+    for i, layer in enumerate(layers):
+        if torch._debug_has_internal_overlap(layer) == 1:
+            raise RuntimeError(
+                f"keys[{i}] must not overlap itself in memory to be written, got strides {layer.stride()} for shape "
+                f"{tuple(layer.shape)} (an expanded tensor? clone it first)"
+            )
+        for j, other in enumerate(layers[:i]):
+            if layer.numel() and layer.data_ptr() == other.data_ptr():
+                raise RuntimeError(f"keys[{j}] and keys[{i}] must not share memory to be turned in place")

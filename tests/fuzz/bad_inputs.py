@@ -87,7 +87,16 @@ def is_harmless(case: OpCase, fault: str, given: Any) -> bool:
         return True
     if case.op == "rescale_cache_" and case.sequences * case.tokens == 0:
         return True  # there is nothing to turn, whatever else is given
-    if what in ("beyond", "negative", "infinite", "zero", "gaps", "one block for all", "the same twice"):
+    if what in (
+        "beyond",
+        "negative",
+        "infinite",
+        "zero",
+        "gaps",
+        "a block less",
+        "one block for all",
+        "the same twice",
+    ):
         if isinstance(given, list):
             nothing_there = given[0].numel() == 0
         return nothing_there or (what == "one block for all" and given.shape[0] <= 1)

@@ -614,3 +614,13 @@ def test_runs_on_the_current_stream(cuda):
         RESCALE_([late], positions, stack, old, new)
     stream.synchronize()
     assert_turned(late, keys, positions, [a] * 2, [b] * 2)
+
+
+@pytest.mark.parametrize("fault", ["the same twice", "one block for all"])
+def test_blocks_of_layers_that_share_memory_are_refused(fault):
+    first, second = (torch.randn(3, 2, 4, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    layers = [first, first] if fault == "the same twice" else [first, second[:1].expand(3, -1, -1, -1)]
+    before, (a, b) = [x.clone() for x in layers], tables_of(["rope", "yarn"], 8)
+    with pytest.raises(RuntimeError, match=r"keys\[1\] must not (share|overlap itself in) memory"):
+        mrrope.rescale_cache_(layers, torch.arange(4), a, b, blocks=torch.tensor([2, 0]))
+    assert all(torch.equal(x, was) for x, was in zip(layers, before, strict=True))
