@@ -161,12 +161,14 @@ def _native_length(parameters: dict[str, Any], stated: float | None) -> float | 
     trained = parameters.get("original_max_position_embeddings")
     if trained is None and parameters.get("rope_type") == "dynamic":
         trained = stated
-    # Without a trained length, as of `linear`, what the configuration states is the extended one.
-    return stated if trained is None else max(stated or trained, trained * factor)
+    # Of `linear`, which has no trained length, and of `longrope` the stated length is the extended one.
+    if trained is None or (stated is not None and parameters.get("rope_type") == "longrope"):
+        return stated
+    return max(stated or trained, trained * factor)
 
 
 def in_full_precision(module: nn.Module, layer_type: str | None) -> nn.Module:
-    """A rotary embedding whose frequencies a cast of the model did not round: made anew, if that gives the same ones."""
+    """A rotary embedding whose frequencies no cast of the model has rounded: made anew, if that gives the same ones."""
     name = attribute(layer_type, FREQUENCIES)
     rounded: torch.Tensor = getattr(module, name)
     eps = torch.finfo(rounded.dtype).eps
