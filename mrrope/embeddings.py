@@ -7,6 +7,7 @@ the fused op instead. The originals are kept.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import weakref
 from dataclasses import dataclass
@@ -157,7 +158,8 @@ def functions_for(model: nn.Module, rotary: nn.Module) -> list[RotaryFunction]:
     layer_type = model_rope.layer_types(rotary)[0]
     positions = torch.tensor([[1, 5, 3, 40]], device="cpu")
     own = model_rope.settings(rotary, layer_type, length=int(positions.max()) + 1)
-    exact = model_rope.in_full_precision(rotary, layer_type)
+    # A copy: types that recompute their frequencies keep those of the last text.
+    exact = copy.deepcopy(model_rope.in_full_precision(rotary, layer_type))
     device = next(rotary.buffers()).device
     if own.position_row is not None:
         positions = torch.stack([positions + row for row in range(int(own.position_row.max()) + 1)])

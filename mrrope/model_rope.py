@@ -122,7 +122,8 @@ def settings(module: nn.Module, layer_type: str | None, length: int | None = Non
     stated = getattr(config, "max_position_embeddings", None)
     native_length = _native_length(parameters, stated)
     reached = length or native_length
-    now = module if reached is None else _at_length(module, layer_type, int(reached))
+    rows = position_row(module, layer_type, getattr(module, own).numel())
+    now = module if reached is None else _at_length(module, layer_type, int(reached), rows)
     frequencies: torch.Tensor = getattr(now, own).double().cpu()
     for_short_texts = getattr(module, attribute(layer_type, f"original_{FREQUENCIES}"), getattr(module, own))
     base = float(parameters["rope_theta"])
@@ -149,7 +150,7 @@ def settings(module: nn.Module, layer_type: str | None, length: int | None = Non
         trained_length=trained_length or stated,
         table=table,
         turning=turning,
-        position_row=position_row(module, layer_type, rotary_dim // 2),
+        position_row=rows,
         changes_with_length=not torch.equal(for_short_texts.double().cpu(), frequencies),
         untrained_extension=f"{extension} with factor {factor:g}" if is_untrained else None,
     )
@@ -158,13 +159,13 @@ def settings(module: nn.Module, layer_type: str | None, length: int | None = Non
 def _native_length(parameters: dict[str, Any], stated: float | None) -> float | None:
     """How far a model reads as it is."""
     factor = parameters.get("factor") or 1.0
-    trained = parameters.get("original_max_position_embeddings")
+    trained: float | None = parameters.get("original_max_position_embeddings")
     if trained is None and parameters.get("rope_type") == "dynamic":
         trained = stated
     # Of `linear`, which has no trained length, and of `longrope` the stated length is the extended one.
     if trained is None or (stated is not None and parameters.get("rope_type") == "longrope"):
         return stated
-    return max(stated or trained, trained * factor)
+    return max(stated or trained, float(trained * factor))
 
 
 def in_full_precision(module: nn.Module, layer_type: str | None) -> nn.Module:
@@ -180,7 +181,7 @@ def in_full_precision(module: nn.Module, layer_type: str | None) -> nn.Module:
     return anew if is_same else module
 
 
-def _at_length(module: nn.Module, layer_type: str | None, length: int) -> nn.Module:
+def _at_length(module: nn.Module, layer_type: str | None, length: int, rows: torch.Tensor | None) -> nn.Module:
     """A rotary embedding with the frequencies that it takes for a text of this length."""
     kinds: Any = module.rope_type
     kind = kinds[layer_type] if isinstance(kinds, dict) else kinds
@@ -189,7 +190,8 @@ def _at_length(module: nn.Module, layer_type: str | None, length: int) -> nn.Mod
     at_length = copy.deepcopy(module)
     device = next(at_length.buffers()).device
     extra = {} if layer_type is None else {"layer_type": layer_type}
-    at_length(torch.zeros(1, 1, 1, device=device), torch.full((1, 1), length - 1, device=device), **extra)
+    shape = (1, 1) if rows is None else (int(rows.max()) + 1, 1, 1)
+    at_length(torch.zeros(1, 1, 1, device=device), torch.full(shape, length - 1, device=device), **extra)
     return at_length
 
 

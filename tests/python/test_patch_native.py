@@ -55,6 +55,17 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek mscale": ("deepseek_v3", YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}),
     "deepseek half mscale": ("deepseek_v2", YARN | {"mscale": 0.707, "mscale_all_dim": 0.3}),
     "mrrope": ("llama", YARN | {"rope_type": "mrrope_pro"}),
+    "qwen3.5 dynamic": (
+        "qwen3_5_text",
+        {
+            "rope_type": "dynamic",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    ),
 }
 UNSUPPORTED = {"codegen", "gptj", "roformer"}  # no rotary embedding to patch
 CASES = [*(family for family in causal_lm_families() if family not in UNSUPPORTED), *SETTINGS]
@@ -189,6 +200,19 @@ def test_extensions_that_need_no_training_are_named(case: str, scale: Any) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mrrope.patch(model, "mrrope_pro", scale=scale, original_max_position=trained)
+
+
+@pytest.mark.filterwarnings("ignore:.*gets the table but not the fused op", "ignore:.*is extended by its configuration")
+def test_patching_leaves_what_a_dynamic_type_has_grown_to() -> None:
+    model = model_of("llama dynamic")
+    rotary = model.model.rotary_emb
+    logits(model, LENGTH + 8)
+    kept = rotary.inv_freq.clone(), rotary.max_seq_len_cached
+    for method, scale in (("rope", 1.0), ("mrrope_pro", 2.0)):
+        with mrrope.patched(model, method, scale=scale):
+            pass
+        assert torch.equal(rotary.inv_freq, kept[0])
+        assert rotary.max_seq_len_cached == kept[1]
 
 
 @pytest.mark.parametrize("case", ["llama dynamic", "longrope"])
