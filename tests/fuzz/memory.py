@@ -29,7 +29,7 @@ def copied(arguments: Arguments, device: str | None = None) -> Arguments:
         if not isinstance(x, Tensor):
             return x
         if x.is_meta or x.untyped_storage().nbytes() == 0:
-            return x.clone()
+            return x.clone() if device is None else x.to(device, copy=True)
         key = x.untyped_storage().data_ptr()
         if key not in memories:
             memory = whole_memory(x)

@@ -934,11 +934,11 @@ def test_an_error_lets_other_threads_in(model, error):
     def fails(*_):
         raise error
 
-    hook = model.model.norm.register_forward_pre_hook(fails)
+    hook, ids = model.model.norm.register_forward_pre_hook(fails), text(20)
     with pytest.raises(error):
-        model.generate(text(20), max_new_tokens=3, **GENERATE)
+        model.generate(ids, max_new_tokens=3, **GENERATE)
     hook.remove()
-    assert in_another_thread(lambda: logits(model, text(20))).shape == (1, 20, model.config.vocab_size)
+    assert in_another_thread(lambda: logits(model, ids)).shape == (1, 20, model.config.vocab_size)
 
 
 # --- ladders
