@@ -9,6 +9,8 @@ import torch
 from mrrope.tables import FrequencyTable, packed_stack
 
 Tables = FrequencyTable | Sequence[FrequencyTable]
+SHAPES = {"bhsd": "[batch, heads, tokens, head_dim]", "bshd": "[batch, tokens, heads, head_dim]"}
+SHAPES |= {"thd": "[tokens, heads, head_dim]"}
 
 
 def rescale_cache_(
@@ -38,7 +40,7 @@ def rescale_cache_(
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: naming the argument; no key has changed then.
     """
-    layers = _layers_of(keys)
+    layers = _layers_of(keys, layout)
     if not isinstance(positions, torch.Tensor):
         raise TypeError(f"positions must be a tensor, got {type(positions).__name__}")
     taken = layers if blocks is None else _blocks_of(layers, layout, blocks)
@@ -72,9 +74,9 @@ def rescale_cache_(
             layer.index_copy_(0, blocks, part)
 
 
-def _layers_of(keys: object) -> list[torch.Tensor]:
+def _layers_of(keys: object, layout: str) -> list[torch.Tensor]:
     if isinstance(keys, torch.Tensor):
-        return _layers_of([keys])
+        return _layers_of([keys], layout)
     if not isinstance(keys, (list, tuple)):
         raise TypeError(f"keys must be a tensor or a list of them, got {type(keys).__name__}")
     if not keys:
@@ -82,8 +84,10 @@ def _layers_of(keys: object) -> list[torch.Tensor]:
     for i, layer in enumerate(keys):
         if not isinstance(layer, torch.Tensor):
             raise TypeError(f"keys[{i}] must be a tensor, got {type(layer).__name__}")
-        if layer.dim() == 0:
-            raise ValueError(f"keys[{i}] must have the dimensions of its layout, got a tensor of 0 dimensions")
+        if layout in SHAPES and layer.dim() != len(SHAPES[layout].split()):
+            raise ValueError(
+                f"keys[{i}] must be {SHAPES[layout]} for layout {layout}, got a tensor of {layer.dim()} dimensions"
+            )
         outside = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
         if outside and layer.is_inference():
             raise RuntimeError(f"keys[{i}] was made in inference mode and cannot be turned outside it: clone it first")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import importlib
 import json
 import multiprocessing
 import os
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+import mrrope
 from fuzz.campaign import together, work
 from fuzz.shrinking import CaseError
 
@@ -67,7 +68,7 @@ def main() -> int:
     parts = {
         name: together([part for (task, _), part in zip(tasks, found, strict=True) if task == name]) for name in names
     }
-    versions = {name: importlib.metadata.version(name) for name in ("mrrope", "torch", "transformers")}
+    versions = {"mrrope": mrrope.__version__, "torch": torch.__version__}
     hardware = (
         torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
     )

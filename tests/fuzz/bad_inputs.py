@@ -87,6 +87,8 @@ def is_harmless(case: OpCase, fault: str, given: Any) -> bool:
         return True
     if case.op == "rescale_cache_" and case.sequences * case.tokens == 0:
         return True  # there is nothing to turn, whatever else is given
+    if case.blocks and what == "gaps":
+        return True  # blocks are copied, turned and copied back
     if what in (
         "beyond",
         "negative",

@@ -402,6 +402,8 @@ def test_keys_are_turned_by_the_positions_that_they_were_rotated_at(device, make
         model = following(make())
         if kind not in caches(model):
             pytest.skip("offloaded caches need a GPU")
+        if (make, kind) == (tiny_mistral, "offloaded static"):
+            pytest.skip("transformers 5.17 raises where all layers of such a cache have a window")
         cache, mask = caches(model)[kind], padded_inside()
         positions, ids = PLACES[places](mask), text(sum(PARTS), batch=3)
         seen, start = set(), 0

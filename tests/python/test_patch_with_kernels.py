@@ -36,7 +36,7 @@ def test_with_kernels_in_use() -> None:
     here = Path(__file__)
     command = [sys.executable, "-m", "pytest", "-q", here, here.with_name("test_patch_families.py")]
     environment = os.environ | {"USE_HUB_KERNELS": "YES", "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=here.parents[2])
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=here.parent)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "families are fused" in run.stdout
 

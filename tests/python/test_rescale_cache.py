@@ -428,7 +428,12 @@ CALLS = {
     "new holds a name": ({"new": [ROPE, "yarn"]}, TypeError, ["new must be a FrequencyTable or a list", "'yarn'"]),
     "blocks is a list": ({"blocks": [0]}, TypeError, ["blocks must be an int64 tensor", "got [0]"]),
     # shapes
-    "keys of rank 0": ({"keys": torch.tensor(1.0)}, ValueError, ["keys[0] must have", "0 dimensions"]),
+    "keys of rank 0": ({"keys": torch.tensor(1.0)}, ValueError, ["keys[0] must be [batch, ", "0 dimensions"]),
+    "keys of rank 3 with tables for each": (
+        {"keys": torch.ones(7, 3, 8), "old": [ROPE], "new": [YARN]},
+        ValueError,
+        ["keys[0] must be [batch, ", "3 dimensions"],
+    ),
     "keys[1] of rank 3": (layers_with(torch.ones(3, 4, 8)), ValueError,
                           ["keys[1] must be [batch, heads, tokens, head_dim]", "layout bhsd", "3 dimensions"]),
     "thd of rank 4": ({"layout": "thd"}, ValueError, ["keys[0] must be [tokens, heads, head_dim]", "4 dimensions"]),
