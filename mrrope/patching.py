@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
@@ -185,6 +186,11 @@ Settings = dict[str | None, model_rope.RopeSettings]
 
 
 def _settings_of(model: nn.Module, rotary: nn.Module) -> Settings:
+    """What a rotary embedding does without its patch."""
+    swapped: SwappedTable | None = getattr(rotary, SwappedTable.ATTRIBUTE, None)
+    if swapped is not None:
+        rotary = copy.deepcopy(rotary)
+        swapped.undo(rotary)
     held = model_rope.held_attention_factor(model)
     return {
         layer_type: replace(model_rope.settings(rotary, layer_type), held_attention_factor=held)

@@ -331,6 +331,16 @@ def test_a_text_model_of_several_rotary_embeddings_is_extended_whole() -> None:
     assert len(patched_in(model)) == 3
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen4_exp_text"])
+@pytest.mark.filterwarnings("ignore:.*gets the table but not the fused op")
+def test_patching_again_extends_the_model_as_it_came(family: str) -> None:
+    """Where the op cannot be fused, the table is in the model's own rotary embedding."""
+    once, twice = (mrrope.patch(model_of(family), "mrrope_pro", scale=4.0) for _ in range(2))
+    mrrope.patch(twice, "mrrope_pro", scale=4.0)
+    assert table_in(twice) == table_in(once)
+    assert torch.equal(logits(twice), logits(once))
+
+
 def test_is_patched_takes_models_alone() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
         mrrope.is_patched("llama")
