@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     chosen.add_argument("--table", metavar="FILE", help="a table's JSON, instead of a method")
     export.add_argument("--engine", choices=(*ENGINES, "llama.cpp"), required=True, help="who is to read it")
     export.add_argument(
-        "--original-max-position", type=float, metavar="N", help="the trained length (default: the model's)"
+        "--original-max-position", type=float, metavar="N", help="start over from plain RoPE, trained on N tokens"
     )
     export.add_argument("--local-layers", action="store_true", help="extend layers that see only a window, too")
     add_table_options(export)

@@ -47,7 +47,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add("--held-out", metavar="FILE", help="another text, to report on (default: a third of the documents)")
     add("--scale", type=float, required=True, metavar="S", help="by how much to extend the context")
     add("--lengths", metavar="N,N,...", help="in tokens (default: the native length, doubled up to the scale)")
-    add("--original-max-position", type=float, metavar="N", help="the trained length (default: the model's)")
+    add("--original-max-position", type=float, metavar="N", help="start over from plain RoPE, trained on N tokens")
     add("--budget", type=float, default=DEFAULT_BUDGET, metavar="MINUTES", help="for the search (default: %(default)s)")
     add(
         "--documents",
