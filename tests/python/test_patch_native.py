@@ -242,6 +242,25 @@ def test_a_temperature_that_the_attention_holds_counts_once(case: str) -> None:
     assert relative(logits(model), before) < allowed
 
 
+HOLDING = ["axk1", "axk2", "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "longcat_flash"]
+HOLDING += ["minicpm3", "youtu"]
+
+
+@pytest.mark.parametrize("family", HOLDING)
+def test_every_attention_that_holds_a_temperature(family: str) -> None:
+    config = tiny_config_of(family)
+    old = config.get_text_config().rope_parameters
+    new = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    kept = {key: old[key] for key in ("partial_rotary_factor", "llama_4_scaling_beta") if key in old}
+    config.get_text_config().rope_parameters = new | kept
+    model = random_model(config)
+    before, allowed = logits(model), tolerance(model, logits)
+    mrrope.patch(model, "yarn", scale=4.0, original_max_position=TRAINED)
+    assert relative(logits(model), before) < allowed
+    twice = mrrope.patch(model, "yarn", scale=4.0, original_max_position=TRAINED, attention_factor=1.138629436111989)
+    assert relative(logits(twice), before) > 100 * allowed, "a temperature that counts twice must matter"
+
+
 def test_a_held_temperature_is_extended() -> None:
     model = model_of("deepseek mscale")
     with pytest.warns(UserWarning, match="extended by its configuration"):
