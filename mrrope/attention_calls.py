@@ -86,20 +86,24 @@ def class_on_stand_ins(original: type[nn.Module], attribute: str, begin: Begin, 
 # --- trying ---
 
 
-def can_be_tried(attention: nn.Module) -> bool:
-    """Whether a module looks like attention that can be called by itself."""
+def takes_embedding(attention: nn.Module) -> bool:
+    """Whether a module looks like attention whose own code can be called by itself."""
     parameters = inspect.signature(type(attention).forward).parameters
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
     optional_kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     needed -= {name for name, parameter in parameters.items() if parameter.kind in optional_kinds}
-    if not {"hidden_states", "position_embeddings"} <= parameters.keys() or "forward" in vars(attention):
+    if not {"hidden_states", "position_embeddings"} <= parameters.keys():
         return False
     if not needed <= {"self", "hidden_states", "position_embeddings", "attention_mask", KEPT_FOR_OTHER_LAYERS}:
         return False
     # Sharded, a part of a model cannot be tried without the others.
-    if any(is_sharded(parameter) or parameter.is_meta for parameter in attention.parameters()):
-        return False
-    return not any(module._forward_hooks or module._forward_pre_hooks for module in attention.modules())
+    return not any(is_sharded(parameter) or parameter.is_meta for parameter in attention.parameters())
+
+
+def can_be_tried(attention: nn.Module) -> bool:
+    """Whether calling the module is calling its own code, with nothing of others around it."""
+    is_hooked = any(module._forward_hooks or module._forward_pre_hooks for module in attention.modules())
+    return takes_embedding(attention) and "forward" not in vars(attention) and not is_hooked
 
 
 def width_of(attention: nn.Module) -> int | None:

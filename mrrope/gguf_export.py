@@ -111,6 +111,12 @@ def _trained(reader: Any, original_max_position: float | None) -> Trained:
     if trained is None and context is None:
         raise ValueError(f"source must have a {CONTEXT_LENGTH}")
     factors = next((tensor.data.tolist() for tensor in reader.tensors if tensor.name == FACTORS), None)
+    scaling = _value(reader, f"{SCALING}type", "none")
+    if original_max_position is None and scaling not in ("none", "linear"):
+        raise ValueError(f"source is extended by {scaling} already: give original_max_position, to start over")
+    linear = _value(reader, f"{SCALING}factor", 1.0) if scaling == "linear" else _value(reader, LEGACY_SCALE, 1.0)
+    if linear not in (0.0, 1.0):
+        factors = [linear * factor for factor in factors or [1.0] * (rotary_dim // 2)]
     if factors is None or original_max_position is not None or context is None:
         return Trained(rotary_dim, base, trained or context, trained_length=trained)
     native = frequency_table(

@@ -54,22 +54,28 @@ def rotary_embeddings(model: nn.Module) -> Iterator[nn.Module]:
             continue
         if "position_ids" in inspect.signature(module.forward).parameters:
             found.append(module)
-    whole = _configuration(model)
-    text = [module for module in found if _is_for_text(module.config, whole)]
-    # Where no part is the text's, all of them are.
-    yield from text or found
+    for whole in _outermost_models(model):
+        inside = set(whole.modules())
+        own = [module for module in found if module in inside]
+        # Where no part is the text's, all of them are.
+        yield from [module for module in own if _is_for_text(module, whole)] or own
 
 
-def _configuration(model: nn.Module) -> Any:
-    """The configuration of the outermost module that has one of transformers'."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    return next((config for config in configs if hasattr(config, "get_text_config")), None)
+def _outermost_models(module: nn.Module) -> Iterator[nn.Module]:
+    """The models of transformers in a module, itself or parts of it, each whole."""
+    if hasattr(getattr(module, "config", None), "get_text_config"):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_models(child)
 
 
-def _is_for_text(config: Any, whole: Any) -> bool:
-    """Whether a module's configuration is the text's in a model's: not an audio tower's, a codec's, a talker's."""
-    if whole is None or whole.is_encoder_decoder:
-        return True
+def _is_for_text(rotary: nn.Module, model: Any) -> bool:
+    """Whether a rotary embedding is the text's in a model: not an audio tower's, a codec's, a talker's."""
+    config, whole = rotary.config, model.config
+    if whole.is_encoder_decoder:
+        reads_text = getattr(model, "main_input_name", "input_ids") == "input_ids"
+        return reads_text or rotary in set(model.get_decoder().modules())
     parts = list(_parts_of(whole))
     text = whole.get_text_config(decoder=True)
     if text is whole:  # the text may be in a part of a part
@@ -162,8 +168,9 @@ def _native_length(parameters: dict[str, Any], stated: float | None) -> float | 
     trained: float | None = parameters.get("original_max_position_embeddings")
     if trained is None and parameters.get("rope_type") == "dynamic":
         trained = stated
-    # Of `linear`, which has no trained length, and of `longrope` the stated length is the extended one.
-    if trained is None or (stated is not None and parameters.get("rope_type") == "longrope"):
+    # Of `linear`, which has no trained length, the stated length is the extended one; factors of `longrope` and
+    # `llama3` are no ratio of lengths: Llama 3.2 has 32 for 8192 to 131072 tokens.
+    if trained is None or (stated is not None and parameters.get("rope_type") in ("longrope", "llama3")):
         return stated
     return max(stated or trained, float(trained * factor))
 
@@ -191,7 +198,8 @@ def _at_length(module: nn.Module, layer_type: str | None, length: int, rows: tor
     device = next(at_length.buffers()).device
     extra = {} if layer_type is None else {"layer_type": layer_type}
     shape = (1, 1) if rows is None else (int(rows.max()) + 1, 1, 1)
-    at_length(torch.zeros(1, 1, 1, device=device), torch.full(shape, length - 1, device=device), **extra)
+    for position in (0, length - 1):  # a short text first, for types that keep the frequencies of the longest so far
+        at_length(torch.zeros(1, 1, 1, device=device), torch.full(shape, position, device=device), **extra)
     return at_length
 
 

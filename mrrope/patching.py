@@ -230,11 +230,14 @@ def _warn_of_extensions(
     for layer_type, own in (item for by_layer in settings for item in by_layer.items()):
         if own.untrained_extension is None or (model_rope.is_local(layer_type) and not local_layers):
             continue
-        times = "" if scale == "auto" else f"{scale:g} times "
+        if scale == "auto":
+            reading, other = "goes on from", "builds the longer steps from plain RoPE"
+        else:
+            reading, other = f"reads {scale:g} times", f"starts over from plain RoPE and reads {scale:g} times as many"
         warnings.warn(
             f"{type(model).__name__} is extended by its configuration already ({own.untrained_extension}): scale="
-            f"{scale!r} goes on from {times}the {own.original_max_position:g} tokens that it reads so; "
-            f"original_max_position={own.trained_length:g} starts over from plain RoPE, {times}{own.trained_length:g}",
+            f"{scale!r} {reading} the {own.original_max_position:.15g} tokens that it reads so; "
+            f"original_max_position={own.trained_length:.15g} {other}",
             UserWarning,
             stacklevel=3,
         )

@@ -26,7 +26,7 @@ class ComputedWithError(Exception):
 
 
 class OpaqueTensor(torch.Tensor):
-    """May be passed on, moved, and asked for its shape."""
+    """May be passed on and moved, and has a shape."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,7 +60,10 @@ def own_rotation(owner: nn.Module, functions: list[RotaryFunction], embedding: t
 def _probe(attention: nn.Module, embedding: tuple[OpaqueTensor, ...]) -> None:
     width = attention_calls.width_of(attention)
     weight = next((parameter for parameter in attention.parameters() if parameter.is_floating_point()), None)
-    if width is None or weight is None:
+    # Its own hooks are not run; those of its parts would be.
+    parts = [part for part in attention.modules() if part is not attention]
+    is_hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    if width is None or weight is None or is_hooked:
         return
     hidden_states = attention_calls.random(1, attention_calls.TRIED_TOKENS, width).to(weight)
     packed = tuple(part.to(weight.device) for part in embedding)
@@ -71,7 +74,7 @@ def _probe(attention: nn.Module, embedding: tuple[OpaqueTensor, ...]) -> None:
 
 def _innermost(owner: nn.Module) -> Iterator[nn.Module]:
     """Modules that can be called with position_embeddings, and have no such parts."""
-    candidates = [module for module in owner.modules() if attention_calls.can_be_tried(module)]
+    candidates = [module for module in owner.modules() if attention_calls.takes_embedding(module)]
     for module in candidates:
         parts = set(module.modules()) - {module}
         if not any(candidate in parts for candidate in candidates):

@@ -117,7 +117,7 @@ class FrequencyTable:
 
     @property
     def original_max_position(self) -> float:
-        """The length the model was trained on."""
+        """The length that the model reads without the extension."""
         return self._core.original_max_position
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ class Trained:
     native: FrequencyTable | None = None
     """What the model rotates by, where that is not plain RoPE."""
     trained_length: float | None = None
-    """The length before an extension that the model's configuration names; None where it names none."""
+    """The length before the extension that the model's configuration names; what it states where it names none."""
     held_attention_factor: float = 1.0
     """The root of a temperature that the model's attention applies itself, for the extension of its configuration."""
 
@@ -76,7 +77,8 @@ def table_for(
         arguments["original_max_position"] = 1.0  # no bounds count where the method has no scale to spread
     table = frequency_table(method, **arguments)
     _check_rotary_dim(trained, table)
-    if "native" in arguments or "attention_factor" in options or trained.held_attention_factor == 1.0:
+    is_native = arguments.get("native") is not None
+    if is_native or "attention_factor" in options or trained.held_attention_factor == 1.0:
         return table
     # The model's attention goes on applying the temperature of the extension that is started over.
     remaining = table.attention_factor / trained.held_attention_factor
@@ -96,9 +98,19 @@ def _check_is_of(trained: Trained, table: FrequencyTable, told: dict[str, Any]) 
     for name, values in known.items():
         if values and not any(math.isclose(getattr(table, name), value, rel_tol=1e-6) for value in values):
             raise ValueError(
-                f"method must be a table for the model's {name} {values[0]:g}, got {table!r}; if it is meant, say "
-                f"{name}={getattr(table, name):g}"
+                f"method must be a table for the model's {name} {values[0]:.15g}, got {table!r}; if it is meant, say "
+                f"{name}={getattr(table, name):.15g}"
             )
+    reached, native = table.original_max_position * table.scale, trained.original_max_position
+    if not told and native is not None and reached < native:
+        warnings.warn(f"{table!r} reads {reached:.15g} tokens, and the model as it is {native:.15g}", stacklevel=3)
+    held = trained.held_attention_factor
+    if held != 1.0 and table.original_max_position == trained.trained_length and table.attention_factor != 1.0:
+        warnings.warn(
+            f"the attention of the model holds a temperature already, and {table!r} adds its own: "
+            f"attention_factor={table.attention_factor / held:.15g} would count it once",
+            stacklevel=3,
+        )
 
 
 def _check_rotary_dim(trained: Trained, table: FrequencyTable) -> None:

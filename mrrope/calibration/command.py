@@ -106,8 +106,9 @@ class Files:
 
 def trained_with(model: Any, original_max_position: float | None) -> Trained:
     """What the layers that see the whole text do as they are; a length starts over from plain RoPE."""
+    held = model_rope.held_attention_factor(model)
     found = {
-        Trained(own.rotary_dim, own.base, original_max_position)
+        Trained(own.rotary_dim, own.base, original_max_position, held_attention_factor=held)
         if original_max_position
         else Trained(own.rotary_dim, own.base, own.original_max_position, own.native)
         for rotary in model_rope.rotary_embeddings(model)

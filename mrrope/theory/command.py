@@ -73,7 +73,9 @@ def attention_of(source: str, scale: float) -> dict[str, Any]:
     trained = global_settings(model)
     if trained.original_max_position is None:
         raise ValueError(f"model must say how far it was trained to read, and the configuration of {source} does not")
-    setting = Setting(trained.rotary_dim, trained.base, int(trained.original_max_position), scale)
+    # The methods are drawn as they extend plain RoPE.
+    length = int(trained.trained_length or trained.original_max_position)
+    setting = Setting(trained.rotary_dim, trained.base, length, scale)
     figures.require_distances_past_native(setting)
     tokens = opening_tokens(tokenizer)
     for text in library_texts():

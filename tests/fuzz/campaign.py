@@ -118,12 +118,18 @@ def work(name: str, shard: int, options: Namespace) -> dict[str, Any]:
 def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """What several processes did."""
     by: Counter[str] = Counter()
+    finds: dict[str, dict[str, Any]] = {}
     for part in parts:
         by.update(part["by"])
+        for find in part["finds"]:
+            same = finds.setdefault(find["failure"], {"failure": find["failure"], "count": 0, "by": {}, "scripts": []})
+            same["count"] += find["count"]
+            same["by"] = dict(Counter(same["by"]) + Counter(find["by"]))
+            same["scripts"] += [script for script in find["scripts"] if script not in same["scripts"]]
     return {
         "cases": sum(part["cases"] for part in parts),
         "processes": len(parts),
         "seconds": max(part["seconds"] for part in parts),
         "by": dict(sorted(by.items())),
-        "finds": [find for part in parts for find in part["finds"]],
+        "finds": list(finds.values()),
     }

@@ -133,6 +133,14 @@ def test_exporting_an_export_again(tmp_path):
     assert (tmp_path / "two.gguf").read_bytes() == (tmp_path / "three.gguf").read_bytes()
 
 
+@pytest.mark.parametrize("key", ["scaling", "legacy"])
+def test_a_linear_factor_is_extended(key, tmp_path):
+    more = {"scaling": {"scaling__type": "linear", "scaling__factor": 4.0}, "legacy": {"scale_linear": 4.0}}[key]
+    table = mrrope.export_gguf(write_model(tmp_path / "s.gguf", **more), tmp_path / "d.gguf", "pi", scale=2.0)
+    assert table.cumulative_scale.tolist() == [8.0] * (HEAD_DIM // 2)
+    assert table.original_max_position == ORIGINAL
+
+
 def test_an_export_is_extended(tmp_path):
     """By the factors that it has, from its context length on."""
     source = write_model(tmp_path / "s.gguf")
@@ -147,6 +155,7 @@ def test_an_export_is_extended(tmp_path):
     ("made", "arguments", "message"),
     [
         ({"architecture": "qwen2"}, {}, "llama.cpp cannot run qwen2 by another table: .*rope_freqs.weight"),
+        ({"scaling__type": "yarn"}, {}, "source is extended by yarn already: give original_max_position"),
         ({"split": 3}, {}, "source must be one whole file, and this is one of 3"),
         ({"factors": 3}, {"original_max_position": 64}, "rope_freqs.weight of 8 float32 numbers or none"),
         ({}, {"destination": "s.gguf"}, "destination must be another file than the source"),

@@ -173,6 +173,20 @@ def test_attention_that_rotates_by_itself_gets_the_table(attention: type[nn.Modu
     assert torch.equal(logits(mrrope.unpatch(model)), plain)
 
 
+@pytest.mark.parametrize("hooked", ["hook", "forward"])
+def test_attention_with_hooks_is_probed_too(hooked: str) -> None:
+    """accelerate puts another forward on the instance."""
+    model = custom_llama(RotatesByAHelper)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        if hooked == "hook":
+            attention.register_forward_hook(lambda *_: pytest.fail("a probe must not run hooks"))
+        else:
+            attention.forward = functools.partial(type(attention).forward, attention)
+    with pytest.warns(UserWarning, match="RotatesByAHelper computes with cosines and sines"):
+        mrrope.patch(model, TABLE)
+
+
 def test_attention_that_rotates_by_itself_cannot_follow() -> None:
     model = custom_llama(RotatesByAHelper)
     plain = logits(model)

@@ -45,6 +45,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     ),
+    "llama 3.2": (
+        "llama",
+        YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": 32.0},
+    ),
     "qwen3 yarn": ("qwen3", YARN),
     "vicuna linear": ("llama", {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
     "llama dynamic": ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}),
@@ -114,6 +118,7 @@ READ = {  # what each reads as it is
     "hunyuan alpha": LENGTH,
     "gpt_oss untruncated": LENGTH,
     "llama 3.1": LENGTH,
+    "llama 3.2": LENGTH,
     "qwen3 yarn": LENGTH,
     "vicuna linear": LENGTH,
     "llama dynamic": 4 * LENGTH,
@@ -215,6 +220,13 @@ def test_patching_leaves_what_a_dynamic_type_has_grown_to() -> None:
         assert rotary.max_seq_len_cached == kept[1]
 
 
+@pytest.mark.filterwarnings("ignore:.*is extended by its configuration already")
+def test_a_table_does_not_depend_on_what_was_read_before() -> None:
+    before, after = model_of("llama dynamic"), model_of("llama dynamic")
+    logits(after, 5 * LENGTH)
+    assert table_in(mrrope.patch(after, "pi", scale=2.0)) == table_in(mrrope.patch(before, "pi", scale=2.0))
+
+
 @pytest.mark.parametrize("case", ["llama dynamic", "longrope"])
 @pytest.mark.filterwarnings("ignore:.*is extended by its configuration already")
 def test_auto_refuses_tables_that_change(case: str) -> None:
@@ -259,6 +271,24 @@ def test_every_attention_that_holds_a_temperature(family: str) -> None:
     assert relative(logits(model), before) < allowed
     twice = mrrope.patch(model, "yarn", scale=4.0, original_max_position=TRAINED, attention_factor=1.138629436111989)
     assert relative(logits(twice), before) > 100 * allowed, "a temperature that counts twice must matter"
+
+
+def test_a_ready_table_that_adds_a_temperature_is_named() -> None:
+    model = model_of("deepseek mscale")
+    own = settings_of(model)
+    plain = {"rotary_dim": own.rotary_dim, "base": own.base, "original_max_position": TRAINED, "scale": 4.0}
+    with pytest.warns(UserWarning, match=r"holds a temperature already.*attention_factor=1 would count it once"):
+        mrrope.patch(model, mrrope.frequency_table("yarn", **plain))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mrrope.patch(model, mrrope.frequency_table("yarn", **plain, attention_factor=1.0))
+
+
+def test_a_ready_table_that_reads_less_is_named() -> None:
+    model = model_of("llama 3.1")
+    plain = {"rotary_dim": 16, "base": 1e4, "original_max_position": TRAINED, "scale": 2.0}
+    with pytest.warns(UserWarning, match="reads 32 tokens, and the model as it is 64"):
+        mrrope.patch(model, mrrope.frequency_table("yarn", **plain))
 
 
 def test_a_held_temperature_is_extended() -> None:
@@ -342,6 +372,16 @@ def test_the_text_model_alone_is_extended(model_type: str) -> None:
     assert patched_in(part)
     mrrope.unpatch(model)
     assert not mrrope.is_patched(model)
+
+
+def test_the_audio_encoder_of_an_encoder_decoder_is_left_alone() -> None:
+    mrrope.patch(model := composite("moonshine", "MoonshineForConditionalGeneration"), "mrrope_pro", scale=4.0)
+    assert patched_in(model) == ["model.decoder.rotary_emb"]
+
+
+def test_every_language_model_in_a_module_is_extended() -> None:
+    both = torch.nn.ModuleDict({"one": model_of("qwen3"), "other": model_of("llama")})
+    assert len(patched_in(mrrope.patch(both, "mrrope_pro", scale=4.0))) == 2
 
 
 def test_a_text_model_of_several_rotary_embeddings_is_extended_whole() -> None:
