@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 import plain_transformers
 import tiny_models
+from model_tolerance import relative, tolerance
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
@@ -74,20 +75,6 @@ def logits(model) -> torch.Tensor:
     return model(**tiny_models.inputs(model, tiny_models.tokens(1, LENGTH))).logits
 
 
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).norm() / want.norm())
-
-
-@torch.no_grad()
-def tolerance(model, want: torch.Tensor) -> float:
-    """Eight times what rounding its embeddings once does to the model; transformers' angles, float32, are off by
-    100 * 6e-8, so no less than 1e-5."""
-    weight = model.get_input_embeddings().weight
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    weight *= 1 + torch.finfo(weight.dtype).eps * noise
-    return max(1e-5, 8 * relative(logits(model), want))
-
-
 def save(model, config: dict, folder: Path) -> None:
     """What the process without mrrope reads."""
     folder.mkdir()
@@ -108,12 +95,11 @@ def exports(tmp_path_factory, quiet_transformers) -> dict[str, Exported]:
         if isinstance(found.results[ENGINE], str):
             continue
         save(model, found.results[ENGINE], root / family)
-        found.stock = logits(model)
+        found.stock, found.tolerance = logits(model), tolerance(model, logits)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of families that get the table but not the fused op
             mrrope.patch(model, "mrrope_pro", scale=4.0)
         found.patched = logits(model)
-        found.tolerance = tolerance(model, found.patched)
     script = Path(plain_transformers.__file__)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     arguments = [sys.executable, script, root, *(str(LENGTH) for _ in range(2))]
