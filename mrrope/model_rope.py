@@ -230,9 +230,11 @@ def held_attention_factor(model: nn.Module) -> float:
     """The root of the temperature that the attention of DeepSeek and its like applies to its logits, beside
     1 / sqrt(head_dim), where their configuration extends RoPE."""
     for module in model.modules():
-        scaling, head_dim = (getattr(module, name, None) for name in ("scaling", "qk_head_dim"))
-        if isinstance(scaling, float) and isinstance(head_dim, int):
-            return math.sqrt(scaling * math.sqrt(head_dim))
+        config, scaling, head_dim = (getattr(module, name, None) for name in ("config", "scaling", "qk_head_dim"))
+        parameters = getattr(config, "rope_parameters", None) or {}
+        if parameters.get("mscale_all_dim") and isinstance(scaling, float) and isinstance(head_dim, int):
+            held = math.sqrt(scaling * math.sqrt(head_dim))
+            return 1.0 if math.isclose(held, 1.0) else held
     return 1.0
 
 

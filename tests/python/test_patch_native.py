@@ -284,6 +284,14 @@ def test_a_ready_table_that_adds_a_temperature_is_named() -> None:
         mrrope.patch(model, mrrope.frequency_table("yarn", **plain, attention_factor=1.0))
 
 
+@pytest.mark.parametrize("head_dim", [24, 40, 72, 192])
+def test_without_an_extension_no_temperature_is_held(head_dim: int) -> None:
+    """head_dim ** -0.5 * sqrt(head_dim) may be off 1 by a rounding."""
+    config = tiny_config_of("deepseek_v3")
+    config.qk_rope_head_dim, config.qk_nope_head_dim = 16, head_dim - 16
+    assert model_rope.held_attention_factor(random_model(config)) == 1.0
+
+
 def test_a_ready_table_that_reads_less_is_named() -> None:
     model = model_of("llama 3.1")
     plain = {"rotary_dim": 16, "base": 1e4, "original_max_position": TRAINED, "scale": 2.0}
