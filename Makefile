@@ -43,11 +43,11 @@ bench: install
 
 # Needs a GPU. Small tests only: under the sanitizer every access is checked.
 sanitize: cpp-tests
-	benchmarks/sanitize $(foreach kernel,rotary rescale rotary_cache qk_norm qkv_rotary,$(BUILD)/tests/cpp/$(kernel)_cuda_test)
+	benchmarks/sanitize $(foreach kernel,rotary rescale_cache rotary_and_cache qk_norm_rotary qkv_rotary,$(BUILD)/tests/cpp/$(kernel)_cuda_test)
 
 # In tests/, so that the installed package is imported, and not the sources here.
 fuzz: install
-	cd tests && PYTHONPATH=python $(BIN)/python -m fuzz --seconds $(SECONDS) --device $(DEVICE) \
+	cd tests && PYTHONPATH=python/support $(BIN)/python -m fuzz --seconds $(SECONDS) --device $(DEVICE) \
 		$(if $(SEED),--seed $(SEED)) --output ../benchmarks/results/fuzz_$(DEVICE).json
 
 install: $(VENV)/.mrrope

@@ -12,9 +12,9 @@
 
 #include "device_memory.h"
 #include "mrrope/frequency_table.h"
-#include "mrrope/qk_norm.h"
+#include "mrrope/qk_norm_rotary.h"
 #include "mrrope/rotary.h"
-#include "qk_norm_plan.h"
+#include "qk_norm_rotary_plan.h"
 #include "rotary_plan.h"
 
 // How long every plan of a kernel takes beside a copy of as many bytes: what the functions in kernels/*_plan.cpp choose
@@ -243,7 +243,7 @@ private:
 
     void norm(const Geometry& geometry, NormOver over) const {
         const auto norm_args = [&](int set) {
-            QkNormArgs found;
+            QkNormRotaryArgs found;
             found.rotary = args(geometry, set, false);
             found.q_weight = found.k_weight = weights_.data();
             found.eps = 1e-6;
@@ -252,10 +252,10 @@ private:
         };
         Turns turns;
         const size_t copy = add_copy(turns, geometry);
-        const QkNormShape shape = shape_of(norm_args(0));
+        const QkNormRotaryShape shape = shape_of(norm_args(0));
         std::vector<std::pair<int, size_t>> timed;
         for (const int heads : over == NormOver::head ? std::vector{1, 2, 4, 8} : std::vector{2, 4}) {
-            const QkNormPlan plan = plan_with(shape, heads);
+            const QkNormRotaryPlan plan = plan_with(shape, heads);
             timed.emplace_back(heads, turns.add(geometry.sets(), [&](int i, cudaStream_t stream) {
                 qk_norm_rotary_cuda(norm_args(i), plan, stream);
             }));
@@ -263,7 +263,7 @@ private:
         turns.take();
         begin(geometry, turns.microseconds(copy));
         for (const auto& [heads, graph] : timed) {
-            std::printf(" | %s%d: %8.3f", plan_qk_norm(shape).heads_per_thread == heads ? "*" : "", heads,
+            std::printf(" | %s%d: %8.3f", plan_qk_norm_rotary(shape).heads_per_thread == heads ? "*" : "", heads,
                         turns.microseconds(graph));
         }
         std::printf("\n");

@@ -30,10 +30,9 @@ import torch
 from torch.nn.functional import linear
 
 import mrrope
-from mrrope import plain
-from mrrope.benchmark import record
+from mrrope.benchmark import baseline, record
 from mrrope.benchmark.timing import CACHE_BYTES, Turns
-from mrrope.projection import split_qkv
+from mrrope.ops.qkv_rotary import split_qkv
 
 RESULTS = Path(__file__).parent / "results"
 TABLE = mrrope.frequency_table("mrrope_pro", rotary_dim=128, base=5e5, original_max_position=8192, scale=16.0)
@@ -140,7 +139,7 @@ def relative_error(run: Step, buffers: Buffers, weight: torch.Tensor, pairing: s
     cos, sin = (part[:, None] * TABLE.attention_factor for part in (phases.cos(), phases.sin()))
     if pairing == "halves":
         cos, sin = (torch.cat([part, part], dim=-1) for part in (cos, sin))
-        turned = [plain.apply(x, cos, sin) for x in (q, k)]
+        turned = [baseline.apply(x, cos, sin) for x in (q, k)]
     else:
         turned = []
         for x in (q, k):

@@ -3,10 +3,10 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
-#include "mrrope/qk_norm.h"
-#include "mrrope/rescale.h"
+#include "mrrope/qk_norm_rotary.h"
+#include "mrrope/rescale_cache.h"
 #include "mrrope/rotary.h"
-#include "mrrope/rotary_cache.h"
+#include "mrrope/rotary_and_cache.h"
 
 #ifdef MRROPE_WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
@@ -19,13 +19,13 @@ namespace mrrope {
 
 struct Cpu {
     static void run(const RotaryArgs& args, const at::Tensor&) { rotary_cpu(args, parallel_for); }
-    static void run(const RescaleArgs& args, const at::Tensor&) { rescale_cpu(args, parallel_for); }
-    static void run(const RotaryCacheArgs& args, const at::Tensor&) { rotary_and_cache_cpu(args, parallel_for); }
-    static void run(const QkNormArgs& args, const at::Tensor&) { qk_norm_rotary_cpu(args, parallel_for); }
-    static void run(const QkNormGradientArgs& args, const at::Tensor&) {
+    static void run(const RescaleCacheArgs& args, const at::Tensor&) { rescale_cache_cpu(args, parallel_for); }
+    static void run(const RotaryAndCacheArgs& args, const at::Tensor&) { rotary_and_cache_cpu(args, parallel_for); }
+    static void run(const QkNormRotaryArgs& args, const at::Tensor&) { qk_norm_rotary_cpu(args, parallel_for); }
+    static void run(const QkNormRotaryGradientArgs& args, const at::Tensor&) {
         qk_norm_rotary_gradient_cpu(args, parallel_for);
     }
-    static WeightSumRows weight_sum_rows(const QkNormGradientArgs& args) { return weight_sum_rows_cpu(args); }
+    static WeightSumRows weight_sum_rows(const QkNormRotaryGradientArgs& args) { return weight_sum_rows_cpu(args); }
 
 private:
     static void parallel_for(int64_t count, int64_t grain, const RangeBody& body) {
@@ -36,15 +36,19 @@ private:
 struct Cuda {
 #ifdef MRROPE_WITH_CUDA
     static void run(const RotaryArgs& args, const at::Tensor& heads) { on_stream(rotary_cuda, args, heads); }
-    static void run(const RescaleArgs& args, const at::Tensor& heads) { on_stream(rescale_cuda, args, heads); }
-    static void run(const RotaryCacheArgs& args, const at::Tensor& heads) {
+    static void run(const RescaleCacheArgs& args, const at::Tensor& heads) {
+        on_stream(rescale_cache_cuda, args, heads);
+    }
+    static void run(const RotaryAndCacheArgs& args, const at::Tensor& heads) {
         on_stream(rotary_and_cache_cuda, args, heads);
     }
-    static void run(const QkNormArgs& args, const at::Tensor& heads) { on_stream(qk_norm_rotary_cuda, args, heads); }
-    static void run(const QkNormGradientArgs& args, const at::Tensor& heads) {
+    static void run(const QkNormRotaryArgs& args, const at::Tensor& heads) {
+        on_stream(qk_norm_rotary_cuda, args, heads);
+    }
+    static void run(const QkNormRotaryGradientArgs& args, const at::Tensor& heads) {
         on_stream(qk_norm_rotary_gradient_cuda, args, heads);
     }
-    static WeightSumRows weight_sum_rows(const QkNormGradientArgs& args) { return weight_sum_rows_cuda(args); }
+    static WeightSumRows weight_sum_rows(const QkNormRotaryGradientArgs& args) { return weight_sum_rows_cuda(args); }
 
 private:
     template <class Args>
@@ -59,7 +63,7 @@ private:
             false, "q is on ", heads.device(),
             ", but this build of mrrope has no CUDA kernels: rebuild it where nvcc and a CUDA build of torch are");
     }
-    static WeightSumRows weight_sum_rows(const QkNormGradientArgs&) { return {}; }
+    static WeightSumRows weight_sum_rows(const QkNormRotaryGradientArgs&) { return {}; }
 #endif
 };
 

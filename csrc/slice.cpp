@@ -1,5 +1,5 @@
 #include "mrrope/rotary.h"
-#include "mrrope/rotary_cache.h"
+#include "mrrope/rotary_and_cache.h"
 
 namespace mrrope {
 namespace {
@@ -38,11 +38,11 @@ RotaryArgs slice(const RotaryArgs& args, int64_t first_batch, int64_t batch, int
     return part;
 }
 
-RotaryCacheArgs slice(const RotaryCacheArgs& args, int64_t first_batch, int64_t batch, int64_t first_token,
-                      int64_t tokens) {
+RotaryAndCacheArgs slice(const RotaryAndCacheArgs& args, int64_t first_batch, int64_t batch, int64_t first_token,
+                         int64_t tokens) {
     const int element_size = size_of(args.rotary.dtype);
     const int cached_size = args.float8 ? 1 : element_size;
-    RotaryCacheArgs part = args;
+    RotaryAndCacheArgs part = args;
     part.rotary = slice(args.rotary, first_batch, batch, first_token, tokens);
     part.slots.of_tokens.data = advanced(args.slots.of_tokens, first_batch, first_token);
     if (!args.slots.paged) part.slots.blocks = batch;

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "dependent_launch.cuh"
+#include "device/dependent_launch.cuh"
 #include "qkv_rotary_launch.h"
 
 namespace mrrope {

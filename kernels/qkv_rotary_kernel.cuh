@@ -23,10 +23,10 @@
 #include <string>
 #include <type_traits>
 
-#include "dependent_launch.cuh"
+#include "device/dependent_launch.cuh"
+#include "device/rotated_accumulators.cuh"
+#include "device/rotating_epilogue.cuh"
 #include "qkv_rotary_launch.h"
-#include "rotated_accumulators.cuh"
-#include "rotating_epilogue.cuh"
 
 // The projection as CUTLASS builds it for Hopper: one warp group copies tiles of x and weight with the copy engine, two
 // multiply them (wgmma), rotate the accumulators and store them. Blocks stay for all their tiles.

@@ -4,8 +4,8 @@
 
 #include <stdexcept>
 
-#include "dependent_launch.cuh"
-#include "head_fragment.cuh"
+#include "device/dependent_launch.cuh"
+#include "device/head_fragment.cuh"
 #include "head_split.h"
 #include "rotary_plan.h"
 

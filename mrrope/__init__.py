@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from mrrope.cache_writing import rotary_and_cache_
-from mrrope.cached_keys import rescale_cache_
-from mrrope.export import export_config
-from mrrope.following import expecting
-from mrrope.gguf_export import export_gguf
-from mrrope.normed_rotation import qk_norm_rotary, qk_norm_rotary_
-from mrrope.patching import is_patched, patch, patched, unpatch
-from mrrope.projection import deinterleave_heads, interleave_heads, pack_qkv, qkv_rotary, unpack_qkv
-from mrrope.rope_types import register_on_import, register_rope_types
-from mrrope.rotation import rotary, rotary_
+from mrrope.export.gguf import export_gguf
+from mrrope.export.hf_config import export_config
+from mrrope.hf.auto_scale.follower import expecting
+from mrrope.hf.patch import is_patched, patch, patched, unpatch
+from mrrope.hf.rope_types import register_on_import, register_rope_types
+from mrrope.ops.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_
+from mrrope.ops.qkv_rotary import deinterleave_heads, interleave_heads, pack_qkv, qkv_rotary, unpack_qkv
+from mrrope.ops.rescale_cache import rescale_cache_
+from mrrope.ops.rotary import rotary, rotary_
+from mrrope.ops.rotary_and_cache import rotary_and_cache_
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
 
 __version__ = Path(__file__).with_name("VERSION").read_text().strip()

@@ -12,7 +12,7 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 
-from mrrope import _core, shipped
+from mrrope import _core, calibrated_tables
 
 METHODS: tuple[str, ...] = tuple(_core.method_names())
 """The names that :func:`frequency_table` takes."""
@@ -225,7 +225,7 @@ class FrequencyTable:
     def load(path: str | Path) -> FrequencyTable:
         """Reads what :meth:`save` wrote, or a table that comes with the package, by its name."""
         try:
-            data = json.loads(shipped.file_of(path).read_text())
+            data = json.loads(calibrated_tables.file_of(path).read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(data, dict):

@@ -19,7 +19,7 @@ struct Scratch {
     Real* sin;
     uint64_t* phases;
 
-    Scratch(double* memory, const QkNormArgs& args) {
+    Scratch(double* memory, const QkNormRotaryArgs& args) {
         const int half = args.rotary.rotary_dim / 2;
         phases = reinterpret_cast<uint64_t*>(memory);
         cos = reinterpret_cast<Real*>(memory + half);
@@ -44,7 +44,7 @@ struct Row {
 };
 
 template <class F>
-void for_each_row(const QkNormArgs& args, const HeadsView& view, int64_t batch, int64_t token, F&& f) {
+void for_each_row(const QkNormRotaryArgs& args, const HeadsView& view, int64_t batch, int64_t token, F&& f) {
     const int heads = args.over == NormOver::head ? 1 : view.heads;
     for (int first = 0; first < view.heads; first += heads) f(Row{batch, token, first, heads, args.rotary.head_dim});
 }
@@ -91,12 +91,12 @@ double sum_of_products(const Real* a, const Real* b, int size) {
 }
 
 template <class Real>
-double inverse_rms(const QkNormArgs& args, const Real* row, int size) {
+double inverse_rms(const QkNormRotaryArgs& args, const Real* row, int size) {
     return 1.0 / std::sqrt(sum_of_products(row, row, size) / size + args.eps);
 }
 
 template <class Storage, class Real>
-void norm_view(const QkNormArgs& args, const HeadsView& view, const void* weights, int64_t batch, int64_t token,
+void norm_view(const QkNormRotaryArgs& args, const HeadsView& view, const void* weights, int64_t batch, int64_t token,
                const Scratch<Real>& scratch) {
     const auto* weight = static_cast<const Storage*>(weights);
     const auto offset = static_cast<Real>(args.weight_offset);
@@ -113,7 +113,7 @@ void norm_view(const QkNormArgs& args, const HeadsView& view, const void* weight
 // With r the inverse root mean square of x, w the weights and v the gradient turned back:
 //     dx = r * (v * w) - x * r^3 * mean(v * w * x)    and    dw = x * r * v.
 template <class Storage, class Real>
-void norm_view_gradient(const QkNormArgs& args, const HeadsView& view, const void* weights,
+void norm_view_gradient(const QkNormRotaryArgs& args, const HeadsView& view, const void* weights,
                         const OutputGradient& gradient, int64_t sum_row, int64_t batch, int64_t token,
                         const Scratch<Real>& scratch) {
     const auto* weight = static_cast<const Storage*>(weights);
@@ -157,7 +157,7 @@ void for_each_token(const RotaryArgs& args, bool conjugate, int64_t begin, int64
 
 }  // namespace
 
-void MRROPE_INSTRUCTION_SET::norm_tokens(const QkNormArgs& args, double* memory, int64_t begin, int64_t end) {
+void MRROPE_INSTRUCTION_SET::norm_tokens(const QkNormRotaryArgs& args, double* memory, int64_t begin, int64_t end) {
     with_storage(args.rotary.dtype, [&](auto storage) {
         using Storage = decltype(storage);
         const Scratch<decltype(load(storage))> scratch(memory, args);
@@ -169,9 +169,9 @@ void MRROPE_INSTRUCTION_SET::norm_tokens(const QkNormArgs& args, double* memory,
     });
 }
 
-void MRROPE_INSTRUCTION_SET::norm_gradient_tokens(const QkNormGradientArgs& args, double* memory, int64_t sum_row,
+void MRROPE_INSTRUCTION_SET::norm_gradient_tokens(const QkNormRotaryGradientArgs& args, double* memory, int64_t sum_row,
                                                   int64_t begin, int64_t end) {
-    const QkNormArgs& call = args.call;
+    const QkNormRotaryArgs& call = args.call;
     with_storage(call.rotary.dtype, [&](auto storage) {
         using Storage = decltype(storage);
         const Scratch<decltype(load(storage))> scratch(memory, call);

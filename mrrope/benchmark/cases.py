@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from mrrope import plain
+from mrrope.benchmark import baseline
 from mrrope.tables import FrequencyTable, frequency_table
 
 LAYOUTS = ("projected", "bhsd", "bshd", "thd")
@@ -109,13 +109,13 @@ class Positions:
     @cached_property
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
         """transformers': both halves, in the dtype of the heads, [1, tokens, rotary_dim]."""
-        cos, sin = plain.cos_sin(self.positions, self.table, self.case.element_type)
+        cos, sin = baseline.cos_sin(self.positions, self.table, self.case.element_type)
         return cos[None], sin[None]
 
     @cached_property
     def cache(self) -> torch.Tensor:
         """vLLM's and FlashInfer's: a row for every position up to the last, cosines and then sines, float32."""
-        cos, sin = plain.cos_sin(
+        cos, sin = baseline.cos_sin(
             torch.arange(self.first + self.case.tokens, device=self.device), self.table, torch.float32
         )
         half = self.case.rotary_dim // 2

@@ -14,8 +14,8 @@ from mrrope.benchmark.cases import CASES
 from mrrope.benchmark.contenders import OURS, TRANSFORMERS
 from mrrope.benchmark.host import host_seconds
 from mrrope.benchmark.measure import measure
-from mrrope.evaluation.extra import needs
-from mrrope.results_stem import checked_stem
+from mrrope.reporting.optional_packages import needs
+from mrrope.reporting.output import checked_stem
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

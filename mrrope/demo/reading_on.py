@@ -19,8 +19,8 @@ from mrrope.demo.library_text import library_texts
 from mrrope.evaluation.perplexity import losses_ahead
 from mrrope.evaluation.reading import Progress, Reader
 from mrrope.evaluation.texts import encode, opening_tokens
-from mrrope.ladder import scales_up_to
-from mrrope.patching import patched
+from mrrope.hf.auto_scale.ladder import scales_up_to
+from mrrope.hf.patch import patched
 from mrrope.tables import FrequencyTable
 
 PLAIN, CALIBRATED = "rope", "calibrated"

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mrrope import pictures
 from mrrope.demo.reading_on import PASS_KEY, Course, Reading
 from mrrope.evaluation.perplexity import perplexity
+from mrrope.reporting import plotting
 
 FORMAT = "mrrope.demo/1"
 POINTS = 80
@@ -86,7 +86,7 @@ def draw(data: dict[str, Any], path: Path) -> Path:
     native = data["native"]
     for method, reading in data["readings"].items():
         points = [point for point in trailing(reading["curve"]) if point[0] >= native // 2]
-        axes.plot(*zip(*points, strict=True), linewidth=1.8, **pictures.line(method))
+        axes.plot(*zip(*points, strict=True), linewidth=1.8, **plotting.line(method))
     axes.axvline(native, color="gray", linewidth=1)
     axes.annotate("trained length", (native, 0.97), xycoords=("data", "axes fraction"), xytext=(-5, 0),
                   textcoords="offset points", ha="right", va="top", color="dimgray")  # fmt: skip
@@ -102,4 +102,4 @@ def draw(data: dict[str, Any], path: Path) -> Path:
     axes.xaxis.set_major_formatter(lambda place, _: short(round(place)))
     axes.grid(alpha=0.3, which="both")
     axes.legend(loc="lower left")
-    return pictures.save(figure, path)
+    return plotting.save(figure, path)

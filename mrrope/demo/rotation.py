@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mrrope import plain
-from mrrope.rotation import rotary
+from mrrope.benchmark import baseline
+from mrrope.ops.rotary import rotary
 from mrrope.tables import FrequencyTable, frequency_table
 
 
@@ -22,7 +22,7 @@ def exact(x: torch.Tensor, positions: torch.Tensor, table: FrequencyTable) -> to
     """The rotation in float64, with phases reduced in integers so that far positions lose nothing."""
     phases = (positions[:, None] * table.turns).double() * (2 * torch.pi / 2**64)
     phases = torch.cat([phases, phases], dim=-1)
-    return plain.apply(x.double(), phases.cos(), phases.sin()) * table.attention_factor
+    return baseline.apply(x.double(), phases.cos(), phases.sin()) * table.attention_factor
 
 
 def relative_errors() -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def relative_errors() -> list[dict[str, Any]]:
             q = torch.randn(1, 8, 64, 128, generator=generator).to(dtype)
             want = exact(q, positions, table)
             ours = rotary(q, None, positions, table)[0]
-            theirs = plain.apply(q, *plain.cos_sin(positions, table, dtype))
+            theirs = baseline.apply(q, *baseline.cos_sin(positions, table, dtype))
             errors = {
                 name: ((got.double() - want).norm() / want.norm()).item()
                 for name, got in (("mrrope", ours), ("plain PyTorch", theirs))
@@ -72,10 +72,10 @@ def times_of(dtype: torch.dtype, device: str) -> tuple[float, float, float]:
     positions = torch.arange(4096, device=device)
     q = torch.randn(1, 32, 4096, 128, device=device).to(dtype)
     k = torch.randn(1, 8, 4096, 128, device=device).to(dtype)
-    cos, sin = plain.cos_sin(positions, table, dtype)
+    cos, sin = baseline.cos_sin(positions, table, dtype)
     return (
         milliseconds(lambda: rotary(q, k, positions, table), device),
-        milliseconds(lambda: (plain.apply(q, cos, sin), plain.apply(k, cos, sin)), device),
+        milliseconds(lambda: (baseline.apply(q, cos, sin), baseline.apply(k, cos, sin)), device),
         milliseconds(lambda: (q.clone(), k.clone()), device),
     )
 

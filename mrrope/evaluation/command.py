@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from mrrope.evaluation import harness, models, report
-from mrrope.evaluation.extra import needs
 from mrrope.evaluation.methods import UNPATCHED, Method, methods_named, try_methods
 from mrrope.evaluation.reading import DEFAULT_CHUNK
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.run import DEFAULT_TRIALS, KNOWN_TASKS, PERPLEXITY, Evaluation
 from mrrope.evaluation.texts import long_documents, text_files
-from mrrope.results_stem import checked_stem
+from mrrope.reporting.optional_packages import needs
+from mrrope.reporting.output import checked_stem
 
 DEFAULT_METHODS = "rope,yarn,mrrope_uni,mrrope_pro"
 

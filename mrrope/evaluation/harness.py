@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mrrope.evaluation.extra import needs
+from mrrope.reporting.optional_packages import needs
 
 PACKAGE = "lm_eval"
 NAME = "lm-evaluation-harness"

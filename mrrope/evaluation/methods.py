@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from mrrope import shipped
-from mrrope.patching import patched
+from mrrope import calibrated_tables
+from mrrope.hf.patch import patched
+from mrrope.table_lookup import is_table_name
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
-from mrrope.trained import is_table_name
 
 UNPATCHED = "unpatched"
 """The model as it comes, with its own table and its own code."""
@@ -57,7 +57,7 @@ def methods_named(names: Sequence[str], **options: Any) -> list[Method]:
     methods = []
     for name in dict.fromkeys(names):
         if name != UNPATCHED and name not in METHODS and not is_table_name(name):
-            known = ", ".join([UNPATCHED, *METHODS, *shipped.names()])
+            known = ", ".join([UNPATCHED, *METHODS, *calibrated_tables.names()])
             raise ValueError(f"methods must be {known} or tables' .json files, got {name!r}")
         try:
             if is_table_name(name):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mrrope.evaluation.extra import needs
+from mrrope.reporting.optional_packages import needs
 
 MOST_SAID = 300
 """Characters of what another library says."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mrrope.following import expecting, followers_in
+from mrrope.hf.auto_scale.follower import expecting, followers_in
 
 DEFAULT_CHUNK = 4096
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from mrrope import pictures
-from mrrope.evaluation.extra import needs
+from mrrope.reporting import plotting
+from mrrope.reporting.optional_packages import needs
 
 FIGURES = {"perplexity": {"perplexity": "perplexity", "second_half_perplexity": "perplexity of the second half"}}
 """What is shown of a task: the field of its figures, and the name for it; for other tasks the share that was right."""
@@ -66,7 +66,7 @@ def draw_lines(figure: Any, task: str, by_method: dict[str, dict[str, Any]]) -> 
             for method, by_length in by_method.items()
         }
         for method, line in lines.items():
-            axes.plot(line.keys(), line.values(), marker="o", markersize=4, **pictures.line(Path(method).name))
+            axes.plot(line.keys(), line.values(), marker="o", markersize=4, **plotting.line(Path(method).name))
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45, ha="right")
         axes.minorticks_off()

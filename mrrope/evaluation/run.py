@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from mrrope.evaluation import harness
-from mrrope.evaluation.extra import needs
 from mrrope.evaluation.methods import Method
 from mrrope.evaluation.perplexity import DocumentLoss, document_losses, perplexity
 from mrrope.evaluation.prompts import Haystack
@@ -18,6 +17,7 @@ from mrrope.evaluation.reading import DEFAULT_CHUNK, Progress, greedy_answers
 from mrrope.evaluation.results import EvaluationStoppedError, Results
 from mrrope.evaluation.tasks import TASKS
 from mrrope.evaluation.texts import Document
+from mrrope.reporting.optional_packages import needs
 
 PERPLEXITY = "perplexity"
 KNOWN_TASKS = (PERPLEXITY, *TASKS)

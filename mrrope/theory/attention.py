@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mrrope.model_rope import is_local
-from mrrope.patching import patched
+from mrrope.hf.patch import patched
+from mrrope.hf.rope_config import is_local
 from mrrope.tables import FrequencyTable
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from mrrope.demo.library_text import library_texts
 from mrrope.evaluation import models
-from mrrope.evaluation.extra import needs
 from mrrope.evaluation.texts import encode, opening_tokens
-from mrrope.model_rope import global_settings
-from mrrope.results_stem import checked_stem
+from mrrope.hf.rope_config import global_settings
+from mrrope.reporting.optional_packages import needs
+from mrrope.reporting.output import checked_stem
 from mrrope.theory import drawing, figures
 from mrrope.theory.figures import Setting
 

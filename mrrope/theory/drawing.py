@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mrrope import pictures
-from mrrope.evaluation.extra import needs
+from mrrope.reporting import plotting
+from mrrope.reporting.optional_packages import needs
 
 Data = dict[str, Any]
 
@@ -43,7 +43,7 @@ def draw_scale(figure: Any, data: Data) -> None:
     for axes, (scale, by_method) in zip(figure.subplots(1, 2), data["scale"].items(), strict=True):
         shade_middle(axes, data)
         for method, values in by_method.items():
-            axes.plot(values, linewidth=1.8, **pictures.line(method))
+            axes.plot(values, linewidth=1.8, **plotting.line(method))
         axes.set_yscale("log", base=2)
         axes.set_yticks([2**i for i in range(int(float(scale)).bit_length())])
         axes.yaxis.set_major_formatter("{x:g}")
@@ -58,7 +58,7 @@ def draw_radix(figure: Any, data: Data) -> None:
     axes = figure.subplots()
     shade_middle(axes, data)
     for method, found in data["radix"].items():
-        style = pictures.line(method)
+        style = plotting.line(method)
         style["label"] = f"{method}: {found['trend']}"
         axes.plot(found["factors"], marker=".", linewidth=1.5, **style)
     axes.set(title=of_setting(data), xlabel=PAIRS, ylabel=r"radix factor $\lambda_i = s_{i+1} / s_i$")
@@ -78,7 +78,7 @@ def draw_digits(figure: Any, data: Data) -> None:
         left.plot(positions, values, color=colormaps["viridis"](i / len(bases)), label=f"base {float(base):,.0f}")
     left.set(title="plain RoPE, by base", ylabel=r"$\hat m$ / number of pairs")
     for method, values in data["digits"]["by_method"].items():
-        right.plot(positions, values, **pictures.line(method))
+        right.plot(positions, values, **plotting.line(method))
     right.set(title=f"by method, scale {data['setting']['scale']:g}")
     for axes in (left, right):
         axes.plot(positions, positions, color="lightgray", linewidth=1, zorder=0, label="$m$ itself")
@@ -92,7 +92,7 @@ def ticks(data: Data) -> tuple[list[int], list[str]]:
     """Every fourth of the extended context."""
     reach = int(data["setting"]["original_max_position"] * data["setting"]["scale"])
     places = [reach * i // 4 for i in range(5)]
-    return places, [pictures.thousands(place) if place else "0" for place in places]
+    return places, [plotting.thousands(place) if place else "0" for place in places]
 
 
 def draw_similarity(figure: Any, data: Data) -> None:
@@ -103,7 +103,7 @@ def draw_similarity(figure: Any, data: Data) -> None:
     for axes, (name, title) in zip(panels, (("all", "all pairs"), ("middle", "middle pairs")), strict=True):
         axes.axhline(0, color="gray", linewidth=1)
         for method, found in data["similarity"][name].items():
-            zero, style = found["first_zero"], pictures.line(method)
+            zero, style = found["first_zero"], plotting.line(method)
             style["label"] = f"{method}: {'none' if zero is None else f'{zero:,}'}"
             axes.plot(distances, found["dips"], linewidth=1.5, **style)
             if zero is not None:
@@ -124,7 +124,7 @@ def draw_attention(figure: Any, data: Data) -> None:
     titles = {"mean": "mean score of the middle pairs", "wavering": "its wavering from distance to distance"}
     for axes, (name, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         for method, curves in found["methods"].items():
-            axes.plot(found["distances"], curves[name], linewidth=1.5, **pictures.line(method))
+            axes.plot(found["distances"], curves[name], linewidth=1.5, **plotting.line(method))
         mark_native(axes, found["setting"])
         axes.set(xscale="log", xlabel="distance (tokens)", title=title)
         axes.grid(alpha=0.3)
@@ -150,5 +150,5 @@ def draw(data: Data, stem: Path) -> list[Path]:
     for name in (name for name in FIGURES if name in data):
         figure = Figure(layout="constrained")
         FIGURES[name](figure, data)
-        paths.append(pictures.save(figure, stem.with_name(f"{stem.name}.{name}.png")))
+        paths.append(plotting.save(figure, stem.with_name(f"{stem.name}.{name}.png")))
     return paths

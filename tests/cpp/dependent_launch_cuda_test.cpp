@@ -10,7 +10,7 @@
 #include "device_memory.h"
 #include "foreign_kernels.h"
 #include "mrrope/frequency_table.h"
-#include "mrrope/rescale.h"
+#include "mrrope/rescale_cache.h"
 #include "mrrope/rotary.h"
 #include "on_gpu.h"
 
@@ -54,18 +54,18 @@ public:
     }
 
     void rescale(cudaStream_t stream) const {
-        rescale_cuda({.keys = keys_,
-                      .strides = {.token = head_dim},
-                      .positions = args_.positions,
-                      .tables = args_.table,
-                      .table_count = 2,
-                      .from = zero_.as<int32_t>(),
-                      .to = one_.as<int32_t>(),
-                      .batch = 1,
-                      .tokens = tokens,
-                      .heads = 1,
-                      .rotary_dim = head_dim},
-                     stream);
+        rescale_cache_cuda({.keys = keys_,
+                            .strides = {.token = head_dim},
+                            .positions = args_.positions,
+                            .tables = args_.table,
+                            .table_count = 2,
+                            .from = zero_.as<int32_t>(),
+                            .to = one_.as<int32_t>(),
+                            .batch = 1,
+                            .tokens = tokens,
+                            .heads = 1,
+                            .rotary_dim = head_dim},
+                           stream);
     }
 
 private:

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "dependent_launch.cuh"
+#include "device/dependent_launch.cuh"
 #include "foreign_kernels.h"
 
 namespace mrrope::testing {

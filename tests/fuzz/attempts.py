@@ -12,7 +12,7 @@ import mrrope
 from fuzz import exact
 from fuzz.exact import Steps
 from fuzz.op_cases import OpCase, Tensors
-from mrrope import traced_rotation
+from mrrope.ops import decompositions
 from mrrope.tables import packed_stack
 
 Arguments = dict[str, Any]
@@ -255,9 +255,9 @@ class RotaryAttempt(Attempt):
             positions = positions[None]
         heads, options = self.heads_of(arguments), (self.case.layout, self.case.pairing, self.case.conjugate)
         if not self.is_norm:
-            return traced_rotation.rotary(heads, positions, table, *options)
+            return decompositions.rotary(heads, positions, table, *options)
         norm = (arguments["eps"], arguments["weight_offset"], arguments["over"])
-        return traced_rotation.qk_norm_rotary(heads, self.weights_of(arguments), positions, table, *norm, *options)
+        return decompositions.qk_norm_rotary(heads, self.weights_of(arguments), positions, table, *norm, *options)
 
 
 def float32_or_more(case: OpCase) -> float:

@@ -17,8 +17,8 @@ import mrrope
 from fuzz.model_cases import ModelCase
 from fuzz.reading import difference, read
 from fuzz.shrinking import CaseError, draw, raised
-from mrrope.embeddings import SwappedTable, TableRotaryEmbedding
-from mrrope.patching import is_patched
+from mrrope.hf.patch import is_patched
+from mrrope.hf.rotary_embedding import SwappedTable, TableRotaryEmbedding
 
 # How many times the effect of one rounding, of embeddings and of frequencies, two right readings may be apart.
 ROUNDINGS = 16.0

@@ -1,1 +1,0 @@
-"""What README and docs show of the results: tables, and the figures that sentences quote."""

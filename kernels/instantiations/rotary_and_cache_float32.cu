@@ -1,0 +1,3 @@
+#include "rotary_and_cache_kernel.cuh"
+
+template void mrrope::launch_rotary_and_cache<float>(const RotaryAndCacheArgs&, const RotaryPlan&, cudaStream_t);

@@ -1,3 +1,0 @@
-#include "rotary_cache_kernel.cuh"
-
-template void mrrope::launch_rotary_cache<double>(const RotaryCacheArgs&, const RotaryPlan&, cudaStream_t);

@@ -1,0 +1,188 @@
+"""The command ``mrrope``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from mrrope import __version__
+from mrrope.benchmark import command as benchmark_command
+from mrrope.calibration import command as calibration_command
+from mrrope.demo import command as demo_command
+from mrrope.evaluation import command as evaluation_command
+from mrrope.evaluation.results import EvaluationStoppedError
+from mrrope.export.gguf import export_gguf
+from mrrope.export.hf_config import ENGINES, export_config
+from mrrope.tables import METHODS, FrequencyTable, frequency_table
+from mrrope.theory import command as theory_command
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every command and its options."""
+    top = argparse.ArgumentParser(prog="mrrope", description="Mixed-radix rotary position embeddings.")
+    top.add_argument("--version", action="version", version=f"mrrope {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+
+    table = commands.add_parser("table", help="build a frequency table and print or save it")
+    table.add_argument("method", choices=METHODS)
+    table.add_argument("--rotary-dim", type=int, required=True, metavar="N", help="components of a head that rotate")
+    table.add_argument("--base", type=float, required=True, help="RoPE's theta")
+    table.add_argument("--original-max-position", type=float, required=True, metavar="N", help="the trained length")
+    add_table_options(table)
+    table.add_argument("--json", action="store_true", help="print the table as JSON")
+    table.add_argument("--save", metavar="FILE", help="write the table's JSON to a file")
+    table.set_defaults(run=run_table)
+
+    export = commands.add_parser("export", help="write a model's configuration, or its GGUF, for an engine")
+    export.add_argument("model", metavar="MODEL", help="a model's folder, its config.json, or a .gguf file")
+    chosen = export.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--method", choices=METHODS)
+    chosen.add_argument("--table", metavar="FILE", help="a table's JSON, instead of a method")
+    export.add_argument("--engine", choices=(*ENGINES, "llama.cpp"), required=True, help="who is to read it")
+    export.add_argument(
+        "--original-max-position", type=float, metavar="N", help="start over from plain RoPE, trained on N tokens"
+    )
+    export.add_argument("--local-layers", action="store_true", help="extend layers that see only a window, too")
+    add_table_options(export)
+    export.add_argument("--output", metavar="FILE", help="where to write it (default: print the configuration)")
+    export.add_argument("--json", action="store_true", help="print the configuration, or the GGUF's table, as JSON")
+    export.set_defaults(run=run_export)
+
+    evaluation = commands.add_parser("eval", help="compare methods on a model: perplexity by length, retrieval tasks")
+    evaluation_command.add_options(evaluation)
+    evaluation.set_defaults(run=evaluation_command.run)
+
+    benchmark = commands.add_parser("bench", help="time the rotation here, beside a copy, transformers and its peers")
+    benchmark_command.add_options(benchmark)
+    benchmark.set_defaults(run=benchmark_command.run)
+
+    calibration = commands.add_parser("calibrate", help="find the table that suits a model, on a text of yours")
+    calibration_command.add_options(calibration)
+    calibration.set_defaults(run=calibration_command.run)
+
+    plot = commands.add_parser("plot", help="draw what the theory says of the methods' tables, and of a model's heads")
+    theory_command.add_options(plot)
+    plot.set_defaults(run=theory_command.run)
+
+    shown = commands.add_parser("demo", help="let a real model read past its native length, by several methods")
+    demo_command.add_options(shown)
+    shown.set_defaults(run=demo_command.run)
+    return top
+
+
+def add_table_options(command: argparse.ArgumentParser) -> None:
+    """The options that shape a table; those not given are left to the method."""
+    command.add_argument("--scale", type=float, default=1.0, help="by how much to extend it (default: %(default)s)")
+    command.add_argument("--alpha", type=float, help="slow bound in rotations (default: 1)")
+    command.add_argument("--beta", type=float, help="fast bound in rotations (default: 32)")
+    command.add_argument("--bounds", type=int, nargs=2, metavar=("D_L", "D_H"), help="bounds as pair indices")
+    command.add_argument("--power", type=float, help="for mrrope_pow")
+    command.add_argument("--factors", type=float, nargs="+", metavar="F", help="for radix and longrope")
+    command.add_argument("--attention-factor", type=float, metavar="F", help="instead of the method's own")
+
+
+def table_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What was given of :func:`add_table_options`, but for the scale."""
+    names = ("alpha", "beta", "bounds", "power", "factors", "attention_factor")
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+
+
+def run_table(options: argparse.Namespace) -> None:
+    """``mrrope table``."""
+    table = frequency_table(
+        options.method,
+        rotary_dim=options.rotary_dim,
+        base=options.base,
+        original_max_position=options.original_max_position,
+        scale=options.scale,
+        **table_options(options),
+    )
+    if options.save:
+        table.save(options.save)
+    if options.json:
+        print(json.dumps(table.to_dict()))
+    else:
+        print_table(table)
+
+
+def print_table(table: FrequencyTable) -> None:
+    """One row a pair."""
+    print(table)
+    print(f"{'pair':>5}{'inv_freq':>26}{'wavelength':>16}{'cumulative scale':>19}{'radix factor':>15}")
+    factors = [*table.radix_factors.tolist(), None]
+    rows = zip(table.inv_freq.tolist(), table.cumulative_scale.tolist(), factors, strict=True)
+    for pair, (frequency, scale, factor) in enumerate(rows):
+        wavelength = math.tau / frequency
+        last = "" if factor is None else f"{factor:15.6f}"
+        print(f"{pair:>5}{frequency:26.17g}{wavelength:16.2f}{scale:19.6f}{last}")
+
+
+def run_export(options: argparse.Namespace) -> None:
+    """``mrrope export``."""
+    method = Path(options.table) if options.table else options.method
+    given = {"scale": options.scale, **table_options(options)}
+    if options.original_max_position is not None:
+        given["original_max_position"] = options.original_max_position
+    if options.engine == "llama.cpp":
+        if options.local_layers:
+            raise ValueError("--local-layers is for configurations; the llama architecture has no such layers")
+        if not options.output:
+            raise ValueError("--engine llama.cpp needs --output FILE")
+        if Path(options.model).suffix != ".gguf":
+            raise ValueError(f"--engine llama.cpp needs a .gguf file, got {options.model}")
+        exported = export_gguf(options.model, options.output, method, **given).to_dict()
+    else:
+        if Path(options.model).suffix == ".gguf":
+            raise ValueError(f"--engine {options.engine} needs a model's folder or config.json, got {options.model}")
+        exported = export_config(
+            options.model, method, engine=options.engine, local_layers=options.local_layers, **given
+        )
+        if options.output:
+            write_config(exported, Path(options.output), Path(options.model))
+    if options.json or not options.output:
+        print(json.dumps(exported, indent=2, allow_nan=False))
+    else:
+        print(f"{options.output}: for {options.engine}")
+
+
+def write_config(config: dict[str, Any], output: Path, source: Path) -> None:
+    """Writes a configuration to a file or into a folder, but not over the one it comes from."""
+    output, source = (path / "config.json" if path.is_dir() else path for path in (output, source))
+    if output.exists() and output.samefile(source):
+        raise ValueError(f"--output must be another file than the model's own {output}")
+    output.write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
+
+
+def run_command(arguments: list[str] | None) -> int:
+    """Parses and runs; errors in the input and Ctrl-C are one line, not a traceback."""
+    options = parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except BrokenPipeError:
+        raise
+    except (ValueError, TypeError, OSError, ImportError, EvaluationStoppedError) as error:
+        print(f"mrrope {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as interrupt:
+        print(f"mrrope {options.command}:", "; ".join(["interrupted", *interrupt.args]), file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    try:
+        try:
+            return run_command(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of a pipe, such as head, has what it wants. Python flushes stdout once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE

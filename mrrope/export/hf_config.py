@@ -1,0 +1,361 @@
+"""A frequency table as configuration of transformers, vLLM and SGLang.
+
+Engines that know nothing of mrrope know ``longrope``, which divides every frequency by a number of its own: a table's
+cumulative scales. Its attention factor goes beside them. What a model does is not looked up but asked of transformers:
+its code, given the configuration, says how the model rotates, and then whether the exported one gives the table.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mrrope.hf import rope_config, rotary_embedding
+from mrrope.hf.rope_types import OPTIONS, ROPE_TYPES, register_rope_types
+from mrrope.table_lookup import STARTING_OVER, Trained, table_for
+from mrrope.tables import FrequencyTable
+
+ENGINES = ("transformers", "transformers-longrope", "vllm", "sglang")
+
+REPLACED = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", *OPTIONS}
+REPLACED |= {"truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"}
+REPLACED |= {"short_factor", "long_factor", "short_mscale", "long_mscale"}
+"""Keys of ``rope_parameters`` that say how RoPE is extended; the others, as ``mrope_section``, stay."""
+
+FLOAT_TAG = "__float__"
+"""How transformers writes numbers that JSON lacks: ``{"__float__": "Infinity"}``."""
+
+MSCALES_READ = {"phimoe"}
+"""Model types that take the attention factor from ``short_mscale`` and ``long_mscale`` in transformers, too."""
+
+LONGROPE_UNREAD = {
+    "vllm": {"gpt_oss": "always builds YaRN", "dbrx": "always builds plain RoPE"},
+    "sglang": {"grok": "builds its own scaling"},
+}
+"""Model types whose code in an engine does not look at the ``rope_type`` of the configuration, and what it does."""
+
+
+def export_config(
+    config: Any,
+    method: str | FrequencyTable | Path,
+    *,
+    scale: float = 1.0,
+    engine: str = "vllm",
+    local_layers: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """The configuration, as ``config.json`` has it, of a model patched by ``mrrope.patch`` with the same arguments.
+
+    Args:
+        config: a configuration of transformers, its dict, the path of a ``config.json`` or of its folder, or a model.
+        method: a method's name, a ready :class:`FrequencyTable`, or the path of its JSON.
+        scale: by how much to extend the context, with a method's name.
+        engine: who is to read it. ``transformers`` gives one of mrrope's own rope types, short and readable, for
+            programs that import mrrope; the others give ``longrope`` and need no mrrope: ``transformers-longrope``,
+            ``vllm``, ``sglang``.
+        local_layers: whether layers that see only a window, and have a RoPE of their own, are extended too.
+        options: more arguments of :func:`frequency_table`.
+
+    Raises:
+        ValueError, TypeError: naming the argument, or saying what the engine cannot express and why.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    register_rope_types()
+    data, parsed = read_config(config)
+    text = parsed.get_text_config()
+    model, rotary = _empty_model(text)
+    if engine in LONGROPE_UNREAD:
+        _check_engine(engine, text, model, rotary)
+
+    extended: dict[str | None, FrequencyTable] = {}
+    for layer_type in rope_config.layer_types(rotary):
+        if rope_config.is_local(layer_type) and not local_layers:
+            continue
+        own = rope_config.settings(rotary, layer_type)
+        if not own.turning.all():
+            raise ValueError(
+                f"some pairs of {text.model_type} do not rotate, which no rope_type for other frequencies can say; "
+                "use mrrope.patch"
+            )
+        table = exportable_table(own, method, scale, options)
+        if own.changes_with_length and table.is_like(own.table):
+            raise ValueError(f"method must extend {text.model_type}, whose own table changes with the length of a text")
+        if engine == "transformers" and own.native is not None and options.keys().isdisjoint(STARTING_OVER):
+            raise ValueError(
+                f"mrrope's rope types start from plain RoPE, and {text.model_type} rotates by other frequencies; "
+                "engine='transformers-longrope' takes every table, original_max_position or base start over"
+            )
+        extended[layer_type] = table
+
+    if not extended:
+        raise ValueError(f"all layers of {text.model_type} see a window only; local_layers=True extends them too")
+    longest = max(table.original_max_position * table.scale for table in extended.values())
+    length = max(int(longest), getattr(text, "max_position_embeddings", None) or 0)
+    parameters = copy.deepcopy(text.rope_parameters)
+    for layer_type, table in extended.items():
+        old = parameters if layer_type is None else parameters[layer_type]
+        new = {key: value for key, value in old.items() if key not in REPLACED}
+        new |= _registered_type(table, method, options) if engine == "transformers" else _longrope(table)
+        if engine != "transformers" and "original_max_position_embeddings" in old:
+            # Attention may depend on it too, as Ministral 3's does; short and long factors are the same either way.
+            new["original_max_position_embeddings"] = old["original_max_position_embeddings"]
+        if text.model_type in MSCALES_READ:
+            new |= _mscales(table.attention_factor)
+        if layer_type is None:
+            parameters = new
+            continue
+        parameters[layer_type] = new
+        if engine != "transformers":
+            # Past the original length transformers 5.17 goes over to the long factors, and raises doing so a second
+            # time where each kind of layer has a RoPE. Both are the same here, and the short ones may serve.
+            new |= {"original_max_position_embeddings": length, "factor": 1.0}
+
+    legacy = engine != "transformers"
+    exported = _with_rope(data, parsed, parameters, length, legacy=legacy)
+    _check_exported(_parse(type(parsed), exported).get_text_config(), model, extended)
+    if engine in LONGROPE_UNREAD:
+        # They take the factor from these two keys, of which transformers knows nothing.
+        parameters |= _mscales(parameters["attention_factor"])
+    if engine == "sglang":
+        # It goes from the short factors to the long ones where a position exceeds the original length, but keeps the
+        # short ones for positions below it, so that at the length itself it would rotate by position 0. Both are
+        # the same here, and the short ones may serve all positions.
+        parameters["original_max_position_embeddings"] = length
+    return _with_rope(data, parsed, parameters, length, legacy=legacy)
+
+
+def exportable_table(
+    trained: Trained, method: str | FrequencyTable | Path, scale: float, options: dict[str, Any]
+) -> FrequencyTable:
+    """As :func:`table_for`; engines know tables by their cumulative scales only."""
+    table = table_for(trained, method, scale, options)
+    if not table.cumulative_scale.numel():
+        raise ValueError(f"method must be a table with cumulative scales, and {table!r} has none")
+    return table
+
+
+def read_config(config: Any) -> tuple[dict[str, Any], Any]:
+    """A configuration as ``config.json`` has it, a copy, and as transformers has it."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    if isinstance(config, nn.Module):
+        config = getattr(config, "config", None)
+    if isinstance(config, PreTrainedConfig):
+        return json.loads(config.to_json_string()), copy.deepcopy(config)
+    if isinstance(config, (str, Path)):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise FileNotFoundError(f"config must be a config.json or a folder with one, and there is no {path}")
+        try:
+            config = json.loads(path.read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise TypeError(
+            "config must be a configuration of transformers, its dict, its path or a model of transformers, "
+            f"got {type(config).__name__}"
+        )
+    model_type = config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(f"config must have a model_type that transformers knows, got {model_type!r}")
+    data = _strict_json(config)
+    return data, _parse(CONFIG_MAPPING[model_type], data)
+
+
+def _strict_json(value: Any) -> Any:
+    """A copy that JSON has a form for, infinities too."""
+    if isinstance(value, dict):
+        return {key: _strict_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {FLOAT_TAG: json.dumps(value)}
+    return copy.deepcopy(value)
+
+
+def _from_strict_json(value: Any) -> Any:
+    """The opposite of :func:`_strict_json`."""
+    if isinstance(value, dict):
+        if value.keys() == {FLOAT_TAG}:
+            return float(value[FLOAT_TAG])
+        return {key: _from_strict_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_from_strict_json(item) for item in value]
+    return copy.deepcopy(value)
+
+
+def _parse(config_class: Any, data: dict[str, Any]) -> Any:
+    try:
+        return config_class.from_dict(_from_strict_json(data))
+    except Exception as error:  # of one of transformers' many kinds
+        reason = " ".join(str(error).split())
+        raise ValueError(f"transformers refuses this configuration of {data['model_type']}: {reason}") from error
+
+
+def _empty_model(text: Any) -> tuple[nn.Module, nn.Module]:
+    """A model without weights, and its rotary embedding with its frequencies."""
+    from transformers import MODEL_MAPPING, AutoModel
+
+    try:
+        build = AutoModel.from_config if type(text) in MODEL_MAPPING else _class_in_modeling_file(text)
+        with torch.device("meta"):
+            model = build(text)
+    except Exception as error:  # of one of transformers' many kinds
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"transformers cannot build a {text.model_type} of this configuration: {reason}") from error
+    rotaries = list(rope_config.rotary_embeddings(model))
+    if not rotaries:
+        raise ValueError(f"config must be of a model with rotary position embeddings, and {text.model_type} has none")
+    own: list[Any] = [rotary.config for rotary in rotaries]
+    if any(type(one) is not type(text) or one.rope_parameters != text.rope_parameters for one in own):
+        raise ValueError(
+            f"mrrope has no export of {text.model_type}: parts of it have RoPEs that differ from rope_parameters; "
+            "use mrrope.patch"
+        )
+    return model, type(rotaries[0])(config=text)
+
+
+def _class_in_modeling_file(text: Any) -> type[nn.Module]:
+    """The model of a configuration that ``AutoModel`` does not know, such as a text model's by itself."""
+    modeling = importlib.import_module(type(text).__module__.replace("configuration_", "modeling_"))
+    for _, found in inspect.getmembers(modeling, inspect.isclass):
+        if issubclass(found, nn.Module) and found.__dict__.get("config_class") is type(text):
+            return found
+    raise ValueError(f"{modeling.__name__} has no model for a {type(text).__name__}")
+
+
+def _check_engine(engine: str, text: Any, model: nn.Module, rotary: nn.Module) -> None:
+    """Raises where the longrope of vLLM or SGLang cannot do what the model does."""
+
+    def cannot(why: str) -> ValueError:
+        return ValueError(f"{engine} cannot run {text.model_type} by another table: {why}")
+
+    if text.model_type in LONGROPE_UNREAD[engine]:
+        raise cannot(f"its code there {LONGROPE_UNREAD[engine][text.model_type]}, whatever the configuration says")
+    if getattr(text, "dual_chunk_attention_config", None):
+        raise cannot("with dual_chunk_attention_config it always rotates by plain RoPE")
+    if rope_config.layer_types(rotary) != [None]:
+        # Some models there read nested rope_parameters, others do not; which is not known here.
+        raise ValueError(f"mrrope has no export of {text.model_type} for {engine}: each kind of its layers has a RoPE")
+    pairs = getattr(rotary, rope_config.FREQUENCIES).numel()
+    if rope_config.position_row(rotary, None, pairs) is not None:
+        raise cannot("it has M-RoPE, and longrope there takes one position a token")
+    try:
+        found = rotary_embedding.functions_for(model, rotary)
+    except rotary_embedding.UnfusableError as reason:
+        raise cannot(f"longrope there pairs component i with i + rotary_dim / 2, but {reason}") from None
+    if any(function.convention.pairing != "halves" or function.convention.turns_last for function in found):
+        raise cannot("longrope there pairs component i with i + rotary_dim / 2, and this model pairs others")
+
+
+def _number(value: float) -> float | int:
+    """Whole numbers as configurations have them."""
+    return int(value) if value == int(value) else value
+
+
+def _longrope(table: FrequencyTable) -> dict[str, Any]:
+    factors = table.cumulative_scale.tolist()
+    return {
+        "rope_type": "longrope",
+        "rope_theta": table.base,
+        "factor": table.scale,
+        "original_max_position_embeddings": _number(table.original_max_position),
+        "short_factor": factors,
+        "long_factor": list(factors),
+        "attention_factor": table.attention_factor,
+    }
+
+
+def _mscales(attention_factor: float) -> dict[str, float]:
+    return {"short_mscale": attention_factor, "long_mscale": attention_factor}
+
+
+def _registered_type(table: FrequencyTable, method: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The table as one of mrrope's rope types; by the options it was made with, or else by its bounds."""
+    parameters: dict[str, Any] = {
+        "rope_type": table.method,
+        "rope_theta": table.base,
+        "factor": table.scale,
+        "original_max_position_embeddings": _number(table.original_max_position),
+    }
+    if table.method not in ROPE_TYPES:
+        raise ValueError(
+            f"transformers gets no rope_type {table.method!r} from mrrope, only {', '.join(ROPE_TYPES)}; "
+            "engine='transformers-longrope' takes every table"
+        )
+    if method == table.method:
+        return parameters | {key: options[argument] for key, argument in OPTIONS.items() if argument in options}
+    if table.method in ("mrrope_pro", "mrrope_uni"):
+        assert table.bounds is not None
+        return parameters | {"bounds": list(table.bounds), "attention_factor": table.attention_factor}
+    raise ValueError(
+        f"a ready table of {table.method!r} does not tell what it was made with; name the method and its options, or "
+        "use engine='transformers-longrope', which takes every table"
+    )
+
+
+def _section(data: dict[str, Any], parsed: Any, text: Any) -> dict[str, Any]:
+    """The part of a configuration's dict that is the text model's."""
+    if parsed is text:
+        return data
+    for name in parsed.sub_configs:
+        sub = getattr(parsed, name, None)
+        if sub is not None and sub.get_text_config() is text:
+            return _section(data.setdefault(name, {}), sub, text)
+    raise ValueError(f"config must hold its text model's configuration, and that of {parsed.model_type} does not")
+
+
+def _with_rope(
+    data: dict[str, Any], parsed: Any, parameters: dict[str, Any], length: int, *, legacy: bool
+) -> dict[str, Any]:
+    """A configuration's dict with other RoPE: where transformers 5 looks for it, and where 4 does if ``legacy``."""
+    exported = copy.deepcopy(data)
+    text = parsed.get_text_config()
+    section = _section(exported, parsed, text)
+    for key in ("rope_scaling", "rope_theta"):
+        section.pop(key, None)
+    section[text.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = length
+    section["rope_parameters"] = copy.deepcopy(parameters)
+    if "rope_type" not in parameters:
+        return exported  # One for each kind of layer, of which transformers 4 knows nothing.
+    if hasattr(text, "original_max_position_embeddings"):
+        section["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
+    if legacy:
+        section["rope_theta"] = parameters["rope_theta"]
+        section["rope_scaling"] = {key: value for key, value in parameters.items() if key != "rope_theta"}
+        if "partial_rotary_factor" in parameters:
+            section["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+        if getattr(text, "head_dim", 1) is None:
+            section["head_dim"] = text.hidden_size // text.num_attention_heads
+    return exported
+
+
+def _check_exported(text: Any, model: nn.Module, tables: dict[str | None, FrequencyTable]) -> None:
+    """Raises where transformers, reading the exported configuration, would do something else than a patched model."""
+    again, rotary = _empty_model(text)
+    for layer_type, table in tables.items():
+        found: torch.Tensor = getattr(rotary, rope_config.attribute(layer_type, rope_config.FREQUENCIES))
+        factor: float = getattr(rotary, rope_config.attribute(layer_type, "attention_scaling"))
+        right = found.shape == table.inv_freq.shape and torch.allclose(found.double(), table.inv_freq, 1e-5, 0.0)
+        if not right or abs(factor - table.attention_factor) > 1e-6:
+            raise ValueError(
+                f"transformers does not take the frequencies of {text.model_type} from rope_parameters alone, so that "
+                "no configuration can replace them; use mrrope.patch"
+            )
+    # DeepSeek's YaRN is a factor of the attention's logits, too.
+    before, after = ([getattr(module, "scaling", None) for module in made.modules()] for made in (model, again))
+    if before != after:
+        raise ValueError(
+            f"the attention of {text.model_type} is scaled by the rope_parameters that were to be replaced, so that no "
+            "configuration gives what mrrope.patch does"
+        )

@@ -1,0 +1,1 @@
+"""``patch(model, method, scale="auto")``: a scale per sequence that follows its length."""

@@ -1,0 +1,81 @@
+"""Tables for longer and longer texts: which scale a text is read with follows from its length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrrope.table_lookup import STARTING_OVER, Trained, table_for
+from mrrope.tables import FrequencyTable
+
+DEFAULT_REACH = 16.0
+"""Where ladders end unless told: this many times the native length."""
+
+Step = str | FrequencyTable | Path
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Tables of one rotary_dim, and how many tokens each reaches. The last takes all that is longer, too."""
+
+    tables: tuple[FrequencyTable, ...]
+    reaches: tuple[float, ...]
+    reserve: int | None = None
+    """How many new tokens ``generate`` leaves room for; None: as many as it may write."""
+
+    @staticmethod
+    def of_one(table: FrequencyTable) -> Ladder:
+        """A fixed table, whatever the length."""
+        return Ladder((table,), (math.inf,))
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether there is nothing to choose."""
+        return len(self.tables) == 1
+
+
+def scales_up_to(max_scale: float) -> list[float]:
+    """2, 4, 8 and so on, and the largest itself."""
+    scales = [2.0**i for i in range(1, math.ceil(math.log2(max_scale)))]
+    return [*scales, float(max_scale)]
+
+
+def ladder_for(
+    trained: Trained,
+    native: FrequencyTable,
+    method: Step | Sequence[Step],
+    max_scale: float | None,
+    options: dict[str, Any],
+) -> Ladder:
+    """The model's own table up to the length that it reads as it is, then a method's by growing scales, or ready
+    tables, one a step."""
+    native_length = trained.original_max_position
+    if native_length is None:
+        raise ValueError("scale must be a number for this model: its configuration does not say how far it reads")
+    if isinstance(method, Sequence) and not isinstance(method, str):
+        if max_scale is not None or options.keys() - STARTING_OVER:
+            given = {**({"max_scale": max_scale} if max_scale is not None else {}), **options}
+            raise ValueError(f"method is a list of ready tables, which leaves no room for {given}")
+        steps = [table_for(trained, step, 1.0, options) for step in method]
+    else:
+        if isinstance(method, FrequencyTable):
+            raise ValueError("method must be a method's name or a list of tables with scale='auto', got one table")
+        if max_scale is None:
+            start = (trained.arguments(options) | options)["original_max_position"]
+            max_scale = DEFAULT_REACH * native_length / start
+        if not isinstance(max_scale, (int, float)) or not 1.0 < max_scale < math.inf:
+            raise ValueError(f"max_scale must be a number above 1, got {max_scale!r}")
+        steps = [table_for(trained, method, scale, options) for scale in scales_up_to(max_scale)]
+    reach = {table: table.original_max_position * table.scale for table in steps}
+    longer = sorted((table for table in steps if reach[table] > native_length), key=lambda table: reach[table])
+    if len({reach[table] for table in longer}) < len(longer):
+        raise ValueError(f"method must give one table for each length, got two that reach as far: {longer!r}")
+    if not longer:
+        raise ValueError(
+            f"max_scale must reach past the {native_length:g} tokens that the model reads as it is, got "
+            f"{max_scale if max_scale is not None else steps!r}"
+        )
+    return Ladder((native, *longer), (native_length, *(reach[table] for table in longer)))

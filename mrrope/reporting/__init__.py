@@ -1,0 +1,1 @@
+"""What every command shares: plots, output files, optional packages."""

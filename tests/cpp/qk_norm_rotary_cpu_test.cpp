@@ -1,0 +1,101 @@
+#include <gtest/gtest.h>
+
+#include <tuple>
+#include <vector>
+
+#include "mrrope/qk_norm_rotary.h"
+#include "qk_norm_rotary_case.h"
+
+namespace mrrope {
+namespace {
+
+using namespace mrrope::testing;
+
+void norm_and_expect(const NormCaseOptions& options) {
+    NormCase norm(options);
+    qk_norm_rotary_cpu(norm.args());
+    norm.expect_normed();
+}
+
+void differentiate_and_expect(NormCaseOptions options, const ParallelFor& parallel_for = on_all_cores) {
+    options.rotary.in_place = false;
+    NormCase norm(options);
+    QkNormRotaryGradientArgs args = norm.gradient_args();
+    const WeightSumRows rows = weight_sum_rows_cpu(args);
+    norm.make_room(rows);
+    if (options.wants_weight_gradients) {
+        args.q.weight_sums = norm.weight_sums(true).data();
+        args.k.weight_sums = norm.weight_sums(false).data();
+    }
+    qk_norm_rotary_gradient_cpu(args, parallel_for);
+    norm.expect_gradients(rows);
+}
+
+TEST(QkNormRotaryCpu, RandomCases) {
+    for (uint64_t seed = 1; seed <= 400 && !HasFailure(); ++seed) norm_and_expect(random_norm_options(seed));
+}
+
+TEST(QkNormRotaryCpu, GradientsOfRandomCases) {
+    for (uint64_t seed = 1; seed <= 300 && !HasFailure(); ++seed) differentiate_and_expect(random_norm_options(seed));
+}
+
+TEST(QkNormRotaryCpu, EveryKind) {
+    for_each_kind_of_norm([](NormCaseOptions o) {
+        norm_and_expect(o);
+        o.rotary.in_place = true;
+        norm_and_expect(o);
+        differentiate_and_expect(o);
+    });
+}
+
+TEST(QkNormRotaryCpu, SmallHeadsAreLiftedAsFarAsEpsLets) {
+    NormCaseOptions o;
+    o.eps = 100.0;
+    norm_and_expect(o);
+    differentiate_and_expect(o);
+    o.eps = 0.0;
+    norm_and_expect(o);
+    differentiate_and_expect(o);
+}
+
+TEST(QkNormRotaryCpu, MoreTokensThanSums) {
+    NormCaseOptions o;
+    o.rotary.tokens = 150;
+    differentiate_and_expect(o);
+}
+
+// Whatever the number of cores, tokens are added up in the same order.
+TEST(QkNormRotaryCpu, WeightGradientsDoNotDependOnTheThreads) {
+    NormCaseOptions o;
+    o.rotary.tokens = 200;
+    o.rotary.batch = 2;
+    std::vector<double> sums[2];
+    const ParallelFor in_one_go = [](int64_t count, int64_t, const RangeBody& body) { body(0, count); };
+    const ParallelFor backwards = [](int64_t count, int64_t, const RangeBody& body) {
+        for (int64_t at = count - 1; at >= 0; --at) body(at, at + 1);
+    };
+    for (const int i : {0, 1}) {
+        NormCase norm(o);
+        QkNormRotaryGradientArgs args = norm.gradient_args();
+        norm.make_room(weight_sum_rows_cpu(args));
+        args.q.weight_sums = norm.weight_sums(true).data();
+        qk_norm_rotary_gradient_cpu(args, i == 0 ? in_one_go : backwards);
+        sums[i] = norm.weight_sums(true);
+    }
+    EXPECT_EQ(sums[0], sums[1]);
+}
+
+TEST(QkNormRotaryCpu, NothingToDo) {
+    for (const auto& [batch, tokens, heads] : {std::tuple{0, 5, 2}, {2, 0, 2}, {2, 5, 0}}) {
+        QkNormRotaryGradientArgs args;
+        args.call.rotary.batch = batch;
+        args.call.rotary.tokens = tokens;
+        args.call.rotary.q.heads = heads;
+        args.call.rotary.head_dim = args.call.rotary.rotary_dim = 8;
+        qk_norm_rotary_cpu(args.call);
+        qk_norm_rotary_gradient_cpu(args);
+    }
+}
+
+}  // namespace
+}  // namespace mrrope

@@ -1,0 +1,248 @@
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "device_case.h"
+#include "device_memory.h"
+#include "mrrope/qk_norm_rotary.h"
+#include "on_gpu.h"
+#include "qk_norm_rotary_case.h"
+#include "qk_norm_rotary_plan.h"
+
+// Small on purpose: compute-sanitizer runs these too.
+
+namespace mrrope {
+namespace {
+
+using namespace mrrope::testing;
+
+// A case with its buffers, noise around the heads and all, copied to the device and back.
+class NormOnDevice {
+public:
+    explicit NormOnDevice(NormCase& norm)
+        : norm_(norm),
+          rotary_(norm.rotary()),
+          q_weights_(norm.weights(true).bytes),
+          k_weights_(norm.weights(false).bytes),
+          q_gradient_(norm.gradient(true).bytes),
+          k_gradient_(norm.gradient(false).bytes) {}
+
+    QkNormRotaryArgs args() {
+        QkNormRotaryArgs args = norm_.args();
+        args.rotary = rotary_.args();
+        args.q_weight = q_weights_.data() + norm_.weights(true).first_byte;
+        if (args.k_weight != nullptr) args.k_weight = k_weights_.data() + norm_.weights(false).first_byte;
+        return args;
+    }
+
+    QkNormRotaryGradientArgs gradient_args() {
+        QkNormRotaryGradientArgs args = norm_.gradient_args();
+        args.call = this->args();
+        args.q.data = q_gradient_.data() + norm_.gradient(true).first_byte;
+        if (args.k.data != nullptr) args.k.data = k_gradient_.data() + norm_.gradient(false).first_byte;
+        return args;
+    }
+
+    void norm() { norm_by(plan_qk_norm_rotary(shape_of(args()))); }
+
+    void norm_by(const QkNormRotaryPlan& plan) {
+        qk_norm_rotary_cuda(args(), plan, nullptr);
+        rotary_.fetch();
+    }
+
+    WeightSumRows differentiate() {
+        QkNormRotaryGradientArgs args = gradient_args();
+        const WeightSumRows rows = weight_sum_rows_cuda(args);
+        norm_.make_room(rows);
+        const DeviceMemory q_sums(norm_.weight_sums(true));
+        const DeviceMemory k_sums(norm_.weight_sums(false));
+        if (norm_.options().wants_weight_gradients) {
+            args.q.weight_sums = q_sums.data();
+            args.k.weight_sums = k_sums.data();
+        }
+        qk_norm_rotary_gradient_cuda(args, nullptr);
+        rotary_.fetch();
+        q_sums.download(norm_.weight_sums(true));
+        k_sums.download(norm_.weight_sums(false));
+        return rows;
+    }
+
+    DeviceCase& rotary() { return rotary_; }
+
+private:
+    NormCase& norm_;
+    DeviceCase rotary_;
+    DeviceMemory q_weights_, k_weights_, q_gradient_, k_gradient_;
+};
+
+class QkNormRotaryCuda : public OnGpu {
+protected:
+    static void norm_and_expect(const NormCaseOptions& options) {
+        NormCase norm(options);
+        NormOnDevice(norm).norm();
+        norm.expect_normed();
+    }
+
+    static void differentiate_and_expect(NormCaseOptions options) {
+        options.rotary.in_place = false;
+        NormCase norm(options);
+        const WeightSumRows rows = NormOnDevice(norm).differentiate();
+        norm.expect_gradients(rows);
+    }
+};
+
+// --- against the reference, which the CPU's code is tested against too
+// --------------------------------------------------
+
+TEST_F(QkNormRotaryCuda, RandomCases) {
+    for (uint64_t seed = 1; seed <= 250 && !HasFailure(); ++seed) norm_and_expect(random_norm_options(seed));
+}
+
+TEST_F(QkNormRotaryCuda, GradientsOfRandomCases) {
+    for (uint64_t seed = 1; seed <= 200 && !HasFailure(); ++seed) differentiate_and_expect(random_norm_options(seed));
+}
+
+TEST_F(QkNormRotaryCuda, EveryKind) {
+    for_each_kind_of_norm([](NormCaseOptions o) {
+        norm_and_expect(o);
+        o.rotary.in_place = true;
+        norm_and_expect(o);
+        differentiate_and_expect(o);
+    });
+}
+
+TEST_F(QkNormRotaryCuda, SmallHeadsAreLiftedAsFarAsEpsLets) {
+    NormCaseOptions o;
+    for (const double eps : {0.0, 100.0}) {
+        o.eps = eps;
+        norm_and_expect(o);
+        differentiate_and_expect(o);
+    }
+}
+
+// Every number of heads a thread, with heads left over, one table and a chosen one; all of a head rotated or a part;
+// teams with members that only lend a hand (96), and more pairs than a block has threads (256).
+TEST_F(QkNormRotaryCuda, EveryHoldingKernel) {
+    NormCaseOptions o;
+    o.rotary.tokens = 11;
+    o.rotary.q_heads = 13;
+    o.rotary.k_heads = 3;
+    o.rotary.in_place = true;
+    const auto norm_by = [&](int heads_per_thread) {
+        for (const bool is_other : {false, true}) {
+            o.weight_offset = is_other ? 1.0 : 0.0;
+            o.rotary.conjugate = is_other;
+            NormCase norm(o);
+            const QkNormRotaryPlan plan = plan_with(shape_of(norm.args()), heads_per_thread);
+            ASSERT_TRUE(plan.holds);
+            NormOnDevice(norm).norm_by(plan);
+            norm.expect_normed();
+        }
+    };
+    for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
+        for (const Pairing pairing : both_pairings) {
+            for (const auto& [head_dim, rotary_dim] : {std::pair{64, 64}, {64, 32}, {96, 96}, {256, 256}, {256, 128}}) {
+                o.rotary.dtype = dtype;
+                o.rotary.pairing = pairing;
+                o.rotary.head_dim = head_dim;
+                o.rotary.rotary_dim = rotary_dim;
+                o.over = NormOver::head;
+                o.rotary.tables = {};
+                for (const int heads : {1, 2, 4, 8}) norm_by(heads);
+                o.over = NormOver::all_heads;
+                for (const int heads : {2, 4}) norm_by(heads);
+                o.rotary.tables = {.table_for = TableFor::each_index, .count = 3};
+                norm_by(2);
+                o.over = NormOver::head;
+                norm_by(2);
+                if (HasFailure()) return;
+            }
+        }
+    }
+}
+
+// Blocks that take several rows each.
+TEST_F(QkNormRotaryCuda, GradientsOfManyTokens) {
+    for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
+        for (const int64_t misalignment : {0, 1}) {
+            NormCaseOptions o;
+            o.over = over;
+            o.rotary.dtype = DType::bfloat16;
+            o.rotary.tokens = 3300;
+            o.rotary.q_heads = 3;
+            o.rotary.k_heads = 1;
+            o.rotary.head_dim = o.rotary.rotary_dim = 256;
+            o.rotary.in.misalignment = misalignment;
+            NormCase norm(o);
+            const QkNormRotaryGradientPlan plan = plan_qk_norm_rotary_gradient(shape_of(norm.gradient_args()));
+            ASSERT_EQ(plan.holds, misalignment == 0);
+            const int64_t rows_per_block = plan.holds && over == NormOver::head ? plan.block_threads / plan.team : 1;
+            ASSERT_GT(o.rotary.tokens * (over == NormOver::head ? plan.q_groups : 1), plan.q_blocks * rows_per_block)
+                << "blocks must have more than one row each";
+            differentiate_and_expect(o);
+        }
+    }
+}
+
+// --- streams and launches
+// ----------------------------------------------------------------------------------------------
+
+TEST_F(QkNormRotaryCuda, OneLaunchThatAGraphCanReplay) {
+    const Stream stream;
+    for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
+        NormCaseOptions o;
+        o.over = over;
+        o.rotary.head_dim = 96;
+        o.rotary.rotary_dim = 64;
+        NormCase norm(o);
+        NormOnDevice device(norm);
+        const Recording recording(stream, [&](cudaStream_t on) { qk_norm_rotary_cuda(device.args(), on); });
+        EXPECT_EQ(recording.launches(), 1u);
+        recording.play(stream);
+        device.rotary().fetch();
+        norm.expect_normed();
+    }
+}
+
+TEST_F(QkNormRotaryCuda, WeightGradientsComeOutTheSameEveryTime) {
+    for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
+        NormCaseOptions o;
+        o.over = over;
+        o.rotary.dtype = DType::bfloat16;
+        o.rotary.tokens = 300;
+        o.rotary.head_dim = o.rotary.rotary_dim = 64;
+        std::vector<double> first;
+        for (int i = 0; i < 5; ++i) {
+            NormCase norm(o);
+            NormOnDevice(norm).differentiate();
+            if (i == 0) first = norm.weight_sums(true);
+            EXPECT_EQ(norm.weight_sums(true), first);
+        }
+    }
+}
+
+TEST_F(QkNormRotaryCuda, EmptyTensorsLaunchNothing) {
+    const Stream stream;
+    for (const auto& [batch, tokens, heads] : {std::tuple{0, 5, 2}, {2, 0, 2}, {2, 5, 0}}) {
+        QkNormRotaryGradientArgs args;
+        args.call.rotary.batch = batch;
+        args.call.rotary.tokens = tokens;
+        args.call.rotary.q.heads = heads;
+        args.call.rotary.head_dim = args.call.rotary.rotary_dim = 64;
+        const Recording recording(stream, [&](cudaStream_t on) {
+            qk_norm_rotary_cuda(args.call, on);
+            qk_norm_rotary_gradient_cuda(args, on);
+        });
+        EXPECT_EQ(recording.launches(), 0u) << batch << " " << tokens << " " << heads;
+    }
+}
+
+}  // namespace
+}  // namespace mrrope

@@ -1,0 +1,187 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "elements.h"
+#include "head_buffer.h"
+#include "mrrope/rescale_cache.h"
+#include "position_words.h"
+#include "reference_rotation.h"
+#include "table_stack.h"
+
+// One call that turns cached keys, made from a seed, and checked against the difference of two tables' angles.
+
+namespace mrrope::testing {
+
+struct RescaleCacheOptions {
+    DType dtype = DType::float32;
+    Pairing pairing = Pairing::halves;
+    int layers = 2;
+    int64_t batch = 3;
+    int64_t tokens = 5;
+    int heads = 3;
+    int head_dim = 16;
+    int rotary_dim = 16;
+    int64_t tables = 3;
+    double attention_factor = 1.2772588722239782;
+    Placement placement = {};
+    bool only_last_layer_misaligned = false;
+    PositionOptions positions = {};
+    uint64_t seed = 1;
+};
+
+inline std::string describe(const RescaleCacheOptions& o) {
+    return std::string(name_of(o.dtype)) + (o.pairing == Pairing::halves ? " halves" : " interleaved") + " layers " +
+           std::to_string(o.layers) + " batch " + std::to_string(o.batch) + " tokens " + std::to_string(o.tokens) +
+           " heads " + std::to_string(o.heads) + " head_dim " + std::to_string(o.head_dim) + " rotary_dim " +
+           std::to_string(o.rotary_dim) + " tables " + std::to_string(o.tables) + " keys {" + describe(o.placement) +
+           (o.only_last_layer_misaligned ? ", the last layer alone" : "") + "} positions " + describe(o.positions) +
+           " seed " + std::to_string(o.seed);
+}
+
+class RescaleCacheCase {
+public:
+    explicit RescaleCacheCase(const RescaleCacheOptions& options)
+        : options_(options),
+          random_(options.seed),
+          tables_(
+              {.rotary_dim = options.rotary_dim, .count = options.tables, .attention_factor = options.attention_factor},
+              random_),
+          positions_(options.positions, 1, options.batch, options.tokens, random_) {
+        for (int layer = 0; layer < options.layers; ++layer) {
+            const HeadsShape shape{.dtype = options.dtype,
+                                   .batch = options.batch,
+                                   .tokens = options.tokens,
+                                   .heads = options.heads,
+                                   .head_dim = options.head_dim};
+            Placement placement = options.placement;
+            if (options.only_last_layer_misaligned && layer + 1 < options.layers) placement.misalignment = 0;
+            layers_.push_back(make_heads(shape, placement, random_));
+        }
+        for (std::vector<int32_t>* index : {&from_, &to_}) {
+            index->resize(options.batch);
+            for (int32_t& table : *index) table = static_cast<int32_t>(random_() % options.tables);
+        }
+    }
+
+    const RescaleCacheOptions& options() const { return options_; }
+    std::vector<HeadBuffer>& layers() { return layers_; }
+    TableStack& tables() { return tables_; }
+    const PositionWords& positions() const { return positions_; }
+    std::vector<int32_t>& from() { return from_; }
+    std::vector<int32_t>& to() { return to_; }
+
+    // So that turning by nothing can be told from not turning.
+    void poison_sequences_that_stay() {
+        for (int64_t sequence = 0; sequence < options_.batch; ++sequence) {
+            if (from_[sequence] != to_[sequence]) continue;
+            for (HeadBuffer& layer : layers_) layer.fill_with_infinity(sequence);
+        }
+    }
+
+    // Valid as long as the case is.
+    RescaleCacheArgs args() {
+        keys_.clear();
+        for (HeadBuffer& layer : layers_) keys_.push_back(layer.first_head());
+        return {.keys = keys_,
+                .strides = layers_.empty() ? HeadStrides{} : layers_[0].strides,
+                .positions = positions_.view(),
+                .tables = tables_.words().data(),
+                .table_count = options_.tables,
+                .from = from_.data(),
+                .to = to_.data(),
+                .batch = options_.batch,
+                .tokens = options_.tokens,
+                .heads = options_.heads,
+                .rotary_dim = options_.rotary_dim,
+                .dtype = options_.dtype,
+                .pairing = options_.pairing};
+    }
+
+    // Sequences that change tables within one rounding of the reference, every other byte as it was.
+    void expect_rescaled() const {
+        SCOPED_TRACE(describe(options_));
+        for (size_t layer = 0; layer < layers_.size(); ++layer) {
+            SCOPED_TRACE("layer " + std::to_string(layer));
+            expect_rescaled(layers_[layer]);
+            if (::testing::Test::HasFatalFailure()) return;
+        }
+    }
+
+private:
+    std::vector<ReferenceTurn> reference_turns(int64_t batch, int64_t token) const {
+        const int64_t from = from_[batch];
+        const int64_t to = to_[batch];
+        const long double gain =
+            static_cast<long double>(tables_.attention_factor(to)) / tables_.attention_factor(from);
+        const int64_t position = positions_.at(0, batch, token);
+        std::vector<ReferenceTurn> turns;
+        for (int pair = 0; pair < options_.rotary_dim / 2; ++pair) {
+            turns.push_back(reference_turn(reference_angle(position, tables_.turns(to, pair)) -
+                                               reference_angle(position, tables_.turns(from, pair)),
+                                           gain));
+        }
+        return turns;
+    }
+
+    void expect_rescaled(const HeadBuffer& keys) const {
+        std::vector<ReferenceTurn> turns;
+        keys.for_each_head([&](int64_t batch, int64_t token, int head) {
+            const std::byte* before = keys.head_before(batch, token, head);
+            const std::byte* after = keys.head(batch, token, head);
+            if (from_[batch] == to_[batch]) {
+                ASSERT_EQ(std::memcmp(after, before, keys.head_bytes()), 0) << "sequence " << batch << " was touched";
+                return;
+            }
+            if (head == 0) turns = reference_turns(batch, token);
+            expect_turned(keys.shape, options_.pairing, before, after, turns);
+            if (::testing::Test::HasFatalFailure()) {
+                ADD_FAILURE() << "batch " << batch << " token " << token << " head " << head << " from " << from_[batch]
+                              << " to " << to_[batch] << " position " << positions_.at(0, batch, token);
+            }
+        });
+        keys.expect_untouched_outside_heads();
+    }
+
+    RescaleCacheOptions options_;
+    std::mt19937_64 random_;
+    TableStack tables_;
+    PositionWords positions_;
+    std::vector<HeadBuffer> layers_;
+    std::vector<void*> keys_;
+    std::vector<int32_t> from_;
+    std::vector<int32_t> to_;
+};
+
+inline RescaleCacheOptions random_rescale_options(uint64_t seed) {
+    std::mt19937_64 random(seed);
+    const auto upto = [&](int64_t low, int64_t high) {
+        return std::uniform_int_distribution<int64_t>(low, high)(random);
+    };
+    const auto coin = [&] { return upto(0, 1) == 1; };
+    RescaleCacheOptions o;
+    o.seed = seed;
+    o.dtype = all_dtypes[upto(0, 3)];
+    o.pairing = both_pairings[upto(0, 1)];
+    o.layers = static_cast<int>(upto(1, 3));
+    o.batch = upto(1, 4);
+    o.tokens = upto(1, 9);
+    o.heads = static_cast<int>(upto(1, 7));
+    const int usual_dims[] = {16, 32, 64, 80, 96, 128};
+    o.head_dim = coin() ? usual_dims[upto(0, 5)] : static_cast<int>(upto(2, 160));
+    o.rotary_dim = upto(0, 2) == 0 ? static_cast<int>(2 * upto(1, o.head_dim / 2)) : o.head_dim / 2 * 2;
+    o.tables = upto(1, 4);
+    o.attention_factor = coin() ? 1.0 : 1.2772588722239782;
+    o.placement = random_placement(o.dtype, random);
+    o.only_last_layer_misaligned = coin();
+    o.positions = random_position_options(random);
+    return o;
+}
+
+}  // namespace mrrope::testing

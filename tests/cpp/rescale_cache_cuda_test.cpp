@@ -1,0 +1,323 @@
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "device_memory.h"
+#include "mrrope/rescale_cache.h"
+#include "on_gpu.h"
+#include "rescale_cache_case.h"
+#include "rescale_cache_plan.h"
+
+// Small on purpose: compute-sanitizer runs these too.
+
+namespace mrrope {
+namespace {
+
+using namespace mrrope::testing;
+
+// A case with its layers, noise around the heads and all, copied to the device and back.
+class DeviceCase {
+public:
+    explicit DeviceCase(RescaleCacheCase& rescale)
+        : rescale_(rescale),
+          positions_(rescale.positions().words()),
+          tables_(rescale.tables().words()),
+          from_(rescale.from()),
+          to_(rescale.to()) {
+        for (const HeadBuffer& layer : rescale.layers()) {
+            layers_.emplace_back(layer.bytes);
+            keys_.push_back(layers_.back().data() + layer.first_byte);
+        }
+    }
+
+    RescaleCacheArgs args() {
+        RescaleCacheArgs args = rescale_.args();
+        args.keys = keys_;
+        args.positions.data = positions_.data();
+        args.tables = tables_.as<uint64_t>();
+        args.from = from_.as<int32_t>();
+        args.to = to_.as<int32_t>();
+        return args;
+    }
+
+    void upload_indices() {
+        from_.upload(rescale_.from());
+        to_.upload(rescale_.to());
+    }
+
+    void fetch() {
+        check(cudaDeviceSynchronize());
+        for (size_t i = 0; i < layers_.size(); ++i) layers_[i].download(rescale_.layers()[i].bytes);
+    }
+
+private:
+    RescaleCacheCase& rescale_;
+    DeviceMemory positions_, tables_, from_, to_;
+    std::vector<DeviceMemory> layers_;
+    std::vector<void*> keys_;
+};
+
+class RescaleCacheCuda : public OnGpu {
+protected:
+    static void rescale_and_expect(const RescaleCacheOptions& options) {
+        RescaleCacheCase rescale(options);
+        rescale.poison_sequences_that_stay();
+        DeviceCase device(rescale);
+        rescale_cache_cuda(device.args(), nullptr);
+        device.fetch();
+        rescale.expect_rescaled();
+    }
+};
+
+// --- against the reference, which rescale_cache_cpu is tested against too
+// -----------------------------------------------------
+
+TEST_F(RescaleCacheCuda, RandomCases) {
+    for (uint64_t seed = 1; seed <= 200 && !HasFailure(); ++seed) rescale_and_expect(random_rescale_options(seed));
+}
+
+TEST_F(RescaleCacheCuda, EveryKernel) {
+    for (const DType dtype : all_dtypes) {
+        for (const Pairing pairing : both_pairings) {
+            for (const bool aligned : {false, true}) {
+                for (const int heads : {1, 2, 5}) {
+                    RescaleCacheOptions o;
+                    o.dtype = dtype;
+                    o.pairing = pairing;
+                    o.heads = heads;
+                    o.head_dim = 96;
+                    o.rotary_dim = 64;
+                    o.placement = {.order = "bhs", .misalignment = aligned ? 0 : 1};
+                    ASSERT_EQ(plan_rescale(RescaleCacheCase(o).args()).vector > 1, aligned);
+                    rescale_and_expect(o);
+                }
+            }
+        }
+    }
+}
+
+TEST_F(RescaleCacheCuda, OneMisalignedLayerOfSeveral) {
+    for (const DType dtype : all_dtypes) {
+        RescaleCacheOptions o;
+        o.dtype = dtype;
+        o.layers = 3;
+        o.head_dim = o.rotary_dim = 64;
+        o.placement.misalignment = 1;
+        o.only_last_layer_misaligned = true;
+        rescale_and_expect(o);
+    }
+}
+
+TEST_F(RescaleCacheCuda, TokensThatNeedMoreThreadsThanABlock) {
+    RescaleCacheOptions o;
+    o.dtype = DType::float64;
+    o.heads = 9;
+    o.head_dim = o.rotary_dim = 258;
+    const RescaleCachePlan plan = plan_rescale(RescaleCacheCase(o).args());
+    ASSERT_GT(plan.lanes * plan.head_groups, rescale_cache_block_threads);
+    rescale_and_expect(o);
+}
+
+TEST_F(RescaleCacheCuda, MoreTokensThanThereAreThreadsFor) {
+    for (const Pairing pairing : both_pairings) {
+        RescaleCacheOptions o;
+        o.dtype = DType::bfloat16;
+        o.pairing = pairing;
+        o.layers = 2;
+        o.batch = 2;
+        o.tokens = 5000;
+        o.heads = 3;
+        o.head_dim = o.rotary_dim = 32;
+        o.placement.misalignment = 1;
+        ASSERT_LT(plan_rescale(RescaleCacheCase(o).args()).token_step, o.tokens);
+        rescale_and_expect(o);
+    }
+}
+
+TEST_F(RescaleCacheCuda, PositionsOfEitherKindBroadcastOrNot) {
+    for (const bool wide : {false, true}) {
+        for (const bool shared : {false, true}) {
+            for (const bool same : {false, true}) {
+                RescaleCacheOptions o;
+                o.positions = {.is_int64 = wide, .same_for_all_sequences = shared, .same_for_all_tokens = same};
+                rescale_and_expect(o);
+            }
+        }
+    }
+}
+
+// Nobody looks at indices on a GPU before they are used: whatever they are, only the tables are read.
+TEST_F(RescaleCacheCuda, IndicesOutOfRangeMeanTheLastTable) {
+    const int32_t wrong[] = {3,   -1, 1 << 20, std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min(),
+                             1000};
+    RescaleCacheOptions o;
+    o.batch = static_cast<int64_t>(std::size(wrong));
+    o.tables = 3;
+    for (std::vector<int32_t>& (RescaleCacheCase::* const index)() : {&RescaleCacheCase::from, &RescaleCacheCase::to}) {
+        RescaleCacheCase rescale(o);
+        rescale.from().assign(o.batch, 0);
+        rescale.to().assign(o.batch, 1);
+        (rescale.*index)().assign(std::begin(wrong), std::end(wrong));
+        DeviceCase device(rescale);
+        (rescale.*index)().assign(o.batch, 2);
+        rescale_cache_cuda(device.args(), nullptr);
+        device.fetch();
+        rescale.expect_rescaled();
+    }
+    // Two that mean the same table, in other words: nothing to turn.
+    RescaleCacheCase rescale(o);
+    rescale.from().assign(o.batch, 2);
+    rescale.to().assign(o.batch, 2);
+    rescale.poison_sequences_that_stay();
+    rescale.from().assign(std::begin(wrong), std::end(wrong));
+    DeviceCase device(rescale);
+    rescale_cache_cuda(device.args(), nullptr);
+    device.fetch();
+    for (const HeadBuffer& layer : rescale.layers()) layer.expect_untouched();
+}
+
+// --- streams and launches
+// ----------------------------------------------------------------------------------------------
+
+TEST_F(RescaleCacheCuda, RunsOnTheStreamItIsGiven) {
+    const Stream stream;
+    RescaleCacheCase rescale({});
+    DeviceCase device(rescale);
+    rescale_cache_cuda(device.args(), stream);
+    check(cudaStreamSynchronize(stream));
+    device.fetch();
+    rescale.expect_rescaled();
+}
+
+// The device decides what is to be turned, so that one graph serves every step.
+TEST_F(RescaleCacheCuda, AGraphTurnsWhatThereIsToTurnWhenItIsPlayed) {
+    const Stream stream;
+    RescaleCacheOptions o;
+    o.batch = 4;
+    RescaleCacheCase rescale(o);
+    rescale.from() = {0, 1, 2, 0};
+    rescale.to() = {0, 1, 2, 0};
+    DeviceCase device(rescale);
+    const Recording recording(stream, [&](cudaStream_t on) { rescale_cache_cuda(device.args(), on); });
+    EXPECT_EQ(recording.launches(), 1u);
+    recording.play(stream);
+    device.fetch();
+    for (const HeadBuffer& layer : rescale.layers()) layer.expect_untouched();
+
+    rescale.to() = {1, 1, 0, 2};
+    device.upload_indices();
+    check(cudaDeviceSynchronize());
+    recording.play(stream);
+    device.fetch();
+    rescale.expect_rescaled();
+}
+
+TEST_F(RescaleCacheCuda, MoreLayersThanALaunchTakes) {
+    const Stream stream;
+    RescaleCacheOptions o;
+    o.layers = 2 * most_layers_per_launch + 3;
+    o.batch = 2;
+    o.tokens = 2;
+    RescaleCacheCase rescale(o);
+    rescale.from() = {0, 2};
+    rescale.to() = {1, 0};
+    DeviceCase device(rescale);
+    const Recording recording(stream, [&](cudaStream_t on) { rescale_cache_cuda(device.args(), on); });
+    EXPECT_EQ(recording.launches(), 3u);
+    recording.play(stream);
+    device.fetch();
+    rescale.expect_rescaled();
+}
+
+// A kernel may be started while the one before it still runs.
+TEST_F(RescaleCacheCuda, CallsInARowGiveWhatCallsApartGive) {
+    for (const int64_t tokens : {1, 300}) {
+        RescaleCacheOptions o;
+        o.tokens = tokens;
+        o.head_dim = o.rotary_dim = 128;
+        RescaleCacheCase apart(o);
+        RescaleCacheCase in_a_row(o);
+        for (RescaleCacheCase* rescale : {&apart, &in_a_row}) {
+            rescale->from() = {1, 2, 0};
+            rescale->to() = {0, 1, 0};
+        }
+        DeviceCase apart_on_device(apart);
+        DeviceCase in_a_row_on_device(in_a_row);
+        for (int i = 0; i < 50; ++i) {
+            rescale_cache_cuda(apart_on_device.args(), nullptr);
+            check(cudaDeviceSynchronize());
+        }
+        for (int i = 0; i < 50; ++i) rescale_cache_cuda(in_a_row_on_device.args(), nullptr);
+        apart_on_device.fetch();
+        in_a_row_on_device.fetch();
+        for (int layer = 0; layer < o.layers; ++layer) {
+            EXPECT_TRUE(in_a_row.layers()[layer].bytes == apart.layers()[layer].bytes) << tokens << " " << layer;
+        }
+    }
+}
+
+TEST_F(RescaleCacheCuda, EmptyTensorsLaunchNothing) {
+    const Stream stream;
+    for (const auto& [layers, batch, tokens, heads] :
+         {std::tuple{0, 2, 5, 1}, {2, 0, 5, 1}, {2, 2, 0, 1}, {2, 2, 5, 0}}) {
+        RescaleCacheOptions o;
+        o.layers = layers;
+        o.batch = batch;
+        o.tokens = tokens;
+        o.heads = heads;
+        RescaleCacheCase rescale(o);
+        DeviceCase device(rescale);
+        const Recording recording(stream, [&](cudaStream_t on) { rescale_cache_cuda(device.args(), on); });
+        EXPECT_EQ(recording.launches(), 0u) << describe(o);
+    }
+}
+
+// --- offsets
+// -----------------------------------------------------------------------------------------------------------
+
+TEST_F(RescaleCacheCuda, TokensMoreThanTwoToThe31ElementsApart) {
+    constexpr int dim = 64;
+    constexpr int64_t apart = (int64_t{1} << 31) + 8;
+    constexpr size_t bytes = 2 * (apart + dim);
+    size_t available = 0;
+    size_t total = 0;
+    check(cudaMemGetInfo(&available, &total));
+    if (available < bytes + (size_t{1} << 28)) GTEST_SKIP() << "needs " << bytes << " bytes of GPU memory";
+
+    RescaleCacheOptions o;
+    o.dtype = DType::bfloat16;
+    o.layers = 1;
+    o.batch = 1;
+    o.tokens = 2;
+    o.heads = 1;
+    o.head_dim = o.rotary_dim = dim;
+    RescaleCacheCase rescale(o);
+    rescale.from() = {0};
+    rescale.to() = {2};
+    DeviceCase near(rescale);
+    const DeviceMemory far(bytes);
+    HeadBuffer& buffer = rescale.layers()[0];
+    for (int64_t t = 0; t < 2; ++t) {
+        check(cudaMemcpy(far.data() + t * apart * 2, buffer.head(0, t, 0), dim * 2, cudaMemcpyHostToDevice));
+    }
+    RescaleCacheArgs args = near.args();
+    void* const keys = far.data();
+    args.keys = std::span(&keys, 1);
+    args.strides.token = apart;
+    rescale_cache_cuda(args, nullptr);
+    for (int64_t t = 0; t < 2; ++t) {
+        check(cudaMemcpy(buffer.bytes.data() + buffer.byte_of(0, t, 0), far.data() + t * apart * 2, dim * 2,
+                         cudaMemcpyDeviceToHost));
+    }
+    rescale.expect_rescaled();
+}
+
+}  // namespace
+}  // namespace mrrope

@@ -1,0 +1,362 @@
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "device_memory.h"
+#include "mrrope/rotary_and_cache.h"
+#include "on_gpu.h"
+#include "rotary_and_cache_case.h"
+#include "rotary_and_cache_plan.h"
+
+// Small on purpose: compute-sanitizer runs these too.
+
+namespace mrrope {
+namespace {
+
+using namespace mrrope::testing;
+
+// A case with its buffers and caches, noise around them and all, copied to the device and back.
+class DeviceCase {
+public:
+    explicit DeviceCase(RotaryAndCacheCase& cache)
+        : cache_(cache),
+          q_in_(cache.rotary().q().in.bytes),
+          q_out_(cache.rotary().q().out.bytes),
+          k_(cache.k().bytes),
+          v_(cache.v().bytes),
+          key_cache_(cache.key_cache().bytes),
+          value_cache_(cache.value_cache().bytes),
+          key_scales_(cache.key_scales()),
+          value_scales_(cache.value_scales()),
+          slots_(cache.slot_words()),
+          positions_(cache.rotary().positions().words()),
+          tables_(cache.rotary().tables().words()),
+          indices_(cache.rotary().indices().words()) {}
+
+    RotaryAndCacheArgs args() {
+        RotaryAndCacheArgs args = cache_.args();
+        const Heads& q = cache_.rotary().q();
+        args.rotary.q.in = q_in_.data() + q.in.first_byte;
+        args.rotary.q.out =
+            cache_.options().rotary.in_place ? q_in_.data() + q.in.first_byte : q_out_.data() + q.out.first_byte;
+        args.rotary.positions.data = positions_.data();
+        args.rotary.table = tables_.as<uint64_t>();
+        if (args.rotary.choice.index != nullptr) args.rotary.choice.index = indices_.as<int32_t>();
+        args.k.view.in = k_.data() + cache_.k().first_byte;
+        args.v.view.in = v_.data() + cache_.v().first_byte;
+        args.k.view.out = key_cache_.data() + cache_.key_cache().first_byte;
+        args.v.view.out = value_cache_.data() + cache_.value_cache().first_byte;
+        if (args.k.scale != nullptr) args.k.scale = key_scales_.as<float>();
+        if (args.v.scale != nullptr) args.v.scale = value_scales_.as<float>();
+        args.slots.of_tokens.data = slots_.data();
+        return args;
+    }
+
+    void upload_slots() { slots_.upload(cache_.slot_words()); }
+
+    void fetch() {
+        check(cudaDeviceSynchronize());
+        q_in_.download(cache_.rotary().q().in.bytes);
+        q_out_.download(cache_.rotary().q().out.bytes);
+        k_.download(cache_.k().bytes);
+        v_.download(cache_.v().bytes);
+        key_cache_.download(cache_.key_cache().bytes);
+        value_cache_.download(cache_.value_cache().bytes);
+    }
+
+private:
+    RotaryAndCacheCase& cache_;
+    DeviceMemory q_in_, q_out_, k_, v_, key_cache_, value_cache_, key_scales_, value_scales_, slots_, positions_,
+        tables_, indices_;
+};
+
+class RotaryAndCacheCuda : public OnGpu {
+protected:
+    static void write_and_expect(const CacheOptions& options) {
+        RotaryAndCacheCase cache(options);
+        DeviceCase device(cache);
+        rotary_and_cache_cuda(device.args(), nullptr);
+        device.fetch();
+        cache.expect_written();
+    }
+
+    // About as few tokens as give a thread so many heads and such vectors.
+    static int64_t fewest_tokens(const CacheOptions& options, int heads_per_thread, bool full) {
+        RotaryAndCacheCase cache(options);
+        RotaryAndCacheArgs args = cache.args();
+        args.rotary.tokens = 1;
+        const int full_bytes = full ? 16 : 8;
+        const auto fits = [&](const RotaryPlan& plan) {
+            return plan.heads_per_thread == heads_per_thread &&
+                   plan.vector * size_of(options.rotary.dtype) == full_bytes;
+        };
+        while (!fits(plan_rotary_and_cache(args)) && args.rotary.tokens < 1 << 20) {
+            args.rotary.tokens += args.rotary.tokens / 16 + 1;
+        }
+        return args.rotary.tokens;
+    }
+};
+
+// --- against the reference, which rotary_and_cache_cpu is tested against too
+// -------------------------------------------
+
+TEST_F(RotaryAndCacheCuda, RandomCases) {
+    for (uint64_t seed = 1; seed <= 300 && !HasFailure(); ++seed) write_and_expect(random_cache_options(seed));
+}
+
+TEST_F(RotaryAndCacheCuda, EveryCacheOfEveryDTypeAndPairing) {
+    for (const DType dtype : all_dtypes) {
+        for (CacheOptions o : every_cache(dtype)) {
+            for (const Pairing pairing : both_pairings) {
+                o.rotary.pairing = pairing;
+                o.rotary.in_place = pairing == Pairing::halves;
+                write_and_expect(o);
+                if (HasFailure()) return;
+            }
+        }
+    }
+}
+
+// With full, short and no vectors, either number of heads a thread with a head left over, one table and a chosen one.
+TEST_F(RotaryAndCacheCuda, EveryKernel) {
+    for (const DType dtype : all_dtypes) {
+        for (const bool float8 : {false, true}) {
+            if (float8 && dtype == DType::float64) continue;
+            for (const Pairing pairing : both_pairings) {
+                for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
+                    for (const auto& [heads_per_thread, aligned, full] :
+                         {std::tuple{1, false, false}, {1, true, false}, {1, true, true}, {2, true, true}}) {
+                        CacheOptions o;
+                        o.rotary.dtype = dtype;
+                        o.rotary.pairing = pairing;
+                        o.rotary.q_heads = 5;
+                        o.rotary.k_heads = 3;
+                        o.rotary.head_dim = o.rotary.rotary_dim = 512;
+                        o.rotary.in_place = true;
+                        o.rotary.in.misalignment = aligned ? 0 : 1;
+                        o.rotary.tables = {.table_for = table_for, .count = 4};
+                        o.float8 = float8;
+                        o.scale_for = float8 ? ScaleFor::each_head : ScaleFor::none;
+                        o.rotary.tokens = full ? fewest_tokens(o, heads_per_thread, full) : 3;
+                        o.block_size = 16;
+                        o.blocks = o.rotary.tokens / 16 + 1;
+                        const RotaryPlan plan = plan_rotary_and_cache(RotaryAndCacheCase(o).args());
+                        ASSERT_EQ(plan.heads_per_thread, heads_per_thread);
+                        ASSERT_EQ(plan.vector * size_of(dtype), full ? 16 : aligned ? 8 : size_of(dtype));
+                        write_and_expect(o);
+                        if (HasFailure()) return;
+                    }
+                }
+            }
+        }
+    }
+}
+
+TEST_F(RotaryAndCacheCuda, PartialRotationWritesTheTail) {
+    for (const DType dtype : all_dtypes) {
+        for (CacheOptions o : every_cache(dtype)) {
+            for (const auto& [head_dim, rotary_dim] : {std::pair{96, 32}, {80, 64}, {17, 16}, {100, 2}}) {
+                o.rotary.head_dim = head_dim;
+                o.rotary.rotary_dim = rotary_dim;
+                o.rotary.in_place = head_dim == 80;
+                write_and_expect(o);
+                if (HasFailure()) return;
+            }
+        }
+    }
+}
+
+// Rounding to float8 is an instruction there and integer arithmetic here, and neither may be off by one.
+TEST_F(RotaryAndCacheCuda, ValuesInFloat8AreWhatTheCpuWrites) {
+    for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
+        CacheOptions o;
+        o.rotary.dtype = dtype;
+        o.rotary.tokens = 200;
+        o.rotary.k_heads = 4;
+        o.rotary.head_dim = o.rotary.rotary_dim = 64;
+        o.float8 = true;
+        o.scale_for = ScaleFor::each_head;
+        o.blocks = 60;
+        RotaryAndCacheCase on_cpu(o);
+        RotaryAndCacheCase on_gpu(o);
+        // Infinity and NaN among them.
+        for (RotaryAndCacheCase* cache : {&on_cpu, &on_gpu}) {
+            for (int64_t token = 0; token < 3; ++token) {
+                std::byte* head = cache->v().bytes.data() + cache->v().byte_of(0, token, 1);
+                write_infinity(dtype, head);
+                std::memset(head + size_of(dtype), 0xff, size_of(dtype));
+            }
+            cache->v().before = cache->v().bytes;
+        }
+        rotary_and_cache_cpu(on_cpu.args());
+        DeviceCase device(on_gpu);
+        rotary_and_cache_cuda(device.args(), nullptr);
+        device.fetch();
+        const std::vector<std::byte>& cpu = on_cpu.value_cache().bytes;
+        const std::vector<std::byte>& gpu = on_gpu.value_cache().bytes;
+        ASSERT_EQ(cpu.size(), gpu.size());
+        for (size_t i = 0; i < cpu.size(); ++i) {
+            const double expected = value_of_float8(static_cast<uint8_t>(cpu[i]));
+            const double actual = value_of_float8(static_cast<uint8_t>(gpu[i]));
+            ASSERT_TRUE(cpu[i] == gpu[i] || (std::isnan(expected) && std::isnan(actual)))
+                << actual << " instead of " << expected << " at " << i;
+        }
+    }
+}
+
+// --- streams and launches
+// ----------------------------------------------------------------------------------------------
+
+TEST_F(RotaryAndCacheCuda, WritesAllInOneLaunchThatAGraphCanReplayWithOtherSlots) {
+    const Stream stream;
+    for (const bool paged : {false, true}) {
+        CacheOptions o;
+        o.rotary.head_dim = o.rotary.rotary_dim = 64;
+        o.paged = paged;
+        RotaryAndCacheCase cache(o);
+        DeviceCase device(cache);
+        const Recording recording(stream, [&](cudaStream_t on) { rotary_and_cache_cuda(device.args(), on); });
+        EXPECT_EQ(recording.launches(), 1u);
+        cache.slots() = {2, -1, 0};
+        device.upload_slots();
+        check(cudaDeviceSynchronize());
+        recording.play(stream);
+        device.fetch();
+        cache.expect_written();
+    }
+}
+
+TEST_F(RotaryAndCacheCuda, RunsOnTheStreamItIsGiven) {
+    const Stream stream;
+    RotaryAndCacheCase cache{CacheOptions{}};
+    DeviceCase device(cache);
+    rotary_and_cache_cuda(device.args(), stream);
+    check(cudaStreamSynchronize(stream));
+    device.fetch();
+    cache.expect_written();
+}
+
+// A kernel may be started while the one before it still runs: q turns on from where the last call left it.
+TEST_F(RotaryAndCacheCuda, CallsInARowGiveWhatCallsApartGive) {
+    for (const int64_t tokens : {1, 300}) {
+        CacheOptions o;
+        o.rotary.dtype = DType::bfloat16;
+        o.rotary.tokens = tokens;
+        o.rotary.head_dim = o.rotary.rotary_dim = 128;
+        o.rotary.in_place = true;
+        o.blocks = 100;
+        RotaryAndCacheCase apart(o);
+        RotaryAndCacheCase in_a_row(o);
+        DeviceCase apart_on_device(apart);
+        DeviceCase in_a_row_on_device(in_a_row);
+        for (int i = 0; i < 50; ++i) {
+            rotary_and_cache_cuda(apart_on_device.args(), nullptr);
+            check(cudaDeviceSynchronize());
+        }
+        for (int i = 0; i < 50; ++i) rotary_and_cache_cuda(in_a_row_on_device.args(), nullptr);
+        apart_on_device.fetch();
+        in_a_row_on_device.fetch();
+        EXPECT_TRUE(in_a_row.rotary().q().in.bytes == apart.rotary().q().in.bytes) << tokens;
+        EXPECT_TRUE(in_a_row.key_cache().bytes == apart.key_cache().bytes) << tokens;
+        EXPECT_TRUE(in_a_row.value_cache().bytes == apart.value_cache().bytes) << tokens;
+    }
+}
+
+TEST_F(RotaryAndCacheCuda, NothingToDoLaunchesNothing) {
+    const Stream stream;
+    for (const auto& [batch, tokens, q_heads, k_heads] : {std::tuple{0, 3, 2, 1}, {2, 0, 2, 1}, {2, 3, 0, 0}}) {
+        CacheOptions o;
+        o.rotary.batch = batch;
+        o.rotary.tokens = tokens;
+        o.rotary.q_heads = q_heads;
+        o.rotary.k_heads = k_heads;
+        RotaryAndCacheCase cache(o);
+        DeviceCase device(cache);
+        const Recording recording(stream, [&](cudaStream_t on) { rotary_and_cache_cuda(device.args(), on); });
+        EXPECT_EQ(recording.launches(), 0u) << describe(o);
+    }
+}
+
+TEST_F(RotaryAndCacheCuda, QueriesAloneKeysAloneAndACacheWithoutSlots) {
+    for (const auto& [q_heads, k_heads, blocks, block_size] :
+         {std::tuple{2, 0, 3, 4}, {0, 2, 3, 4}, {2, 1, 0, 4}, {2, 1, 3, 0}}) {
+        CacheOptions o;
+        o.rotary.q_heads = q_heads;
+        o.rotary.k_heads = k_heads;
+        o.blocks = blocks;
+        o.block_size = block_size;
+        write_and_expect(o);
+    }
+}
+
+// Nobody looks at slots on a GPU before they are used: whatever they are, nothing outside the cache is written.
+TEST_F(RotaryAndCacheCuda, SlotsThatAreNotThereAreLeftOut) {
+    for (const bool paged : {false, true}) {
+        for (const bool wide : {false, true}) {
+            CacheOptions o;
+            o.rotary.batch = 2;
+            o.rotary.tokens = 4;
+            o.paged = paged;
+            o.slots_are_int64 = wide;
+            RotaryAndCacheCase cache(o);
+            const int64_t count = paged ? o.blocks * o.block_size : o.block_size;
+            const int64_t huge = wide ? std::numeric_limits<int64_t>::max() : std::numeric_limits<int32_t>::max();
+            const int64_t wrapping = wide ? (int64_t{1} << 32) + 1 : -2;  // in 32 bits a slot that is there
+            cache.slots() = {-1, count, 0, count - 1, huge, -huge - 1, wrapping, 2};
+            DeviceCase device(cache);
+            rotary_and_cache_cuda(device.args(), nullptr);
+            device.fetch();
+            cache.expect_written();
+        }
+    }
+}
+
+// --- offsets
+// -----------------------------------------------------------------------------------------------------------
+
+TEST_F(RotaryAndCacheCuda, BlocksMoreThanTwoToThe31ElementsApart) {
+    constexpr int64_t apart = (int64_t{1} << 31) + 64;
+    for (const bool float8 : {false, true}) {
+        CacheOptions o;
+        o.rotary.dtype = DType::bfloat16;
+        o.rotary.tokens = 2;
+        o.rotary.q_heads = 1;
+        o.rotary.k_heads = 1;
+        o.rotary.head_dim = o.rotary.rotary_dim = 64;
+        o.float8 = float8;
+        o.blocks = 2;
+        o.block_size = 1;
+        RotaryAndCacheCase cache(o);
+        cache.slots() = {1, 0};
+        CacheBuffer& near = cache.key_cache();
+        const size_t bytes = (apart + 64) * near.element_size;
+        size_t available = 0;
+        size_t total = 0;
+        check(cudaMemGetInfo(&available, &total));
+        if (available < bytes + (size_t{1} << 28)) GTEST_SKIP() << "needs " << bytes << " bytes of GPU memory";
+        DeviceCase device(cache);
+        const DeviceMemory far(bytes);
+        RotaryAndCacheArgs args = device.args();
+        args.k.view.out = far.data();
+        args.k.view.out_strides.batch = apart;
+        rotary_and_cache_cuda(args, nullptr);
+        device.fetch();
+        for (int64_t block = 0; block < 2; ++block) {
+            check(cudaMemcpy(near.bytes.data() + near.byte_of(block, 0, 0),
+                             far.data() + block * apart * near.element_size, 64 * near.element_size,
+                             cudaMemcpyDeviceToHost));
+        }
+        cache.expect_written();
+    }
+}
+
+}  // namespace
+}  // namespace mrrope

@@ -1,0 +1,656 @@
+"""patch, unpatch and patched on tiny models: right, against the model's own code run by hand-set frequencies, and
+leaving nothing behind."""
+
+import copy
+import gc
+import importlib
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mrrope
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file
+from tiny_models import tiny_model, tokens
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
+
+# Relative error of the logits in the Frobenius norm. Stock code computes angles in float32, whatever the dtype.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+LENGTH = 64  # what the tiny models say they were trained on
+LLAMA = {"rotary_dim": 16, "base": 1e4, "original_max_position": LENGTH}
+RADIX_FACTORS = [1.0, 1.0, 1.2, 1.1, 1.3, 1.0, 1.5]
+CUMULATIVE_SCALES = [1.0, 1.0, 1.1, 1.5, 2.0, 3.0, 4.0, 4.0]
+
+
+def rotary_embedding(model: nn.Module) -> nn.Module:
+    return next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
+
+
+def unfused(model: PreTrainedModel, table: mrrope.FrequencyTable, layer_type: str = "") -> PreTrainedModel:
+    """Stock code with a table's frequencies, set by hand."""
+    rotary = rotary_embedding(model)
+    prefix = layer_type and f"{layer_type}_"
+    for name in ("inv_freq", "original_inv_freq"):
+        getattr(rotary, prefix + name).copy_(table.inv_freq)
+    setattr(rotary, f"{prefix}attention_scaling", table.attention_factor)
+    return model
+
+
+@torch.no_grad()
+def logits(model: nn.Module, **inputs: Any) -> Tensor:
+    return model(**({"input_ids": tokens(2, 24)} | inputs)).logits
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got - want).double().norm() / want.double().norm())
+
+
+def assert_same(got: Tensor, want: Tensor) -> None:
+    assert relative(got, want) < TOLERANCE[want.dtype]
+
+
+def packed_tables(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("packed_table")}
+
+
+class Snapshot:
+    """Everything of a model that patching could touch, to be compared by identity."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules = dict(model.named_modules())
+        self.classes = {name: type(module) for name, module in self.modules.items()}
+        self.attributes = {name: dict(vars(module)) for name, module in self.modules.items()}
+        self.tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        self.values = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        self.keys = list(model.state_dict())
+        self.functions = dict(vars(sys.modules[type(model).__module__]))
+
+    def assert_untouched(self) -> None:
+        now = Snapshot(self.model)
+        for before, after in (
+            (self.modules, now.modules),
+            (self.classes, now.classes),
+            (self.tensors, now.tensors),
+            (self.functions, now.functions),
+            *((self.attributes[name], now.attributes[name]) for name in self.modules),
+        ):
+            assert before.keys() == after.keys()
+            assert [name for name in before if before[name] is not after[name]] == []
+        assert self.keys == now.keys
+        assert all(torch.equal(now.values[name], value) for name, value in self.values.items())
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collection():
+    """The many objects of transformers are no garbage: not to be looked through before every test."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def stock() -> Any:
+    """Llama's own function, in its place again once the patched models of other tests are gone."""
+    gc.collect()
+    assert not hasattr(modeling_llama.apply_rotary_pos_emb, "__wrapped__")
+    return modeling_llama.apply_rotary_pos_emb
+
+
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("rope", {}),
+    ("pi", {"scale": 4.0}),
+    ("ntk", {"scale": 4.0}),
+    ("yarn", {"scale": 4.0}),
+    ("yarn_ratio", {"scale": 4.0}),
+    ("mrrope_uni", {"scale": 4.0}),
+    ("mrrope_pro", {"scale": 4}),
+    ("mrrope_pow", {"scale": 4.0, "power": 2.0}),
+    ("radix", {"factors": RADIX_FACTORS}),
+    ("longrope", {"factors": CUMULATIVE_SCALES, "attention_factor": 1.2}),
+    ("llama3", {"scale": 4.0, "alpha": 1.0, "beta": 4.0}),
+    ("mrrope_pro", {"scale": 4.0, "alpha": 0.5, "beta": 8.0}),
+    ("mrrope_pro", {"scale": 4.0, "bounds": (1, 6)}),
+    ("mrrope_pro", {"scale": 4.0, "attention_factor": 1.5}),
+    ("mrrope_pro", {"scale": 4.0, "original_max_position": 24}),
+]
+
+
+@pytest.mark.parametrize(("method", "options"), METHODS, ids=[f"{m}-{'-'.join(o)}" for m, o in METHODS])
+def test_every_method_and_option(llama: PreTrainedModel, method: str, options: dict[str, Any]) -> None:
+    before = logits(llama)
+    want = logits(unfused(tiny_model("llama"), mrrope.frequency_table(method, **LLAMA | options)))
+    assert mrrope.patch(llama, method, **options) is llama
+    assert_same(logits(llama), want)
+    assert (relative(want, before) > 1e-3) == (method != "rope")
+    mrrope.unpatch(llama)
+    assert torch.equal(logits(llama), before)
+
+
+def test_no_method_is_left_out() -> None:
+    assert {method for method, _ in METHODS} == {*mrrope.METHODS}
+
+
+@pytest.mark.parametrize("given", ["table", "path", "str"])
+def test_a_ready_table(llama: PreTrainedModel, tmp_path: Path, given: str) -> None:
+    table = mrrope.frequency_table("mrrope_pow", **LLAMA, scale=8.0, power=0.5)
+    path = tmp_path / "table.json"
+    table.save(path)
+    mrrope.patch(llama, {"table": table, "path": path, "str": str(path)}[given])
+    assert torch.equal(packed_tables(llama)["model.rotary_emb.packed_table"], table.packed(torch.device("cpu")))
+    assert_same(logits(llama), logits(unfused(tiny_model("llama"), table)))
+
+
+def test_a_table_of_another_model_that_is_meant(llama: PreTrainedModel) -> None:
+    table = other_model(base=5e4, original_max_position=128)
+    mrrope.patch(llama, table, base=5e4, original_max_position=128)
+    assert_same(logits(llama), logits(unfused(tiny_model("llama"), table)))
+
+
+def test_types_that_recompute_their_frequencies_do_not_undo_the_patch() -> None:
+    config = tiny_model("llama").config
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = modeling_llama.LlamaForCausalLM(config).eval()
+    ids = tokens(1, LENGTH + 32)  # past the trained length, where stock code would take other frequencies
+    table = mrrope.frequency_table("mrrope_pro", **LLAMA, scale=4.0)
+    reference = unfused(copy.deepcopy(model), table)
+    reference.model.rotary_emb.rope_type = "default"
+    assert_same(logits(mrrope.patch(model, table), input_ids=ids), logits(reference, input_ids=ids))
+
+
+def ready() -> mrrope.FrequencyTable:
+    return mrrope.frequency_table("mrrope_pro", **LLAMA, scale=4.0)
+
+
+def other_model(**settings: float) -> mrrope.FrequencyTable:
+    return mrrope.frequency_table("mrrope_pro", **LLAMA | settings, scale=4.0)
+
+
+def other_size() -> mrrope.FrequencyTable:
+    return mrrope.frequency_table("mrrope_pro", **LLAMA | {"rotary_dim": 8}, scale=4.0)
+
+
+WRONG_CALLS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "unknown method": ("mrrope_max", {"scale": 4.0}, ValueError, "method.*mrrope_max"),
+    "no method": (None, {}, TypeError, "method"),
+    "a number for a method": (4.0, {}, TypeError, "method"),
+    "scale of nothing": ("mrrope_pro", {"scale": 0.0}, ValueError, "scale"),
+    "negative scale": ("yarn", {"scale": -4.0}, ValueError, "scale"),
+    "scale that shrinks": ("yarn", {"scale": 0.5}, ValueError, "scale must be a finite number, 1 or more, got 0.5"),
+    "scale not a number": ("yarn", {"scale": float("nan")}, ValueError, "scale"),
+    "infinite scale": ("pi", {"scale": float("inf")}, ValueError, "scale"),
+    "scale of words": ("pi", {"scale": "four"}, TypeError, "scale"),
+    "unknown option": ("pi", {"scale": 2.0, "colour": 1}, TypeError, "colour"),
+    "rotary_dim of its own": ("pi", {"scale": 2.0, "rotary_dim": 8}, ValueError, "rotary_dim 16"),
+    "bad bounds": ("mrrope_pro", {"scale": 4.0, "bounds": (6, 1)}, ValueError, "bounds"),
+    "bad trained length": ("yarn", {"scale": 4.0, "original_max_position": 0}, ValueError, "original_max_position"),
+    "no power": ("mrrope_pow", {"scale": 4.0}, ValueError, "power"),
+    "no factors": ("radix", {}, ValueError, "factors"),
+    "factors of another size": ("longrope", {"factors": [1.0] * 7}, ValueError, "factors"),
+    "table of another size": (other_size(), {}, ValueError, "method.*rotary_dim 16"),
+    "table of another base": (other_model(base=5e4), {}, ValueError, r"model's base 10000, .* say base=50000"),
+    "table of another length": (
+        other_model(original_max_position=128),
+        {},
+        ValueError,
+        r"model's original_max_position 64, .* say original_max_position=128",
+    ),
+    "table and scale": (ready(), {"scale": 4.0}, ValueError, "ready table.*scale"),
+    "table and option": (ready(), {"alpha": 2.0}, ValueError, "ready table.*alpha"),
+    "no such file": ("/nowhere/table.json", {}, FileNotFoundError, "/nowhere/table.json"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CALLS)
+def test_wrong_calls_leave_the_model_alone(llama: PreTrainedModel, case: str) -> None:
+    method, options, error, words = WRONG_CALLS[case]
+    before = Snapshot(llama)
+    with pytest.raises(error, match=words):
+        mrrope.patch(llama, method, **options)
+    before.assert_untouched()
+    with pytest.raises(error, match=words), mrrope.patched(llama, method, **options):
+        pytest.fail("must not get here")
+    before.assert_untouched()
+
+
+def test_wrong_calls_leave_a_patched_model_patched(llama: PreTrainedModel, tmp_path: Path) -> None:
+    mrrope.patch(llama, "yarn", scale=2.0)
+    before, found = Snapshot(llama), logits(llama)
+    not_json = tmp_path / "table.json"
+    not_json.write_text("inv_freq: 1")
+    wrong: list[tuple[Any, dict[str, Any]]] = [("mrrope_max", {}), ("pi", {"scale": 0.0}), (not_json, {})]
+    for method, options in wrong:
+        with pytest.raises(ValueError, match=r"method|scale|table\.json"):
+            mrrope.patch(llama, method, **options)
+        before.assert_untouched()
+    assert torch.equal(logits(llama), found)
+
+
+@pytest.mark.parametrize("call", [lambda model: mrrope.patch(model, "pi", scale=2.0), mrrope.unpatch])
+@pytest.mark.parametrize("thing", ["llama", None, {"model": 1}])
+def test_only_modules_are_models(call: Callable[[Any], Any], thing: Any) -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
+        call(thing)
+
+
+def test_models_without_rope() -> None:
+    model = tiny_model("gpt2")
+    before = Snapshot(model)
+    with pytest.raises(ValueError, match="model must have rotary position embeddings, and GPT2LMHeadModel"):
+        mrrope.patch(model, "mrrope_pro", scale=4.0)
+    before.assert_untouched()
+    with pytest.raises(ValueError, match="model must be a patched one"):
+        mrrope.unpatch(model)
+
+
+def test_unpatching_what_is_not_patched(llama: PreTrainedModel) -> None:
+    before = Snapshot(llama)
+    with pytest.raises(ValueError, match="model must be a patched one, and this LlamaForCausalLM is not"):
+        mrrope.unpatch(llama)
+    mrrope.unpatch(mrrope.patch(llama, "pi", scale=2.0))
+    with pytest.raises(ValueError, match="model must be a patched one"):
+        mrrope.unpatch(llama)
+    before.assert_untouched()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "qwen4_exp_text"])
+@pytest.mark.filterwarnings("ignore:.*not the fused op")
+def test_unpatch_puts_the_very_same_objects_back(family: str) -> None:
+    model = tiny_model(family)
+    before, found = Snapshot(model), logits(model)
+    mrrope.patch(model, "mrrope_pro", scale=4.0)
+    assert model.state_dict().keys() == {*before.keys}
+    assert not torch.equal(logits(model), found)
+    assert mrrope.unpatch(model) is model
+    before.assert_untouched()
+    assert torch.equal(logits(model), found)
+
+
+def test_patching_twice_replaces(llama: PreTrainedModel) -> None:
+    before = Snapshot(llama)
+    mrrope.patch(llama, "pi", scale=4.0)
+    mrrope.patch(llama, "mrrope_pro", scale=4.0)
+    assert_same(logits(llama), logits(unfused(tiny_model("llama"), ready())))
+    mrrope.unpatch(llama)  # once is enough
+    before.assert_untouched()
+
+
+def test_an_inner_model_can_be_patched(llama: PreTrainedModel) -> None:
+    before = Snapshot(llama)
+    want = logits(unfused(tiny_model("llama"), ready()))
+    assert mrrope.patch(llama.model, ready()) is llama.model
+    assert_same(logits(llama), want)
+    mrrope.unpatch(llama)
+    before.assert_untouched()
+
+
+def test_a_rotary_embedding_alone_is_refused(llama: PreTrainedModel) -> None:
+    """Nobody but its owner could put another in its place."""
+    with pytest.raises(ValueError, match="model must"):
+        mrrope.patch(rotary_embedding(llama), "pi", scale=2.0)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_models_beside_each_other(order: tuple[int, int], stock: Any) -> None:
+    methods = ["mrrope_pro", "pi"]
+    models = [tiny_model("llama") for _ in methods]
+    beside = tiny_model("llama")
+    plain = logits(beside)
+    want = [
+        logits(unfused(tiny_model("llama"), mrrope.frequency_table(method, **LLAMA, scale=4.0))) for method in methods
+    ]
+    for model, method in zip(models, methods, strict=True):
+        mrrope.patch(model, method, scale=4.0)
+    for i in order:
+        assert torch.equal(logits(beside), plain)
+        assert torch.equal(logits(tiny_model("llama")), plain)  # one that came later
+        assert_same(logits(models[i]), want[i])
+        assert_same(logits(models[order[1]]), want[order[1]])
+        assert modeling_llama.apply_rotary_pos_emb is not stock
+        assert torch.equal(logits(mrrope.unpatch(models[i])), plain)
+    assert modeling_llama.apply_rotary_pos_emb is stock
+    assert torch.equal(logits(beside), plain)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_patched_model_may_be_dropped(llama: PreTrainedModel, stock: Any, others: int) -> None:
+    plain = logits(llama)
+    dropped = mrrope.patch(tiny_model("llama"), "pi", scale=4.0)
+    kept = [mrrope.patch(tiny_model("llama"), ready()) for _ in range(others)]
+    gone = weakref.ref(rotary_embedding(dropped))
+    del dropped
+    gc.collect()
+    assert gone() is None, "patching must not keep a model alive"
+    assert (modeling_llama.apply_rotary_pos_emb is stock) == (others == 0)
+    assert torch.equal(logits(llama), plain)
+    for model in [*kept, mrrope.patch(llama, ready())]:
+        assert_same(logits(model), logits(unfused(tiny_model("llama"), ready())))
+        assert torch.equal(logits(mrrope.unpatch(model)), plain)
+    assert modeling_llama.apply_rotary_pos_emb is stock
+
+
+def test_what_others_put_over_ours_stays(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, stock: Any) -> None:
+    """Another library's replacement, made after ours, is not ours to take away."""
+    mrrope.patch(llama, "pi", scale=4.0)
+    ours = modeling_llama.apply_rotary_pos_emb
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", theirs)
+    assert_same(logits(llama), logits(unfused(tiny_model("llama"), mrrope.frequency_table("pi", **LLAMA, scale=4.0))))
+    plain = logits(tiny_model("llama"))
+    assert torch.equal(logits(mrrope.unpatch(llama)), plain)
+    assert modeling_llama.apply_rotary_pos_emb is theirs
+    monkeypatch.undo()
+    modeling_llama.apply_rotary_pos_emb = stock
+
+
+def test_patched_is_patch_and_unpatch(llama: PreTrainedModel) -> None:
+    before, plain = Snapshot(llama), logits(llama)
+    with mrrope.patched(llama, "mrrope_pro", scale=4.0) as model:
+        assert model is llama
+        assert_same(logits(llama), logits(unfused(tiny_model("llama"), ready())))
+    before.assert_untouched()
+    with pytest.raises(ZeroDivisionError), mrrope.patched(llama, ready()):
+        raise ZeroDivisionError
+    before.assert_untouched()
+    with mrrope.patched(llama, ready()):
+        mrrope.unpatch(llama)  # early
+    before.assert_untouched()
+    assert torch.equal(logits(llama), plain)
+
+
+def test_patched_blocks_nest(llama: PreTrainedModel) -> None:
+    before = Snapshot(llama)
+    with mrrope.patched(llama, "pi", scale=2.0):
+        outer = logits(llama)
+        with mrrope.patched(llama, "mrrope_pro", scale=4.0):
+            assert not torch.equal(logits(llama), outer)
+        assert torch.equal(logits(llama), outer)
+    before.assert_untouched()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen4_exp_text"])
+@pytest.mark.filterwarnings("ignore:.*not the fused op")
+def test_patched_on_a_model_that_comes_patched(family: str) -> None:
+    model = tiny_model(family)
+    plain = logits(model)
+    mrrope.patch(model, "mrrope_pro", scale=4.0)
+    found = logits(model)
+    with mrrope.patched(model, "pi", scale=2.0):
+        assert not torch.equal(logits(model), found)
+    assert torch.equal(logits(model), found)
+    with pytest.raises(ZeroDivisionError), mrrope.patched(model, "pi", scale=2.0):
+        raise ZeroDivisionError
+    assert torch.equal(logits(model), found)
+    assert torch.equal(logits(mrrope.unpatch(model)), plain)
+
+
+# What the tiny models of other conventions rotate: rotary_dim and base.
+CONVENTIONS = {
+    "gpt_neox": (8, 1e4),  # a quarter of each head
+    "phi": (8, 1e4),  # half of each head, split by the caller
+    "cohere": (16, 5e5),  # interleaved
+    "glm": (8, 1e4),  # interleaved, half of each head
+    "deepseek_v3": (16, 1e4),  # MLA: interleaved in, halves out, one key head
+    "llama4_text": (16, 5e5),  # complex numbers
+    "qwen3_5_text": (8, 1e4),  # M-RoPE
+}
+
+
+@pytest.mark.parametrize("family", CONVENTIONS)
+def test_conventions(family: str, recwarn: pytest.WarningsRecorder) -> None:
+    rotary_dim, base = CONVENTIONS[family]
+    model = tiny_model(family)
+    before, plain = Snapshot(model), logits(model)
+    table = mrrope.frequency_table(
+        "mrrope_pro", rotary_dim=rotary_dim, base=base, original_max_position=LENGTH, scale=8.0
+    )
+    want = logits(unfused(tiny_model(family), table))
+    mrrope.patch(model, "mrrope_pro", scale=8.0)
+    assert not [warning for warning in recwarn if "fused" in str(warning.message)]
+    assert packed_tables(model)
+    assert_same(logits(model), want)
+    assert relative(want, plain) > 1e-3
+    mrrope.unpatch(model)
+    before.assert_untouched()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("family", ["llama", "llama4_text"])
+def test_positions_of_the_callers_own(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family)
+    positions = torch.stack([torch.arange(24) + 7, torch.arange(24) * 2]).to(dtype)
+    call = {"position_ids": positions, "attention_mask": torch.ones(2, 24, dtype=torch.long)}
+    rotary_dim, base = CONVENTIONS.get(family, (16, 1e4))
+    table = mrrope.frequency_table("pi", rotary_dim=rotary_dim, base=base, original_max_position=LENGTH, scale=4.0)
+    want = logits(unfused(tiny_model(family), table), **call)
+    assert_same(logits(mrrope.patch(model, table), **call), want)
+
+
+def test_several_positions_a_token() -> None:
+    """M-RoPE: text, an image of 3 x 4 patches, text again, as Qwen numbers them."""
+    height, width = torch.meshgrid(torch.arange(3), torch.arange(4), indexing="ij")
+    image = torch.stack([torch.zeros(12), height.flatten(), width.flatten()]).long() + 5
+    positions = torch.cat([torch.arange(5).expand(3, -1), image, torch.arange(9, 16).expand(3, -1)], dim=1)
+    positions = torch.stack([positions, positions.roll(1, dims=0) + 3], dim=1)  # [3, batch 2, 24]
+    rotary_dim, base = CONVENTIONS["qwen3_5_text"]
+    table = mrrope.frequency_table(
+        "mrrope_pro", rotary_dim=rotary_dim, base=base, original_max_position=LENGTH, scale=4.0
+    )
+    reference, model = unfused(tiny_model("qwen3_5_text"), table), mrrope.patch(tiny_model("qwen3_5_text"), table)
+    want = logits(reference, position_ids=positions)
+    assert_same(logits(model, position_ids=positions), want)
+    assert relative(logits(model, position_ids=positions[:1].expand(3, -1, -1)), want) > 1e-3, "rows must matter"
+    assert_same(logits(model), logits(reference))
+
+
+def test_a_model_of_windowed_layers_alone_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrrope.hf.rope_config.is_local", lambda _: True)
+    model = tiny_model("llama")
+    before = logits(model)
+    with pytest.warns(UserWarning, match="keeps its own tables: all its layers with RoPE see only a window"):
+        mrrope.patch(model, "mrrope_pro", scale=4.0)
+    torch.testing.assert_close(logits(model), before)
+    mrrope.patch(model, "mrrope_pro", scale=4.0, local_layers=True)
+    assert (logits(model) - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("local_layers", [False, True])
+def test_local_layers_have_a_rope_of_their_own(local_layers: bool) -> None:
+    size = {"rotary_dim": 16, "original_max_position": LENGTH}
+    tables = {
+        "full_attention": mrrope.frequency_table("mrrope_pro", base=1e6, scale=4.0, **size),
+        "sliding_attention": mrrope.frequency_table("mrrope_pro" if local_layers else "rope", base=1e4,
+                                                    scale=4.0 if local_layers else 1.0, **size),
+    }  # fmt: skip
+    reference, model = tiny_model("gemma3_text"), tiny_model("gemma3_text")
+    plain = logits(model)
+    for layer_type, table in tables.items():
+        unfused(reference, table, layer_type)
+    mrrope.patch(model, "mrrope_pro", scale=4.0, **({"local_layers": True} if local_layers else {}))
+    for layer_type, table in tables.items():
+        packed = packed_tables(model)[f"model.rotary_emb.{layer_type}_packed_table"]
+        # The model's own frequencies are float32: as fractions of 2^64, right in the first 24 bits.
+        difference = (packed[:-1] - table.turns).abs().double() / table.turns.abs()
+        assert difference.max() < 2**-23
+        assert packed[-1] == table.packed(torch.device("cpu"))[-1]
+    assert_same(logits(model), logits(reference))
+    assert relative(logits(reference), plain) > 1e-3
+
+
+def test_where_the_op_cannot_be_fused_the_table_is_swapped() -> None:
+    model = tiny_model("qwen4_exp_text")
+    plain = logits(model)
+    table = mrrope.frequency_table("mrrope_pro", **LLAMA, scale=4.0)
+    want = logits(unfused(tiny_model("qwen4_exp_text"), table))
+    with pytest.warns(UserWarning, match="gets the table but not the fused op: Qwen4Exp"):
+        mrrope.patch(model, "mrrope_pro", scale=4.0)
+    assert not packed_tables(model)
+    assert torch.equal(logits(model), want)
+    clone = copy.deepcopy(model)
+    mrrope.unpatch(model)
+    assert torch.equal(logits(model), plain)
+    assert torch.equal(logits(clone), want)
+    assert torch.equal(logits(mrrope.unpatch(clone)), plain)
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("family", ["llama", "llama4_text", "gemma3_text"])
+def test_copies_stand_on_their_own(family: str, how: Callable[[Any], Any]) -> None:
+    model = tiny_model(family)
+    plain = logits(model)
+    found = logits(mrrope.patch(model, "mrrope_pro", scale=4.0))
+    clone = how(model)
+    assert torch.equal(logits(clone), found)
+    assert torch.equal(logits(mrrope.unpatch(model)), plain)
+    assert torch.equal(logits(clone), found), "unpatching the one must not touch the other"
+    assert torch.equal(logits(mrrope.unpatch(clone)), plain)
+
+
+def test_an_unpatched_copy_of_a_model_that_is_patched_later(llama: PreTrainedModel) -> None:
+    clone, plain = copy.deepcopy(llama), logits(llama)
+    mrrope.patch(llama, "pi", scale=4.0)
+    assert torch.equal(logits(clone), plain)
+
+
+IN_A_FRESH_PROCESS = """
+import pickle, sys
+with open(sys.argv[1], "rb") as file:
+    cases = pickle.load(file)
+import torch
+import mrrope
+for name, (model, ids, want, plain) in cases.items():
+    with torch.no_grad():
+        got = model(ids).logits
+        assert torch.allclose(got, want, rtol=0, atol=1e-5 * want.abs().max().item()), name
+        mrrope.unpatch(model)
+        got = model(ids).logits
+        assert torch.allclose(got, plain, rtol=0, atol=1e-5 * plain.abs().max().item()), name
+"""
+
+
+def test_unpickled_in_a_fresh_process(tmp_path: Path) -> None:
+    families = ["llama", "deepseek_v3", "llama4_text", "gemma3_text", "qwen3_5_text"]
+    cases = {}
+    for family in families:
+        model = tiny_model(family)
+        plain = logits(model)
+        cases[family] = (mrrope.patch(model, "mrrope_pro", scale=4.0), tokens(2, 24), logits(model), plain)
+    path = tmp_path / "models.pickle"
+    path.write_bytes(pickle.dumps(cases))
+    command = [sys.executable, "-c", IN_A_FRESH_PROCESS, path]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+ATTENTION_IN_ANOTHER_MODULE = """
+import torch
+from transformers.models.llama.modeling_llama import LlamaAttention, rotate_half
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+class OtherAttention(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings, **_):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+"""
+
+
+def test_unpickled_where_the_function_takes_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    with mrrope.patched(model, "mrrope_pro", scale=4.0):
+        saved = pickle.dumps(model)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, offset=0: (q, k))
+    with pytest.raises(ValueError, match=r"patched anew: .*apply_rotary_pos_emb takes other arguments"):
+        pickle.loads(saved)
+
+
+def test_unpickled_with_attention_in_another_module_than_the_rotary_embedding(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other_modeling.py").write_text(ATTENTION_IN_ANOTHER_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    other = importlib.import_module("other_modeling")
+    for layer in llama.model.layers:
+        layer.self_attn.__class__ = other.OtherAttention
+    plain = logits(llama)
+    want = logits(mrrope.patch(llama, "mrrope_pro", scale=4.0))
+    path = tmp_path / "models.pickle"
+    path.write_bytes(pickle.dumps({"other": (llama, tokens(2, 24), want, plain)}))
+    command = [sys.executable, "-c", IN_A_FRESH_PROCESS, path]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+def test_weights_are_saved_as_if_unpatched(llama: PreTrainedModel, tmp_path: Path) -> None:
+    llama.save_pretrained(tmp_path / "before")
+    mrrope.patch(llama, "mrrope_pro", scale=4.0)
+    llama.save_pretrained(tmp_path / "patched")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("before", "patched"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    configs = [(tmp_path / name / "config.json").read_text() for name in ("before", "patched")]
+    assert configs[0] == configs[1]
+    again = type(llama).from_pretrained(tmp_path / "patched").eval()
+    assert torch.equal(logits(again), logits(mrrope.unpatch(llama)))
+
+
+def test_weights_load_into_a_patched_model(llama: PreTrainedModel) -> None:
+    other = tiny_model("llama", seed=1)
+    mrrope.patch(other, ready()).load_state_dict(llama.state_dict(), strict=True)
+    assert torch.equal(logits(other), logits(mrrope.patch(llama, ready())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "qwen3_5_text"])
+def test_casts_leave_the_tables_alone(family: str, dtype: torch.dtype) -> None:
+    model = mrrope.patch(tiny_model(family), "mrrope_pro", scale=4.0)
+    tables = {name: table.clone() for name, table in packed_tables(model).items()}
+    exact = logits(model)
+    cast = {torch.float16: model.half, torch.bfloat16: model.bfloat16, torch.float64: model.double}[dtype]
+    assert cast() is model
+    model.to(dtype)
+    assert {table.dtype for table in packed_tables(model).values()} == {torch.int64}
+    assert all(torch.equal(table, tables[name]) for name, table in packed_tables(model).items())
+    assert relative(logits(model), exact) < 4 * TOLERANCE[dtype]
+    again = copy.deepcopy(model)
+    assert torch.equal(logits(again), logits(model))
+    model.float()
+    assert all(torch.equal(table, tables[name]) for name, table in packed_tables(model).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    """As close to float64 as stock code in the same dtype is, to within the rounding of either."""
+    exact = logits(mrrope.patch(tiny_model("llama", dtype=torch.float64), ready()))
+    found = logits(mrrope.patch(tiny_model("llama").to(dtype), ready()))
+    stock = logits(unfused(tiny_model("llama").to(dtype), ready()))
+    assert found.dtype == dtype
+    assert relative(found, exact) < max(1.25 * relative(stock, exact), 1e-6)

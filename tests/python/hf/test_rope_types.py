@@ -1,0 +1,238 @@
+"""mrrope's rope types in configurations of transformers: frequencies, checks, saving and loading, who imports whom."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import mrrope
+from mrrope.hf.rope_types import ROPE_TYPES
+
+transformers = pytest.importorskip("transformers")
+from huggingface_hub.errors import StrictDataclassError  # noqa: E402
+from model_tolerance import relative, tolerance  # noqa: E402
+from tiny_models import TINY_SIZES  # noqa: E402
+
+BASIC = {"rope_theta": 50_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+TINY = TINY_SIZES | {"max_position_embeddings": 256}
+
+
+def parameters(rope_type: str, **more: object) -> dict:
+    needed = {"power": 2.0} if rope_type == "mrrope_pow" else {}
+    return {"rope_type": rope_type, **BASIC, **needed, **more}
+
+
+def table(rope_type: str, rotary_dim: int = 32, **options: object) -> mrrope.FrequencyTable:
+    needed = {"power": 2.0} if rope_type == "mrrope_pow" else {}
+    return mrrope.frequency_table(
+        rope_type, rotary_dim=rotary_dim, base=50_000.0, original_max_position=64, scale=4.0, **needed, **options
+    )
+
+
+@pytest.fixture
+def warnings_of_transformers(caplog):
+    """What transformers logs, which it keeps from the root logger otherwise."""
+    logger = logging.getLogger("transformers")
+    logger.propagate = True
+    # Some warnings are given once in a process.
+    transformers.utils.logging.warning_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "transformers"):
+        yield caplog
+    logger.propagate = False
+
+
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        ({}, {}),
+        ({"beta_slow": 2.0, "beta_fast": 16}, {"alpha": 2.0, "beta": 16.0}),
+        ({"bounds": [2, 9]}, {"bounds": (2, 9)}),
+        ({"attention_factor": 1.5}, {"attention_factor": 1.5}),
+        ({"attention_factor": None, "bounds": None}, {}),
+    ],
+    ids=["defaults", "betas", "bounds", "attention factor", "nulls"],
+)
+def test_a_model_gets_the_table(rope_type, more, options, warnings_of_transformers):
+    config = transformers.LlamaConfig(**TINY, rope_parameters=parameters(rope_type, **more))
+    rotary = transformers.LlamaModel(config).rotary_emb
+    expected = table(rope_type, **options)
+    assert torch.equal(rotary.inv_freq, expected.inv_freq.float())
+    assert rotary.attention_scaling == expected.attention_factor
+    assert not warnings_of_transformers.records
+
+
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+def test_partial_rotary_factor(rope_type, warnings_of_transformers):
+    config = transformers.GPTNeoXConfig(
+        **{key: value for key, value in TINY.items() if key != "num_key_value_heads"},
+        rope_parameters=parameters(rope_type, partial_rotary_factor=0.5),
+    )
+    rotary = transformers.GPTNeoXModel(config).rotary_emb
+    assert torch.equal(rotary.inv_freq, table(rope_type, rotary_dim=16).inv_freq.float())
+    assert not warnings_of_transformers.records
+
+
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+def test_a_rope_for_each_kind_of_layer(rope_type, warnings_of_transformers, tmp_path):
+    config = transformers.Gemma3TextConfig(
+        **TINY,
+        head_dim=32,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": parameters(rope_type),
+        },
+    )
+    config.save_pretrained(tmp_path)
+    rotary = transformers.Gemma3TextModel(transformers.AutoConfig.from_pretrained(tmp_path)).rotary_emb
+    assert torch.equal(rotary.full_attention_inv_freq, table(rope_type).inv_freq.float())
+    assert rotary.full_attention_attention_scaling == table(rope_type).attention_factor
+    assert rotary.sliding_attention_attention_scaling == 1.0
+    assert not warnings_of_transformers.records
+
+
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+def test_saved_and_loaded_again(rope_type, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**TINY, rope_parameters=parameters(rope_type, bounds=[1, 12]))
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert again.config.rope_parameters == model.config.rope_parameters
+    tokens = torch.arange(100)[None] % 40
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_the_same_logits_as_a_patched_model():
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**TINY | {"max_position_embeddings": 64}, rope_theta=50_000.0)
+    ).eval()
+    config = transformers.LlamaConfig(**TINY, rope_parameters=parameters("mrrope_pro"))
+    typed = transformers.LlamaForCausalLM(config).eval()
+    typed.load_state_dict(plain.state_dict())
+    tokens = torch.arange(200)[None] % 40
+    with torch.no_grad(), mrrope.patched(plain, "mrrope_pro", scale=4.0):
+        torch.testing.assert_close(typed(tokens).logits, plain(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("missing", ["factor", "original_max_position_embeddings", "power"])
+def test_a_missing_parameter(missing):
+    given = parameters("mrrope_pow")
+    del given[missing]
+    with pytest.raises(KeyError, match=rf"Missing required keys .*'mrrope_pow': {{'{missing}'}}"):
+        transformers.LlamaConfig(**TINY, rope_parameters=given)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("factor", "4", "factor field must be a float or int >= 1, got '4'"),
+        ("factor", 0.5, "factor field must be a float or int >= 1, got 0.5"),
+        ("factor", None, "factor field must be a float or int >= 1, got None"),
+        ("original_max_position_embeddings", 0, "original_max_position_embeddings field must be an int >= 1, got 0"),
+        ("attention_factor", -1.0, "attention_factor field must be a float or int greater than 0, got -1.0"),
+        ("beta_slow", "1", "beta_slow field must be a float or int, got '1'"),
+        ("beta_fast", [32], r"beta_fast field must be a float or int, got \[32\]"),
+        ("power", "two", "power field must be a float or int, got 'two'"),
+        ("bounds", [1], r"bounds field must be a list of two ints, got \[1\]"),
+        ("bounds", [1, 2.5], r"bounds field must be a list of two ints, got \[1, 2.5\]"),
+        ("bounds", 7, "bounds field must be a list of two ints, got 7"),
+    ],
+)
+def test_a_wrong_parameter(key, value, message):
+    with pytest.raises(StrictDataclassError, match=message):  # transformers' wrapping of our ValueError
+        transformers.LlamaConfig(**TINY, rope_parameters=parameters("mrrope_pow", **{key: value}))
+
+
+def test_an_unknown_parameter_is_warned_of(warnings_of_transformers):
+    transformers.LlamaConfig(**TINY, rope_parameters=parameters("mrrope_pro", temperature=1.0))
+    assert "Unrecognized keys in `rope_parameters` for 'rope_type'='mrrope_pro': {'temperature'}" in (
+        warnings_of_transformers.text
+    )
+
+
+def test_registering_again_changes_nothing():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    before = dict(ROPE_INIT_FUNCTIONS)
+    mrrope.register_rope_types()
+    assert before == ROPE_INIT_FUNCTIONS
+
+
+IMPORTS = {
+    "mrrope first": "import mrrope; assert 'transformers' not in sys.modules and 'gguf' not in sys.modules; "
+    "import transformers",
+    "transformers first": "import transformers.modeling_rope_utils; import mrrope",
+    "both again": "import mrrope; import importlib; importlib.reload(mrrope); "
+    "import transformers.modeling_rope_utils as module; importlib.reload(module)",
+    "looked for, then by hand": "import mrrope; from importlib.util import find_spec; "
+    "find_spec('transformers.modeling_rope_utils'); mrrope.register_rope_types()",
+}
+
+
+@pytest.mark.parametrize("imports", IMPORTS.values(), ids=IMPORTS)
+def test_whoever_is_imported_first(imports, tmp_path):
+    program = (
+        f"import sys; {imports}\n"
+        "from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin as Mixin\n"
+        f"for name in {ROPE_TYPES}:\n"
+        "    assert name in ROPE_INIT_FUNCTIONS and hasattr(Mixin, f'_validate_{name}_rope_parameters'), name\n"
+        "assert sum('RegisterOnImport' in type(finder).__name__ for finder in sys.meta_path) == 1"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_export_with_and_without_the_ops(tmp_path):
+    """ONNX has none for them: the table comes to it by a configuration."""
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    exported = mrrope.export_config(tmp_path, "mrrope_pro", scale=4.0, engine="transformers")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    patched = mrrope.patch(load(tmp_path), "mrrope_pro", scale=4.0)
+    configured = load(tmp_path, config=transformers.AutoConfig.for_model(**exported))
+    ids = torch.arange(24)[None]
+
+    def of_the_program(model):
+        """Whether it has ops of mrrope, and what it gives."""
+        program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False})
+        return "mrrope" in str(program.graph), program.module()(input_ids=ids, use_cache=False).logits
+
+    (has_ops, got), (still_has_ops, want) = of_the_program(patched), of_the_program(configured)
+    assert has_ops
+    assert not still_has_ops
+    assert relative(got, want) < tolerance(configured, lambda model: model(ids).logits)
+
+
+BEFORE_ROPE_PARAMETERS = {
+    "__init__.py": "__version__ = '4.57.6'\n",
+    "modeling_rope_utils.py": "ROPE_INIT_FUNCTIONS = {'yarn': None}\n\ndef rope_config_validation(config): ...\n",
+}
+
+
+@pytest.mark.parametrize("imports", [("mrrope", "transformers"), ("transformers", "mrrope")], ids=lambda pair: pair[0])
+def test_transformers_4_goes_on_working(imports, tmp_path):
+    """Of its RoPE module what it lacks counts: no mixin to register checks with. The real 4.57.6 behaves the same."""
+    package = tmp_path / "transformers"
+    package.mkdir()
+    for name, source in BEFORE_ROPE_PARAMETERS.items():
+        (package / name).write_text(source)
+    program = (
+        f"import {imports[0]}, {imports[1]}\n"
+        "import transformers.modeling_rope_utils as rope_utils, mrrope, torch\n"
+        "assert list(rope_utils.ROPE_INIT_FUNCTIONS) == ['yarn']\n"
+        "for call in (lambda: mrrope.patch(torch.nn.Linear(2, 2), 'pi', scale=2.0), mrrope.register_rope_types,\n"
+        "             lambda: mrrope.export_config({}, 'pi', scale=2.0, engine='vllm')):\n"
+        "    try:\n"
+        "        call()\n"
+        "    except ValueError as error:\n"
+        "        assert str(error) == 'transformers must be 5.0 or later, got 4.57.6', error\n"
+        "    else:\n"
+        "        raise AssertionError('must be refused')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,149 @@
+"""Tokens with several positions (time, height, width), and tables turned backwards by negating them."""
+
+import pytest
+import torch
+from cases import table_of
+from reference import assert_rotated, rotated
+
+import mrrope
+from mrrope.ops import decompositions
+
+ROWS = 3
+ROTARY_DIM = 32
+
+
+def random_call(device, dtype=torch.float32, batch=2, tokens=5):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(batch, 4, tokens, 40, generator=generator).to(dtype)
+    k = torch.randn(batch, 2, tokens, 40, generator=generator).to(dtype)
+    positions = torch.randint(0, 2**31, (ROWS, batch, tokens), generator=generator)
+    row_of_pair = torch.randint(0, ROWS, (ROTARY_DIM // 2,), generator=generator)
+    return q.to(device), k.to(device), positions.to(device), row_of_pair
+
+
+def with_rows(table, row_of_pair, device):
+    packed = table.packed(torch.device("cpu"))
+    return torch.stack([packed, torch.nn.functional.pad(row_of_pair, (0, 1))])[None].to(device)
+
+
+def rotated_by_rows(x, positions, row_of_pair, table, pairing):
+    """Every row's rotation of the whole, and of each the pairs that are its own."""
+    whole = [rotated(x, row, table, pairing=pairing) for row in positions.cpu()]
+    result = whole[0].clone()
+    for pair, row in enumerate(row_of_pair.tolist()):
+        ends = [pair, pair + ROTARY_DIM // 2] if pairing == "halves" else [2 * pair, 2 * pair + 1]
+        result[..., ends] = whole[row][..., ends]
+    return result
+
+
+@pytest.mark.parametrize("pairing", ["halves", "interleaved"])
+@pytest.mark.parametrize("positions_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_each_pair_turns_by_its_own_row(device, pairing, positions_dtype, in_place):
+    table = table_of("yarn", ROTARY_DIM)
+    q, k, positions, row_of_pair = random_call(device)
+    want = [rotated_by_rows(x.cpu(), positions, row_of_pair, table, pairing) for x in (q, k)]
+    packed = with_rows(table, row_of_pair, device)
+    arguments = ([q, k], positions.to(positions_dtype), packed, "bhsd", pairing)
+    if in_place:
+        torch.ops.mrrope.rotary_.default(*arguments)
+        got = [q, k]
+    else:
+        got = torch.ops.mrrope.rotary.default(*arguments)
+    for g, w in zip(got, want, strict=True):
+        assert ((g.cpu().double() - w).abs().amax() / w.abs().amax()).item() < 5e-7
+
+
+def test_equal_rows_are_one(device):
+    table = table_of("mrrope_pro", ROTARY_DIM)
+    q, k, positions, row_of_pair = random_call(device)
+    positions = positions[:1].expand(ROWS, -1, -1)
+    got = torch.ops.mrrope.rotary.default([q, k], positions, with_rows(table, row_of_pair, device), "bhsd", "halves")
+    want = mrrope.rotary(q, k, positions[0], table)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_gradient_goes_back_by_the_same_rows(device):
+    table = table_of("yarn", ROTARY_DIM)
+    q, _, positions, row_of_pair = random_call(device, torch.float64)
+    packed = with_rows(table, row_of_pair, device)
+    q.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x: torch.ops.mrrope.rotary.default([x], positions, packed, "bhsd", "halves")[0], (q,)
+    )
+
+
+def test_a_row_that_is_not_there_is_refused():
+    table = table_of("yarn", ROTARY_DIM)
+    q, k, positions, row_of_pair = random_call("cpu")
+    row_of_pair[3] = ROWS
+    with pytest.raises(ValueError, match=r"table's second row must name rows of positions, 0 to 2, got 3 for pair 3"):
+        torch.ops.mrrope.rotary.default([q, k], positions, with_rows(table, row_of_pair, "cpu"), "bhsd", "halves")
+
+
+@pytest.mark.parametrize("shape", [(ROWS, 3, 5), (ROWS, 2, 4), (0, 2, 5)])
+def test_rows_of_another_shape_are_refused(shape):
+    table = table_of("yarn", ROTARY_DIM)
+    q, k, _, row_of_pair = random_call("cpu")
+    packed = with_rows(table, row_of_pair, "cpu")
+    with pytest.raises(ValueError, match=r"positions with a table of two rows must be \[rows, 2, 5\]"):
+        torch.ops.mrrope.rotary.default([q, k], torch.zeros(shape, dtype=torch.int64), packed, "bhsd", "halves")
+
+
+@pytest.mark.parametrize("run", [torch.ops.mrrope.rotary.default, decompositions.rotary])
+def test_negated_rows_are_the_same_rows(device, run):
+    table = table_of("mrrope_pro", ROTARY_DIM)
+    q, k, positions, row_of_pair = random_call(device)
+    packed = with_rows(table, row_of_pair, device)
+    got = run([q, k], positions, -packed, "bhsd", "halves", False)
+    want = [rotated_by_rows(x.cpu(), -positions, row_of_pair, table, "halves") for x in (q, k)]
+    for g, w in zip(got, want, strict=True):
+        assert ((g.cpu().double() - w).abs().amax() / w.abs().amax()).item() < 5e-7
+
+
+def test_a_row_that_is_not_there_is_refused_negated_too():
+    table = table_of("yarn", ROTARY_DIM)
+    q, k, positions, row_of_pair = random_call("cpu")
+    row_of_pair[3] = ROWS
+    with pytest.raises(ValueError, match=r"table's second row must name rows of positions, 0 to 2, got 3 for pair 3"):
+        torch.ops.mrrope.rotary.default([q, k], positions, -with_rows(table, row_of_pair, "cpu"), "bhsd", "halves")
+
+
+def with_factor(table, factor):
+    packed = table.packed(torch.device("cpu")).clone()
+    packed[-1] = torch.tensor(factor, dtype=torch.float64).view(torch.int64)
+    return packed
+
+
+@pytest.mark.parametrize("factor", [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-39, 1e39, -1e39])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_what_is_no_attention_factor_is_refused(factor, stacked):
+    table = table_of("yarn", ROTARY_DIM)
+    q, k, positions, _ = random_call("cpu")
+    packed = with_factor(table, factor)
+    packed = torch.stack([table.packed(packed.device), packed]) if stacked else packed
+    before = q.clone(), k.clone()
+    for op in (torch.ops.mrrope.rotary.default, torch.ops.mrrope.rotary_.default):
+        with pytest.raises(ValueError, match="table must end with the bits of an attention factor"):
+            op([q, k], positions[0], packed, "bhsd", "halves")
+    assert all(torch.equal(x, y) for x, y in zip((q, k), before, strict=True))
+
+
+def test_the_sign_of_a_factor_is_the_tables(device):
+    """The bits of -1.0 are those of 4.0, negated."""
+    table = table_of("yarn", ROTARY_DIM)
+    q, k, positions, _ = random_call(device)
+    got, want = (
+        torch.ops.mrrope.rotary.default([q, k], positions[0], with_factor(table, x).to(device), "bhsd", "halves")
+        for x in (-1.0, 4.0)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+def test_a_negated_table_turns_backwards(device):
+    table = table_of("mrrope_pro", ROTARY_DIM)
+    q, k, positions, _ = random_call(device)
+    packed = table.packed(q.device)
+    got = torch.ops.mrrope.rotary.default([q, k], positions[0], -packed, "bhsd", "halves")
+    for g, x in zip(got, (q, k), strict=True):
+        assert_rotated(g.cpu(), x.cpu(), positions[0].cpu(), table, conjugate=True)

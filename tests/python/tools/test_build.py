@@ -1,0 +1,133 @@
+"""What was compiled is what this machine can compile, and what it loads is torch's."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.cpp_extension import CUDA_HOME
+
+import mrrope
+
+LIBRARY = Path(mrrope.__file__).with_name("libmrrope_torch.so")
+ROOT = Path(__file__).parents[3]
+CMAKE = shutil.which("cmake", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+needs_readelf = pytest.mark.skipif(shutil.which("readelf") is None, reason="there is no readelf")
+needs_cmake = pytest.mark.skipif(CMAKE is None, reason="there is no cmake")
+
+
+# The ops are registered for CUDA in every build, with an error in the kernels' place where there are none.
+@pytest.mark.skipif(
+    "MRROPE_CUDA=OFF" in os.environ.get("CMAKE_ARGS", ""), reason="CMAKE_ARGS asks for a build without CUDA"
+)
+@pytest.mark.skipif(
+    CUDA_HOME is None or not (Path(CUDA_HOME) / "bin" / "nvcc").exists(),
+    reason="torch was built without CUDA, or there is no nvcc",
+)
+def test_cuda_kernels_are_compiled_where_nvcc_is() -> None:
+    assert b".nv_fatbin" in LIBRARY.read_bytes(), f"{LIBRARY} has no CUDA code, though {CUDA_HOME} has nvcc"
+
+
+def dynamic_section(library: Path, tag: str) -> list[str]:
+    listed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+    return re.findall(rf"\({tag}\).*\[(.*)\]", listed)
+
+
+@needs_readelf
+def test_the_library_looks_for_others_beside_the_package_only() -> None:
+    assert dynamic_section(LIBRARY, "RUNPATH") == ["$ORIGIN/../torch/lib"]
+    assert dynamic_section(LIBRARY, "RPATH") == []
+    for module in Path(mrrope.__file__).parent.glob("_core*.so"):
+        assert dynamic_section(module, "RUNPATH") == dynamic_section(module, "RPATH") == []
+
+
+@needs_readelf
+def test_the_openmp_runtime_is_torchs() -> None:
+    def runtimes(library: Path) -> list[str]:
+        return [name for name in dynamic_section(library, "NEEDED") if re.match(r"lib(gomp|iomp|omp)\b", name)]
+
+    torchs = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    assert runtimes(LIBRARY)
+    assert set(runtimes(LIBRARY)) <= set(runtimes(torchs))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="there is no /proc")
+def test_no_second_openmp_runtime_is_loaded(tmp_path: Path) -> None:
+    script = """
+import re
+def loaded():
+    return set(re.findall(r"/.*/lib[gi]?omp.*", open("/proc/self/maps").read()))
+import torch
+before = loaded()
+import mrrope
+print(sorted(loaded() - before))
+"""
+    # Elsewhere than in the sources, which have no library.
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert result.stdout.strip() == "[]"
+
+
+@needs_cmake
+def test_a_build_starts_from_the_defaults(tmp_path: Path) -> None:
+    """setup.py with a project that only tells what it was configured with."""
+    for name in ("setup.py", "mrrope/VERSION", "cmake/cutlass-requirement.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.26)\nproject(told LANGUAGES NONE)\n"
+        'option(MRROPE_CUDA "" ON)\nfile(WRITE ${CMAKE_SOURCE_DIR}/told "${MRROPE_CUDA} ${SOMETHING}")\n'
+        "add_custom_target(_core)\nadd_custom_target(mrrope_package)\n"
+    )
+    told = []
+    for arguments in ("", "-DMRROPE_CUDA=OFF -DSOMETHING=1", ""):
+        command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        environment = os.environ | {"CMAKE_ARGS": arguments}
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+        told.append((tmp_path / "told").read_text())
+    assert told == ["ON ", "OFF 1", "ON "]
+
+
+DEFAULT_ARCHITECTURES = "80-real;90a-real;90-virtual"
+ARCHITECTURES = {
+    "": DEFAULT_ARCHITECTURES,
+    "8.0": "80-real",
+    "8.0;9.0a+PTX": "80-real;90a-real;90a-virtual",
+    "Hopper": "90-real;90-virtual",
+    "Ampere Hopper": "80-real;86-real;86-virtual;90-real;90-virtual",
+    "Ampere+Tegra;9.0": "87-real;90-real",
+    "Blackwell": "100-real;103-real;120-real;121-real;121-virtual",
+    "native": "native",
+}
+
+
+def architectures(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.cmake"
+    module = ROOT / "cmake" / "CudaArchitectures.cmake"
+    script.write_text(f'include({module})\nmessage("${{CMAKE_CUDA_ARCHITECTURES}}")\n')
+    command = [str(CMAKE), "-P", str(script)]
+    outside = {"TORCH_CUDA_ARCH_LIST": "", "CUDAARCHS": ""}
+    return subprocess.run(command, env=os.environ | outside | environment, capture_output=True, text=True, check=False)
+
+
+@needs_cmake
+@pytest.mark.parametrize("listed", ARCHITECTURES)
+def test_architectures_as_torch_names_them(tmp_path: Path, listed: str) -> None:
+    assert architectures(tmp_path, TORCH_CUDA_ARCH_LIST=listed).stderr.strip() == ARCHITECTURES[listed]
+
+
+@needs_cmake
+def test_architectures_of_cmakes_own_variable(tmp_path: Path) -> None:
+    assert architectures(tmp_path, CUDAARCHS="75;90a").stderr.strip() == "75;90a"
+
+
+@needs_cmake
+@pytest.mark.parametrize("listed", ["All", "Hopper;9", "sm_90"])
+def test_unknown_architectures_are_refused(tmp_path: Path, listed: str) -> None:
+    result = architectures(tmp_path, TORCH_CUDA_ARCH_LIST=listed)
+    assert result.returncode
+    assert "TORCH_CUDA_ARCH_LIST must list architectures" in result.stderr

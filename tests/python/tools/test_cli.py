@@ -1,0 +1,54 @@
+"""What all commands have in common: how they end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mrrope
+from mrrope import cli
+
+COMMAND = [sys.executable, "-c", "import sys; from mrrope.cli import main; sys.exit(main(sys.argv[1:]))"]
+TABLE = ["table", "mrrope_pro", "--base", "10000", "--original-max-position", "64", "--rotary-dim"]
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"mrrope {mrrope.__version__}\n"
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", mrrope.__version__)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], [*TABLE, "8"], [*TABLE, "16384"], [*TABLE, "16384", "--json"]],
+    ids=["help", "one buffer", "many buffers", "one long line"],
+)
+def test_a_reader_that_leaves_is_no_error(arguments: list[str], tmp_path: Path) -> None:
+    """As head does: what comes after it has left is lost, and nothing is said of it."""
+    reader, writer = os.pipe()
+    # argparse is silent of errors in writing, and unbuffered sees them itself.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    # In another folder than the checkout, whose package need not be compiled.
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=environment
+    )
+    os.close(writer)
+    os.close(reader)
+    _, said = process.communicate(timeout=120)
+    assert said == b""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "frequency_table", interrupt)
+    assert cli.main([*TABLE, "8"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "mrrope table: interrupted\n"
