@@ -333,7 +333,7 @@ FrequencyTable build_table(const TableRequest& request) {
                 scale.hi, ")");
         table.cumulative_scale.push_back(static_cast<double>(scale));
         table.inv_freq.push_back(static_cast<double>(frequency));
-        table.turns.push_back(wide::turns(frequency));
+        table.turns.push_back(wide::phase_step(frequency));
     }
     return table;
 }
@@ -361,7 +361,7 @@ void validate(const FrequencyTable& table) {
         // Both were rounded on their own from the same real number: a double has 53 bits, turns have 64 after the
         // point.
         const double slack = std::ldexp(std::abs(frequency) + 1.0, -50) / (2.0 * std::numbers::pi);
-        const auto difference = static_cast<int64_t>(table.turns[i] - wide::turns(frequency));
+        const auto difference = static_cast<int64_t>(table.turns[i] - wide::phase_step(frequency));
         require(std::abs(std::ldexp(static_cast<double>(difference), -64)) <= slack, "turns must be inv_freq / (2 pi) ",
                 "in units of 2^-64, got ", table.turns[i], " for inv_freq ", frequency, " at index ", i);
         if (is_relative) continue;

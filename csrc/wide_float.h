@@ -110,7 +110,7 @@ inline WideFloat pow(WideFloat x, WideFloat exponent) {
 }
 
 // The fraction of a full circle in `radians`, rounded to the nearest multiple of 2^-64.
-inline uint64_t turns(WideFloat radians) {
+inline uint64_t phase_step(WideFloat radians) {
     constexpr double two_to_32 = 4294967296.0;
     const WideFloat circles = radians / two_pi;
     WideFloat fraction = circles - std::floor(circles.hi);

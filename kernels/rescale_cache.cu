@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(rescale_cache_block_threads, rescale_cache_res
                 const int64_t position = position_at(launch.positions, 0, sequence, token);
                 CosSin<Real> by[Vector];
                 CUTLASS_PRAGMA_UNROLL
-                for (int j = 0; j < Vector; ++j) by[j] = turn(phase_of(position, turns[j]), gain, Real(1));
+                for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, turns[j]), gain, Real(1));
                 CUTLASS_PRAGMA_UNROLL
                 for (int j = 0; j < rescale_cache_heads_per_thread; ++j) {
                     if (j >= heads) break;

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
         load_turns(turns, table, layout);
         const auto gain = static_cast<Real>(attention_factor_of(table[half]));
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) by[j] = turn(phase_of(position, turns[j]), gain, Real(1));
+        for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, turns[j]), gain, Real(1));
     }
     let_next_kernel_start();
 

@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_resident_blocks(H
                 const int64_t row = position_row_of(row_of_pair[layout.pair(j)], positions.rows);
                 position = position_at(positions, row, batch, token);
             }
-            by[j] = turn(phase_of(position, turns[j]), gain, direction);
+            by[j] = scaled_cos_sin(phase_of(position, turns[j]), gain, direction);
         }
     };
     find_angles();

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "turning.h"
+#include "rotate_pairs.h"
 
 // Everything here but what norm_tokens.h declares has internal linkage: this file is compiled for several instruction
 // sets, and the linker must not let one of them answer for another.
@@ -149,8 +149,8 @@ void for_each_token(const RotaryArgs& args, bool conjugate, int64_t begin, int64
     for (int64_t at = begin; at < end; ++at) {
         const int64_t batch = at / args.tokens;
         const int64_t token = at % args.tokens;
-        fill_turns(scratch.cos, scratch.sin, scratch.phases, args, batch, token, 0, args.rotary_dim / 2,
-                   static_cast<Real>(conjugate ? -1 : 1));
+        fill_cos_sin(scratch.cos, scratch.sin, scratch.phases, args, batch, token, 0, args.rotary_dim / 2,
+                     static_cast<Real>(conjugate ? -1 : 1));
         f(batch, token);
     }
 }

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "turning.h"
+#include "rotate_pairs.h"
 
 // Everything here but rotate_tokens itself has internal linkage: this file is compiled for several instruction sets,
 // and the linker must not let one of them answer for another.
@@ -84,8 +84,8 @@ void rotate_span(const RotaryArgs& args, const TokenSpan& span) {
         const int pairs = std::min(pairs_per_tile, half - first_pair);
         for (int t = 0; t < span.count; ++t) {
             alignas(64) uint64_t phases[pairs_per_tile];
-            fill_turns(tile.cos[t], tile.sin[t], phases, args, span.batch, span.token + t, first_pair, pairs,
-                       direction);
+            fill_cos_sin(tile.cos[t], tile.sin[t], phases, args, span.batch, span.token + t, first_pair, pairs,
+                         direction);
         }
         rotate_heads<Storage>(args, args.q, tile, span, first_pair, pairs);
         rotate_heads<Storage>(args, args.k, tile, span, first_pair, pairs);

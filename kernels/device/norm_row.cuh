@@ -79,7 +79,7 @@ struct LaneTurns {
         for (int j = 0; j < Vector; ++j) {
             int64_t at = position;
             if constexpr (looks_up) at = position_of_pair(args.positions, lane.pair(j), batch, token);
-            by[j] = turn(phase_of(lane.turns() ? at : 0, turns[j]), gain, direction);
+            by[j] = scaled_cos_sin(phase_of(lane.turns() ? at : 0, turns[j]), gain, direction);
         }
     }
 

@@ -233,7 +233,7 @@ private:
         const CaseOptions& o = options_.rotary;
         const int half = o.rotary_dim / 2;
         const bool halves = o.pairing == Pairing::halves;
-        const std::vector<ReferenceTurn> turns = rotary_.reference_turns(row.batch, row.token);
+        const std::vector<ReferenceCosSin> turns = rotary_.reference_cos_sins(row.batch, row.token);
         Turned turned{x, std::vector<long double>(x.size())};
         for (int head = 0; head < row.heads; ++head) {
             const int start = head * o.head_dim;

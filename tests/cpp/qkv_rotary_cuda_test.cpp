@@ -204,7 +204,7 @@ private:
         const auto gain = std::abs(std::bit_cast<double>(table_[half]));
         for (int head = 0; head < options_.q_heads + options_.kv_heads; ++head) {
             for (int pair = 0; pair < half; ++pair) {
-                const auto [cos, sin] = reference_turn(reference_angle(positions_[row], table_[pair]), gain);
+                const auto [cos, sin] = reference_cos_sin(reference_angle(positions_[row], table_[pair]), gain);
                 const bool halves = options_.pairing == Pairing::halves;
                 const int start = head * options_.head_dim;
                 const int first = start + (halves ? pair : 2 * pair);

@@ -17,7 +17,7 @@
 
 namespace mrrope::testing {
 
-struct ReferenceTurn {
+struct ReferenceCosSin {
     long double cos;  // both times the attention factor
     long double sin;
 };
@@ -28,13 +28,13 @@ inline long double reference_angle(int64_t position, uint64_t turns) {
     return std::ldexp(static_cast<long double>(static_cast<int64_t>(phase)), -64) * 2 * std::numbers::pi_v<long double>;
 }
 
-inline ReferenceTurn reference_turn(long double angle, long double gain) {
+inline ReferenceCosSin reference_cos_sin(long double angle, long double gain) {
     return {gain * std::cos(angle), gain * std::sin(angle)};
 }
 
 // Every component of one head within one rounding of the reference, what is not rotated as it was. One turn a pair.
-inline void expect_turned(const HeadsShape& shape, Pairing pairing, const std::byte* before, const std::byte* after,
-                          const std::vector<ReferenceTurn>& turns) {
+inline void expect_rotated_head(const HeadsShape& shape, Pairing pairing, const std::byte* before,
+                                const std::byte* after, const std::vector<ReferenceCosSin>& turns) {
     const Format format = format_of(shape.dtype);
     const long double half_ulp = std::ldexp(1.0L, -format.significant_bits);
     const long double smallest_half_ulp = std::ldexp(1.0L, format.smallest_exponent - format.significant_bits - 1);

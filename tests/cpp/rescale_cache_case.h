@@ -115,23 +115,23 @@ public:
     }
 
 private:
-    std::vector<ReferenceTurn> reference_turns(int64_t batch, int64_t token) const {
+    std::vector<ReferenceCosSin> reference_cos_sins(int64_t batch, int64_t token) const {
         const int64_t from = from_[batch];
         const int64_t to = to_[batch];
         const long double gain =
             static_cast<long double>(tables_.attention_factor(to)) / tables_.attention_factor(from);
         const int64_t position = positions_.at(0, batch, token);
-        std::vector<ReferenceTurn> turns;
+        std::vector<ReferenceCosSin> turns;
         for (int pair = 0; pair < options_.rotary_dim / 2; ++pair) {
-            turns.push_back(reference_turn(reference_angle(position, tables_.turns(to, pair)) -
-                                               reference_angle(position, tables_.turns(from, pair)),
-                                           gain));
+            turns.push_back(reference_cos_sin(reference_angle(position, tables_.phase_step(to, pair)) -
+                                                  reference_angle(position, tables_.phase_step(from, pair)),
+                                              gain));
         }
         return turns;
     }
 
     void expect_rescaled(const HeadBuffer& keys) const {
-        std::vector<ReferenceTurn> turns;
+        std::vector<ReferenceCosSin> turns;
         keys.for_each_head([&](int64_t batch, int64_t token, int head) {
             const std::byte* before = keys.head_before(batch, token, head);
             const std::byte* after = keys.head(batch, token, head);
@@ -139,8 +139,8 @@ private:
                 ASSERT_EQ(std::memcmp(after, before, keys.head_bytes()), 0) << "sequence " << batch << " was touched";
                 return;
             }
-            if (head == 0) turns = reference_turns(batch, token);
-            expect_turned(keys.shape, options_.pairing, before, after, turns);
+            if (head == 0) turns = reference_cos_sins(batch, token);
+            expect_rotated_head(keys.shape, options_.pairing, before, after, turns);
             if (::testing::Test::HasFatalFailure()) {
                 ADD_FAILURE() << "batch " << batch << " token " << token << " head " << head << " from " << from_[batch]
                               << " to " << to_[batch] << " position " << positions_.at(0, batch, token);

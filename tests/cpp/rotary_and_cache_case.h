@@ -214,13 +214,13 @@ private:
         SCOPED_TRACE(is_key ? "key cache" : "value cache");
         const int64_t head_bytes = int64_t{options_.rotary.head_dim} * cache.element_size;
         std::vector<std::byte> expected = cache.before;
-        std::vector<ReferenceTurn> turns;
+        std::vector<ReferenceCosSin> turns;
         heads.for_each_head([&](int64_t batch, int64_t token, int head) {
             const int64_t number = batch * options_.rotary.tokens + token;
             if (!is_kept(number)) return;
             const int64_t byte = byte_of(cache, number, head);
             std::copy_n(cache.bytes.begin() + byte, head_bytes, expected.begin() + byte);
-            if (is_key && head == 0) turns = rotary_.reference_turns(batch, token);
+            if (is_key && head == 0) turns = rotary_.reference_cos_sins(batch, token);
             const std::byte* before = heads.head_before(batch, token, head);
             const float scale = options_.scale_for == ScaleFor::none  ? 1.0f
                                 : options_.scale_for == ScaleFor::all ? scales[0]
@@ -228,7 +228,7 @@ private:
             if (options_.float8) {
                 expect_float8(before, cache.bytes.data() + byte, turns, scale);
             } else {
-                expect_turned(heads.shape, options_.rotary.pairing, before, cache.bytes.data() + byte, turns);
+                expect_rotated_head(heads.shape, options_.rotary.pairing, before, cache.bytes.data() + byte, turns);
             }
             if (::testing::Test::HasFatalFailure()) {
                 ADD_FAILURE() << "batch " << batch << " token " << token << " head " << head << " slot "
@@ -241,7 +241,7 @@ private:
     }
 
     // What is not turned is the nearest of what float division gives; what is, within one rounding.
-    void expect_float8(const std::byte* before, const std::byte* after, const std::vector<ReferenceTurn>& turns,
+    void expect_float8(const std::byte* before, const std::byte* after, const std::vector<ReferenceCosSin>& turns,
                        float scale) const {
         const DType dtype = options_.rotary.dtype;
         const bool halves = options_.rotary.pairing == Pairing::halves;

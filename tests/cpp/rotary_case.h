@@ -163,13 +163,14 @@ public:
         return 0;
     }
 
-    std::vector<ReferenceTurn> reference_turns(int64_t batch, int64_t token) const {
-        std::vector<ReferenceTurn> turns(options_.rotary_dim / 2);
+    std::vector<ReferenceCosSin> reference_cos_sins(int64_t batch, int64_t token) const {
+        std::vector<ReferenceCosSin> turns(options_.rotary_dim / 2);
         const int64_t table = table_of(batch, token);
         for (int pair = 0; pair < options_.rotary_dim / 2; ++pair) {
             const int64_t row = options_.position_rows == 0 ? 0 : tables_.row(table, pair);
-            const long double angle = reference_angle(positions_.at(row, batch, token), tables_.turns(table, pair));
-            turns[pair] = reference_turn(options_.conjugate ? -angle : angle, tables_.attention_factor(table));
+            const long double angle =
+                reference_angle(positions_.at(row, batch, token), tables_.phase_step(table, pair));
+            turns[pair] = reference_cos_sin(options_.conjugate ? -angle : angle, tables_.attention_factor(table));
         }
         return turns;
     }
@@ -216,11 +217,11 @@ private:
     void expect_rotated(const Heads& heads, const char* name) const {
         SCOPED_TRACE(name);
         const HeadBuffer& out = output(heads);
-        std::vector<ReferenceTurn> turns;
+        std::vector<ReferenceCosSin> turns;
         heads.in.for_each_head([&](int64_t batch, int64_t token, int head) {
-            if (head == 0) turns = reference_turns(batch, token);
-            expect_turned(heads.in.shape, options_.pairing, heads.in.head_before(batch, token, head),
-                          out.head(batch, token, head), turns);
+            if (head == 0) turns = reference_cos_sins(batch, token);
+            expect_rotated_head(heads.in.shape, options_.pairing, heads.in.head_before(batch, token, head),
+                                out.head(batch, token, head), turns);
             if (::testing::Test::HasFatalFailure()) {
                 ADD_FAILURE() << "batch " << batch << " token " << token << " head " << head << " table "
                               << table_of(batch, token) << " position " << positions_.at(0, batch, token);

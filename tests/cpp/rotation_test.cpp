@@ -186,7 +186,7 @@ TYPED_TEST_SUITE(Rotation, Reals);
 TYPED_TEST(Rotation, PreservesTheNorm) {
     for (int n = 0; n < 20000; ++n) {
         const Pair<TypeParam> x = this->random_pair();
-        const Pair<TypeParam> turned = rotate(x, turn(this->random_(), TypeParam(1), TypeParam(1)));
+        const Pair<TypeParam> turned = rotate(x, scaled_cos_sin(this->random_(), TypeParam(1), TypeParam(1)));
         ASSERT_NEAR(this->norm(turned) / this->norm(x), TypeParam(1), 3 * this->epsilon);
     }
 }
@@ -196,7 +196,7 @@ TYPED_TEST(Rotation, IsByTheAngleOfThePhase) {
         const Pair<TypeParam> x = this->random_pair();
         const uint64_t phase = this->random_();
         const long double angle = static_cast<int64_t>(phase) * (2 * std::numbers::pi_v<long double> * 0x1p-64L);
-        const Pair<TypeParam> turned = rotate(x, turn(phase, TypeParam(1), TypeParam(1)));
+        const Pair<TypeParam> turned = rotate(x, scaled_cos_sin(phase, TypeParam(1), TypeParam(1)));
         const TypeParam slack = 3 * this->epsilon * this->norm(x);
         ASSERT_NEAR(turned.first, x.first * std::cos(angle) - x.second * std::sin(angle), slack);
         ASSERT_NEAR(turned.second, x.second * std::cos(angle) + x.first * std::sin(angle), slack);
@@ -205,7 +205,7 @@ TYPED_TEST(Rotation, IsByTheAngleOfThePhase) {
 
 TYPED_TEST(Rotation, ByAQuarterIsExact) {
     const Pair<TypeParam> x{3, 4};
-    const Pair<TypeParam> turned = rotate(x, turn(uint64_t{1} << 62, TypeParam(1), TypeParam(1)));
+    const Pair<TypeParam> turned = rotate(x, scaled_cos_sin(uint64_t{1} << 62, TypeParam(1), TypeParam(1)));
     EXPECT_EQ(turned.first, -4);
     EXPECT_EQ(turned.second, 3);
 }
@@ -213,9 +213,9 @@ TYPED_TEST(Rotation, ByAQuarterIsExact) {
 TYPED_TEST(Rotation, GainMultipliesAndDirectionNegatesTheAngle) {
     for (int n = 0; n < 2000; ++n) {
         const uint64_t phase = this->random_();
-        const CosSin<TypeParam> unit = turn(phase, TypeParam(1), TypeParam(1));
-        const CosSin<TypeParam> forth = turn(phase, TypeParam(1.25), TypeParam(1));
-        const CosSin<TypeParam> back = turn(phase, TypeParam(1.25), TypeParam(-1));
+        const CosSin<TypeParam> unit = scaled_cos_sin(phase, TypeParam(1), TypeParam(1));
+        const CosSin<TypeParam> forth = scaled_cos_sin(phase, TypeParam(1.25), TypeParam(1));
+        const CosSin<TypeParam> back = scaled_cos_sin(phase, TypeParam(1.25), TypeParam(-1));
         ASSERT_EQ(forth.cos, TypeParam(1.25) * unit.cos);
         ASSERT_EQ(forth.sin, TypeParam(1.25) * unit.sin);
         ASSERT_EQ(back.cos, forth.cos);
@@ -227,8 +227,8 @@ TYPED_TEST(Rotation, BackUndoesForth) {
     for (int n = 0; n < 2000; ++n) {
         const Pair<TypeParam> x = this->random_pair();
         const uint64_t phase = this->random_();
-        const Pair<TypeParam> there = rotate(x, turn(phase, TypeParam(1), TypeParam(1)));
-        const Pair<TypeParam> again = rotate(there, turn(phase, TypeParam(1), TypeParam(-1)));
+        const Pair<TypeParam> there = rotate(x, scaled_cos_sin(phase, TypeParam(1), TypeParam(1)));
+        const Pair<TypeParam> again = rotate(there, scaled_cos_sin(phase, TypeParam(1), TypeParam(-1)));
         const TypeParam slack = 4 * this->epsilon * this->norm(x);
         ASSERT_NEAR(again.first, x.first, slack);
         ASSERT_NEAR(again.second, x.second, slack);

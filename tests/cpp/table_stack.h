@@ -46,7 +46,7 @@ public:
     std::vector<uint64_t>& words() { return words_; }
     int64_t stride() const { return stride_; }
 
-    uint64_t turns(int64_t table, int pair) const { return words_[table * stride_ + pair]; }
+    uint64_t phase_step(int64_t table, int pair) const { return words_[table * stride_ + pair]; }
     double attention_factor(int64_t table) const { return std::bit_cast<double>(words_[table * stride_ + pairs_]); }
 
     // In a stack with rows.

@@ -303,7 +303,7 @@ constexpr TurnsCase around_whole_circles[] = {
 template <class Cases>
 void expect_turns(const Cases& cases) {
     for (const auto& [hi, lo, turns] : cases) {
-        EXPECT_EQ(wide::turns({hi, lo}), turns) << std::hexfloat << hi << " + " << lo;
+        EXPECT_EQ(wide::phase_step({hi, lo}), turns) << std::hexfloat << hi << " + " << lo;
     }
 }
 
@@ -328,16 +328,16 @@ TEST(Turns, OfNegatedAnglesAreNegated) {
     std::uniform_real_distribution<double> exponent(-40.0, 12.0);
     for (int n = 0; n < 10000; ++n) {
         const double radians = std::exp(exponent(random));
-        ASSERT_EQ(wide::turns(radians) + wide::turns(-radians), 0u) << std::hexfloat << radians;
+        ASSERT_EQ(wide::phase_step(radians) + wide::phase_step(-radians), 0u) << std::hexfloat << radians;
     }
 }
 
 TEST(Turns, OfHugeAnglesAreDefined) {
     // Beyond 2^53 circles no bit of the fraction is left in 106 bits, but the result must not depend on the machine.
     for (const double radians : {0x1p60, 0x1p100, 1e300, 0x1.fffffffffffffp1023}) {
-        EXPECT_EQ(wide::turns(radians) + wide::turns(-radians), 0u) << radians;
+        EXPECT_EQ(wide::phase_step(radians) + wide::phase_step(-radians), 0u) << radians;
     }
-    EXPECT_EQ(wide::turns(0x1p200), 0u);
+    EXPECT_EQ(wide::phase_step(0x1p200), 0u);
 }
 
 }  // namespace

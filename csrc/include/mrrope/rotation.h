@@ -53,7 +53,7 @@ MRROPE_HOST_DEVICE int64_t position_row_of(uint64_t word, int64_t rows) {
 
 // Cosine and sine of the angle quarter * pi/2 + x * pi/4, given those of x * pi/4.
 template <class Real>
-MRROPE_HOST_DEVICE CosSin<Real> turned_by_quarters(uint32_t quarter, Real cosine, Real sine) {
+MRROPE_HOST_DEVICE CosSin<Real> rotated_by_quarters(uint32_t quarter, Real cosine, Real sine) {
     const bool odd = quarter & 1;
     const Real c = odd ? sine : cosine;
     const Real s = odd ? cosine : sine;
@@ -71,7 +71,7 @@ MRROPE_HOST_DEVICE CosSin<float> cos_sin(uint32_t phase_top) {
         x * (0.785398160977f + x2 * (-0.0807454347081f + x2 * (0.00249000680149f + x2 * -3.59542907251e-5f)));
     const float cosine =
         1.0f + x2 * (-0.308425137344f + x2 * (0.0158543381473f + x2 * (-0.000325961380347f + x2 * 3.54195272814e-6f)));
-    return turned_by_quarters(quarter & 3, cosine, sine);
+    return rotated_by_quarters(quarter & 3, cosine, sine);
 }
 
 // The same in double, by Taylor series of the angle, which is at most pi/4.
@@ -98,17 +98,17 @@ MRROPE_HOST_DEVICE CosSin<double> cos_sin(uint64_t phase) {
     cosine = cosine * a2 + 1.0 / 24.0;
     cosine = cosine * a2 - 0.5;
     cosine = 1.0 + a2 * cosine;
-    return turned_by_quarters(static_cast<uint32_t>(quarter) & 3, cosine, sine);
+    return rotated_by_quarters(static_cast<uint32_t>(quarter) & 3, cosine, sine);
 }
 
 // What the rotation of one pair at one position needs, in the precision of the computation. `gain` is the attention
 // factor; `direction` is 1, or -1 to rotate by the negated angle.
-MRROPE_HOST_DEVICE CosSin<float> turn(uint64_t phase, float gain, float direction) {
+MRROPE_HOST_DEVICE CosSin<float> scaled_cos_sin(uint64_t phase, float gain, float direction) {
     const CosSin<float> unit = cos_sin(static_cast<uint32_t>(phase >> 32));
     return {gain * unit.cos, gain * direction * unit.sin};
 }
 
-MRROPE_HOST_DEVICE CosSin<double> turn(uint64_t phase, double gain, double direction) {
+MRROPE_HOST_DEVICE CosSin<double> scaled_cos_sin(uint64_t phase, double gain, double direction) {
     const CosSin<double> unit = cos_sin(phase);
     return {gain * unit.cos, gain * direction * unit.sin};
 }

@@ -52,7 +52,7 @@ inline void fill_row(float* cos, float* sin, const uint64_t* phases, int pairs, 
 
 inline void fill_row(double* cos, double* sin, const uint64_t* phases, int pairs, double gain, double direction) {
     for (int i = 0; i < pairs; ++i) {
-        const CosSin<double> by = turn(phases[i], gain, direction);
+        const CosSin<double> by = scaled_cos_sin(phases[i], gain, direction);
         cos[i] = by.cos;
         sin[i] = by.sin;
     }
@@ -60,8 +60,8 @@ inline void fill_row(double* cos, double* sin, const uint64_t* phases, int pairs
 
 // Cosines and sines of `pairs` pairs of one token.
 template <class Real>
-void fill_turns(Real* cos, Real* sin, uint64_t* phases, const RotaryArgs& args, int64_t batch, int64_t token,
-                int first_pair, int pairs, Real direction) {
+void fill_cos_sin(Real* cos, Real* sin, uint64_t* phases, const RotaryArgs& args, int64_t batch, int64_t token,
+                  int first_pair, int pairs, Real direction) {
     const int64_t table = chosen_table(args.choice, batch, token);
     const uint64_t factor = args.table[table * args.choice.stride + args.rotary_dim / 2];
     fill_phases(phases, args, table, batch, token, first_pair, pairs);
