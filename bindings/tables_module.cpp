@@ -3,16 +3,28 @@
 
 #include "mrrope/frequency_table.h"
 
-// Python module mrrope._core: the tables. It needs no torch; the ops live in libmrrope_torch.
+// Python module mrrope._core: frequency tables. It does not link torch; the ops are in libmrrope_torch.
 
 namespace py = pybind11;
 
 namespace mrrope {
 namespace {
 
-// torch has int64 tensors but hardly any uint64 arithmetic; the bits are the same.
+// The same bits as int64, since torch has little uint64 arithmetic.
 std::vector<int64_t> as_signed(const std::vector<uint64_t>& words) {
     return {words.begin(), words.end()};
+}
+
+// The argument of build_table that a method needs, or none.
+std::optional<std::string> argument_of(Needs needs) {
+    switch (needs) {
+        case Needs::nothing: break;
+        case Needs::power: return "power";
+        case Needs::radix_factors:
+        case Needs::cumulative_scales: return "factors";
+        case Needs::beta: return "beta";
+    }
+    return std::nullopt;
 }
 
 FrequencyTable assemble(const std::string& method, int rotary_dim, double base, double original_max_position,
@@ -82,9 +94,10 @@ PYBIND11_MODULE(_core, m) {
         py::arg("attention_factor"), py::arg("native_scale"), py::arg("native_attention_factor"));
     m.def("relative", &relative, py::kw_only(), py::arg("to"), py::arg("from_"));
     m.def("inverse", &inverse);
-    m.def("method_names", [] {
-        std::vector<std::string> names;
-        for (int i = 0; i < static_cast<int>(Method::relative); ++i) names.emplace_back(method_name(Method(i)));
-        return names;
-    });
+    py::class_<MethodTraits>(m, "MethodTraits")
+        .def_readonly("name", &MethodTraits::name)
+        .def_readonly("has_temperature", &MethodTraits::has_temperature)
+        .def_property_readonly("needs", [](const MethodTraits& t) { return argument_of(t.needs); })
+        .def_readonly("power", &MethodTraits::power);
+    m.def("methods", &methods);
 }

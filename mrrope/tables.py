@@ -1,4 +1,4 @@
-"""Frequency tables: every RoPE extension is one, whatever its formula."""
+"""Frequency tables of RoPE and its extensions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,19 @@ import torch
 
 from mrrope import _core, calibrated_tables
 
-METHODS: tuple[str, ...] = tuple(_core.method_names())
-"""The names that :func:`frequency_table` takes."""
+METHOD_TRAITS: dict[str, _core.MethodTraits] = {method.name: method for method in _core.methods()}
+"""The row of every method in ``csrc/frequency_table.cpp``: all other lists of methods derive from it.
+
+``has_temperature`` says whether the default attention factor is ``0.1 ln(scale) + 1``, ``needs`` names the argument of
+:func:`frequency_table` that the method needs besides the scale, and ``power`` is the power with which ``mrrope_pow``
+gives the same table; None for none.
+"""
+
+METHODS: tuple[str, ...] = tuple(METHOD_TRAITS)
+"""The methods that :func:`frequency_table` takes."""
+
+SCALE_ONLY_METHODS: tuple[str, ...] = tuple(name for name, method in METHOD_TRAITS.items() if method.needs is None)
+"""The methods that need no argument besides the scale."""
 
 FILE_FORMAT = "mrrope.FrequencyTable/1"
 

@@ -13,10 +13,10 @@ from mrrope.calibration.spaces import KnotSpace, PowerSpace
 from mrrope.evaluation.perplexity import perplexity
 from mrrope.evaluation.results import EvaluationStoppedError
 from mrrope.table_lookup import Trained, table_for
-from mrrope.tables import FrequencyTable
+from mrrope.tables import METHOD_TRAITS, SCALE_ONLY_METHODS, FrequencyTable
 
-FIXED_METHODS = ("rope", "pi", "ntk", "yarn", "yarn_ratio", "mrrope_uni", "mrrope_pro")
-POWER_OF = {"mrrope_uni": 0.0, "mrrope_pro": 1.0}
+FIXED_METHODS = SCALE_ONLY_METHODS
+POWER_OF = {name: method.power for name, method in METHOD_TRAITS.items() if method.power is not None}
 KNOTS = (4, 8)
 POWER_SHARE = 0.4
 """Of the time, for power, bounds and temperature at most; the radix factors have the rest."""

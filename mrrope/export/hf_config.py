@@ -21,7 +21,7 @@ from torch import nn
 from mrrope.hf import rope_config, rotary_embedding
 from mrrope.hf.rope_types import OPTIONS, ROPE_TYPES, register_rope_types
 from mrrope.table_lookup import STARTING_OVER, Trained, table_for
-from mrrope.tables import FrequencyTable
+from mrrope.tables import METHOD_TRAITS, FrequencyTable
 
 ENGINES = ("transformers", "transformers-longrope", "vllm", "sglang")
 
@@ -295,7 +295,7 @@ def _registered_type(table: FrequencyTable, method: Any, options: dict[str, Any]
         )
     if method == table.method:
         return parameters | {key: options[argument] for key, argument in OPTIONS.items() if argument in options}
-    if table.method in ("mrrope_pro", "mrrope_uni"):
+    if METHOD_TRAITS[table.method].power is not None:
         assert table.bounds is not None
         return parameters | {"bounds": list(table.bounds), "attention_factor": table.attention_factor}
     raise ValueError(

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from mrrope.tables import FrequencyTable, frequency_table
+from mrrope.tables import METHOD_TRAITS, FrequencyTable, frequency_table
 
-ROPE_TYPES = ("mrrope_pro", "mrrope_uni", "mrrope_pow", "yarn_ratio")
+ROPE_TYPES = tuple(name for name, method in METHOD_TRAITS.items() if method.has_temperature and name != "yarn")
 """What :func:`register_rope_types` adds; the names are those of :func:`mrrope.frequency_table`."""
 
 OPTIONS = {
@@ -94,7 +94,7 @@ def _validate(config: Any, rope_parameters: dict[str, Any], ignore_keys: set[str
     """Checks ``rope_parameters`` when a configuration is made; a method of transformers' configurations."""
     rope_type = rope_parameters["rope_type"]
     required = {"rope_type", "factor", "original_max_position_embeddings"}
-    if rope_type == "mrrope_pow":
+    if METHOD_TRAITS[rope_type].needs == "power":
         required.add("power")
     optional = {"rope_theta", *OPTIONS} - ({"power"} - required)
     config._check_received_keys(rope_type, set(rope_parameters), set(required), optional, ignore_keys=ignore_keys)

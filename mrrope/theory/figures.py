@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from mrrope.tables import FrequencyTable, frequency_table
+from mrrope.tables import METHOD_TRAITS, SCALE_ONLY_METHODS, FrequencyTable, frequency_table
 from mrrope.theory import attention
 from mrrope.theory.curves import first_zero, lowest_between, middle_pairs, similarities_up_to, spelled_number, trend
 
-METHODS = ("rope", "pi", "ntk", "yarn", "yarn_ratio", "mrrope_uni", "mrrope_pro")
-WITH_MIDDLE = ("yarn", "yarn_ratio", "mrrope_uni", "mrrope_pro")
+METHODS = SCALE_ONLY_METHODS
+WITH_MIDDLE = tuple(method for method in METHODS if METHOD_TRAITS[method].has_temperature)
 BASES = (0.01, 0.1, 1.0, 10.0, 100.0)
 """Of which m-hat is shown, as multiples of the setting's own."""
 POINTS = 400

@@ -221,11 +221,13 @@ TEST(Methods, TurnsAreRoundedCorrectly) {
     }
 }
 
-TEST(Methods, NamesGoThereAndBack) {
-    for (int i = 0; i <= static_cast<int>(Method::relative); ++i) {
-        const auto method = static_cast<Method>(i);
-        EXPECT_EQ(method_from_name(method_name(method)), method);
+TEST(Methods, NamesRoundTrip) {
+    for (const MethodTraits& traits : methods()) {
+        EXPECT_STREQ(method_name(traits.method), traits.name);
+        EXPECT_EQ(method_from_name(traits.name), traits.method);
     }
+    EXPECT_EQ(methods().size(), static_cast<size_t>(Method::relative));
+    EXPECT_EQ(method_from_name("relative"), Method::relative);
     EXPECT_STREQ(method_name(Method::mrrope_pro), "mrrope_pro");
     EXPECT_STREQ(method_name(Method::relative), "relative");
 }

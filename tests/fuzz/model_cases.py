@@ -12,6 +12,7 @@ from tiny_models import LENGTH
 from transformers import PreTrainedModel
 
 from fuzz.shrinking import choice
+from mrrope.tables import SCALE_ONLY_METHODS
 
 ROPES = ("own", "own", "default", "linear", "dynamic", "yarn", "llama3", "longrope")
 WAYS = ("forward", "chunks", "steps", "two turns", "static", "cropped", "padded", "greedy", "beams", "gradients")
@@ -27,7 +28,7 @@ class ModelCase:
     rope: str = choice(*ROPES)
     factor: float = choice(2.0, 4.0, 8.0)
     partial: float = choice(0.0, 0.5, 1.0)  # of a head rotates, in families that say so; 0 for as much as they do
-    method: str = choice("rope", "mrrope_pro", "mrrope_uni", "yarn", "yarn_ratio", "ntk", "pi")
+    method: str = choice(*SCALE_ONLY_METHODS)
     scale: float | str = choice(1.0, 2.0, 4.0, "auto", "auto")
     way: str = choice(*WAYS)
     batch: int = choice(1, 2, 3)

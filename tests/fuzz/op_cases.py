@@ -12,6 +12,7 @@ from cases import POISON, onto, storage_of
 
 import mrrope
 from fuzz.shrinking import choice
+from mrrope.tables import METHOD_TRAITS
 
 OPS = (
     "rotary",
@@ -26,7 +27,7 @@ OPS = (
 ROTATING = ("rotary", "rotary_", "qk_norm_rotary", "qk_norm_rotary_")
 IN_PLACE = ("rotary_", "rescale_cache_", "rotary_and_cache_", "qk_norm_rotary_", "chain")
 DIFFERENTIABLE = ("rotary", "rotary_", "qk_norm_rotary", "qkv_rotary")
-METHODS = ("rope", "yarn", "mrrope_pro", "pi", "ntk", "mrrope_uni", "llama3", "yarn_ratio")
+METHODS = tuple(name for name, method in METHOD_TRAITS.items() if method.needs in (None, "beta"))
 # Components of a case, so that its float64 reference takes a few milliseconds, and what is made smaller for it.
 MOST_COMPONENTS = {"cpu": 10_000, "cuda": 1_000_000}
 # So many rows are projected and rotated by one kernel on a GPU that has it; drawn on purpose, as they take longer.

@@ -8,9 +8,13 @@
 #include <utility>
 #include <vector>
 
+// Frequency tables of RoPE and its extensions: one frequency per pair of components, and one attention factor.
+//
+// To add a method, add an enumerator to Method, and to csrc/frequency_table.cpp one row (its traits) and one function
+// (its cumulative scale). Python derives every list of methods from methods().
+
 namespace mrrope {
 
-// Every RoPE extension is a table: how fast each pair of components turns, and one attention factor.
 enum class Method {
     rope,
     pi,
@@ -23,13 +27,28 @@ enum class Method {
     radix,     // explicit radix factors
     longrope,  // explicit cumulative scales
     llama3,
-    relative,  // what one table has to add to another; made by relative(), not by build_table()
+    relative,  // difference of two tables, from relative(); build_table() does not take it
 };
+
+// What a caller must choose for a method besides the scale. build_table() requires power and factors; beta has a
+// default, 32, which is YaRN's, while checkpoints with llama3 set 4.
+enum class Needs { nothing, power, radix_factors, cumulative_scales, beta };
+
+struct MethodTraits {
+    Method method;
+    const char* name;
+    bool has_temperature = false;  // the default attention factor is 0.1 ln(scale) + 1, else 1
+    Needs needs = Needs::nothing;
+    std::optional<double> power = std::nullopt;  // mrrope_pow with this power is the same table
+};
+
+// Every method that build_table() takes, in the order of Method.
+std::vector<MethodTraits> methods();
 
 const char* method_name(Method);
 Method method_from_name(std::string_view);  // throws std::invalid_argument listing the known names
 
-// The pairs up to the first are left alone, the pairs from the second on are slowed by the whole scale.
+// (d_l, d_h): pairs up to d_l keep their frequency, pairs from d_h on are slowed by the full scale.
 using Bounds = std::pair<int, int>;
 
 struct TableRequest {
@@ -42,10 +61,10 @@ struct TableRequest {
     double beta = 32.0;
     std::optional<Bounds> bounds = std::nullopt;  // overrides alpha and beta
     std::optional<double> power = std::nullopt;   // mrrope_pow only
-    std::vector<double> factors = {};             // radix: the lambdas; longrope: the cumulative scales
+    std::vector<double> factors = {};             // radix: the radix factors; longrope: the cumulative scales
     std::optional<double> attention_factor = std::nullopt;
-    // What the model does already, which the method extends: its frequencies are base^(-2i / rotary_dim) /
-    // native_scale[i], in any order (empty: plain RoPE), and its rotated q and k are multiplied by the factor.
+    // The model's own RoPE, which the method extends. Its frequencies are base^(-2i / rotary_dim) / native_scale[i], in
+    // any order (empty: plain RoPE), and it multiplies rotated q and k by native_attention_factor.
     std::vector<double> native_scale = {};
     double native_attention_factor = 1.0;
 };
@@ -59,14 +78,14 @@ struct FrequencyTable {
     std::optional<Bounds> bounds;
     double attention_factor = 1.0;
     std::vector<double> inv_freq;          // radians per position, one per pair
-    std::vector<double> cumulative_scale;  // by how much each pair was slowed; empty for relative tables
-    std::vector<uint64_t> turns;           // inv_freq as a 64-bit fixed-point fraction of a full circle
+    std::vector<double> cumulative_scale;  // plain RoPE's frequency / inv_freq; empty for relative tables
+    std::vector<uint64_t> turns;           // phase steps: inv_freq in revolutions per position, 64-bit fixed point
 
     int pairs() const { return rotary_dim / 2; }
-    std::vector<double> radix_factors() const;  // s[i + 1] / s[i]
+    std::vector<double> radix_factors() const;  // cumulative_scale[i + 1] / cumulative_scale[i]
 };
 
-// Kernels multiply by it in float32.
+// Positive and in float32's range, since kernels multiply by it in float32.
 inline bool is_attention_factor(double value) {
     using Float = std::numeric_limits<float>;
     return double{Float::min()} <= value && value <= double{Float::max()};
@@ -75,18 +94,19 @@ inline bool is_attention_factor(double value) {
 // Throws std::invalid_argument naming the argument, its value and what was expected.
 FrequencyTable build_table(const TableRequest&);
 
-// For a table that was assembled by hand or read from a file: throws std::invalid_argument where its parts disagree.
+// Checks a table that was assembled by hand or read from a file. Throws std::invalid_argument where its members are
+// inconsistent.
 void validate(const FrequencyTable&);
 
-// Turns a vector rotated by `from` into one rotated by `to`. Throws std::invalid_argument where the quotient of their
-// scales or attention factors is none.
+// The table that re-rotates a vector rotated by `from` into one rotated by `to`. Throws std::invalid_argument where the
+// quotient of their scales or attention factors is out of range.
 FrequencyTable relative(const FrequencyTable& to, const FrequencyTable& from);
 
-// Undoes `table`: angles negated, attention factor inverted. Throws like relative.
+// Undoes `table`: angles negated, attention factor inverted. Throws like relative().
 FrequencyTable inverse(const FrequencyTable& table);
 
-// What the kernels read: the turns of every pair, then the bits of the attention factor as a double. One integer array
-// holds the whole table, so it survives .half(), mixed precision and device maps unharmed.
+// The table as kernels read it: the phase step of every pair, then the bits of the attention factor as a double. An
+// integer array survives .half(), mixed precision and device maps unchanged.
 std::vector<uint64_t> packed(const FrequencyTable& table);
 
 }  // namespace mrrope

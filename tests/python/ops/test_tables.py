@@ -13,14 +13,14 @@ from reference import TOLERANCES
 
 import mrrope
 from mrrope import FrequencyTable, frequency_table
+from mrrope.tables import METHOD_TRAITS, SCALE_ONLY_METHODS
 
 LLAMA = {"rotary_dim": 128, "base": 5e5, "original_max_position": 8192, "scale": 16.0}
 SMALL = {"rotary_dim": 24, "base": 1e4, "original_max_position": 1000, "scale": 6.5}
 LAMBDAS = [1 + 0.37 / (i + 1) for i in range(63)]
 
 REQUESTS = [
-    *[(method, settings) for method in ("rope", "pi", "ntk", "yarn", "yarn_ratio", "mrrope_uni", "mrrope_pro", "llama3")
-      for settings in (LLAMA, SMALL)],
+    *[(method, settings) for method in (*SCALE_ONLY_METHODS, "llama3") for settings in (LLAMA, SMALL)],
     *[("mrrope_pow", {**LLAMA, "power": power}) for power in (0, 1, 2, -1, 0.5, -2.25, math.pi, 50, -50, 400)],
     ("mrrope_pow", {**SMALL, "power": 1.7, "bounds": (3, 20)}),
     ("llama3", {**LLAMA, "beta": 4.0, "scale": 8.0}),
@@ -149,7 +149,7 @@ def test_transformers_tables(method, settings, rope_type, parameters):
 # --- edges ---
 
 
-@pytest.mark.parametrize("method", ["pi", "ntk", "yarn", "yarn_ratio", "mrrope_uni", "mrrope_pro", "llama3"])
+@pytest.mark.parametrize("method", [*SCALE_ONLY_METHODS, "llama3"])
 def test_scale_one_is_rope(method):
     settings = {**LLAMA, "scale": 1.0}
     table = frequency_table(method, **settings)
@@ -163,10 +163,23 @@ def test_default_attention_factor(method):
     extra = {"mrrope_pow": {"power": 2.0}, "radix": {"factors": LAMBDAS}, "longrope": {"factors": FACTORS}}
     table = frequency_table(method, **LLAMA, **extra.get(method, {}))
     with_temperature = method.startswith(("yarn", "mrrope"))
+    assert METHOD_TRAITS[method].has_temperature == with_temperature
     assert table.attention_factor == pytest.approx(0.1 * math.log(16.0) + 1 if with_temperature else 1.0, rel=1e-15)
     explicit = frequency_table(method, **LLAMA, **extra.get(method, {}), attention_factor=0.75)
     assert explicit.attention_factor == 0.75
     assert_same_frequencies(explicit, table)
+
+
+def test_traits_name_what_a_method_needs():
+    needs = {name: traits.needs for name, traits in METHOD_TRAITS.items() if traits.needs is not None}
+    assert needs == {"mrrope_pow": "power", "radix": "factors", "longrope": "factors", "llama3": "beta"}
+    assert (*METHOD_TRAITS,) == mrrope.METHODS == (*dict.fromkeys([*SCALE_ONLY_METHODS, *needs]),)
+
+
+@pytest.mark.parametrize("method", [name for name, traits in METHOD_TRAITS.items() if traits.power is not None])
+def test_the_power_of_a_method_gives_its_table(method):
+    by_power = frequency_table("mrrope_pow", **LLAMA, power=METHOD_TRAITS[method].power)
+    assert_same_frequencies(by_power, frequency_table(method, **LLAMA))
 
 
 def test_lower_bound_is_clamped_to_the_first_pair():
