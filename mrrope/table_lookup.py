@@ -1,4 +1,4 @@
-"""What a model rotates by as it is, and the table that a method gives for it."""
+"""Resolve a method, a table or a file to the frequency table for one model."""
 
 from __future__ import annotations
 
@@ -11,26 +11,32 @@ from typing import Any
 from mrrope import calibrated_tables
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
 
+PLAIN_ROPE_OPTIONS = frozenset({"base", "original_max_position"})
+"""Options that override the model's configuration; with one of them a method extends plain RoPE."""
+
 
 @dataclass(frozen=True)
-class Trained:
-    """What a model does without an extension, as far as a table depends on it."""
+class NativeRope:
+    """The RoPE of an unpatched model, as far as a table depends on it."""
 
     rotary_dim: int
     base: float
     original_max_position: float | None
-    """How far the model reads as it is; None where it does not tell."""
+    """The context length of the unpatched model; None where its configuration states none."""
     native: FrequencyTable | None = None
-    """What the model rotates by, where that is not plain RoPE."""
+    """The table of the unpatched model, where that is not plain RoPE."""
     trained_length: float | None = None
-    """The length before the extension that the model's configuration names; what it states where it names none."""
+    """The length before the extension in the model's configuration; without an extension, the stated length."""
     held_attention_factor: float = 1.0
-    """The root of a temperature that the model's attention applies itself, for the extension of its configuration."""
+    """The square root of the temperature that the model's attention applies for its configured extension."""
 
-    def arguments(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of :func:`frequency_table` that extend what the model does; ``base`` or
-        ``original_max_position`` among the options start over from plain RoPE."""
-        if options.keys().isdisjoint(STARTING_OVER):
+    def table_arguments(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments with which :func:`frequency_table` extends this RoPE.
+
+        Args:
+            options: the user's options; any of :data:`PLAIN_ROPE_OPTIONS` extends plain RoPE instead.
+        """
+        if options.keys().isdisjoint(PLAIN_ROPE_OPTIONS):
             return {
                 "rotary_dim": self.rotary_dim,
                 "base": self.base,
@@ -41,52 +47,57 @@ class Trained:
         return {"rotary_dim": self.rotary_dim, "base": self.base, "original_max_position": length}
 
 
-STARTING_OVER = frozenset({"base", "original_max_position"})
-"""What a user may know better than the model's configuration."""
-
-
-def is_table_name(name: str) -> bool:
-    """Whether this is the path of a table's JSON, or the name of a table that comes with the package."""
+def is_saved_table(name: str) -> bool:
+    """Whether ``name`` is the path of a table's JSON or the name of a shipped calibrated table."""
     return name.endswith(".json") or name in calibrated_tables.names()
 
 
-def table_for(
-    trained: Trained, method: str | FrequencyTable | Path, scale: float, options: dict[str, Any]
+def resolve_table(
+    trained: NativeRope, method: str | FrequencyTable | Path, scale: float, options: dict[str, Any]
 ) -> FrequencyTable:
-    """The table of a method's name, a ready one, or the one in a JSON file or of a name that comes with the package;
-    options replace what the model says."""
-    if isinstance(method, Path) or (isinstance(method, str) and is_table_name(method)):
+    """Return the table that ``method`` means for a model.
+
+    Args:
+        trained: the unpatched model's RoPE.
+        method: a method's name, a table, the path of a table's JSON, or the name of a shipped calibrated table.
+        scale: by how much to extend the context; 1 for a table.
+        options: more arguments of :func:`frequency_table`; they override the model's configuration.
+
+    Raises:
+        ValueError: ``method`` is unknown, or does not fit the model or the options.
+    """
+    if isinstance(method, Path) or (isinstance(method, str) and is_saved_table(method)):
         method = FrequencyTable.load(method)
     if isinstance(method, FrequencyTable):
         given = {**({"scale": scale} if scale != 1.0 else {}), **options}
-        if given.keys() - STARTING_OVER:
+        if given.keys() - PLAIN_ROPE_OPTIONS:
             raise ValueError(f"method is a ready table, which leaves no room for {given}")
-        _check_is_of(trained, method, given)
+        _check_fits_model(trained, method, given)
         return method
     if isinstance(method, str) and method not in METHODS:
         raise ValueError(
             f"method must be one of {', '.join(METHODS)}, the path of a table's .json, or the name of a table that "
             f"comes with mrrope ({calibrated_tables.listed()}), got {method!r}"
         )
-    arguments = trained.arguments(options) | {"scale": scale, **options}
+    arguments = trained.table_arguments(options) | {"scale": scale, **options}
     if arguments["original_max_position"] is None:
         if scale != 1.0:
             raise ValueError(
                 "original_max_position must be given for this model: its configuration does not say how far it reads"
             )
-        arguments["original_max_position"] = 1.0  # no bounds count where the method has no scale to spread
+        arguments["original_max_position"] = 1.0  # at scale 1 the bounds have no effect
     table = frequency_table(method, **arguments)
     _check_rotary_dim(trained, table)
     is_native = arguments.get("native") is not None
     if is_native or "attention_factor" in options or trained.held_attention_factor == 1.0:
         return table
-    # The model's attention goes on applying the temperature of the extension that is started over.
+    # The model's attention still applies the temperature of its configured extension, which this table replaces.
     remaining = table.attention_factor / trained.held_attention_factor
     return frequency_table(method, **arguments, attention_factor=remaining)
 
 
-def _check_is_of(trained: Trained, table: FrequencyTable, told: dict[str, Any]) -> None:
-    """Raises where a ready table was made for another model; what the user tells replaces what the model says."""
+def _check_fits_model(trained: NativeRope, table: FrequencyTable, told: dict[str, Any]) -> None:
+    """Raise where a table was made for another model; options in ``told`` override the model's configuration."""
     _check_rotary_dim(trained, table)
     lengths = [trained.original_max_position, trained.trained_length]
     known = {
@@ -113,6 +124,6 @@ def _check_is_of(trained: Trained, table: FrequencyTable, told: dict[str, Any]) 
         )
 
 
-def _check_rotary_dim(trained: Trained, table: FrequencyTable) -> None:
+def _check_rotary_dim(trained: NativeRope, table: FrequencyTable) -> None:
     if table.rotary_dim != trained.rotary_dim:
         raise ValueError(f"method must give a table of the model's rotary_dim {trained.rotary_dim}, got {table!r}")

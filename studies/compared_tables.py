@@ -6,7 +6,7 @@ import torch
 
 from mrrope.calibration.calibrate import FIXED_METHODS
 from mrrope.evaluation.methods import Method
-from mrrope.table_lookup import Trained, table_for
+from mrrope.table_lookup import NativeRope, resolve_table
 from mrrope.tables import FrequencyTable
 
 POWERS = (0.5, 2.0)
@@ -24,11 +24,13 @@ def su_scales(pairs: int, scale: float) -> torch.Tensor:
     return torch.tensor(scale, dtype=torch.float64) ** place**SU_EXPONENT
 
 
-def contenders(trained: Trained, scale: float) -> dict[str, FrequencyTable]:
+def contenders(trained: NativeRope, scale: float) -> dict[str, FrequencyTable]:
     """By name. Su's comes without a temperature, as he published it."""
-    fixed = {method: table_for(trained, method, scale, {}) for method in FIXED_METHODS}
-    powers = {f"mrrope_pow {power:g}": table_for(trained, "mrrope_pow", scale, {"power": power}) for power in POWERS}
-    su = table_for(trained, "longrope", scale, {"factors": su_scales(trained.rotary_dim // 2, scale)})
+    fixed = {method: resolve_table(trained, method, scale, {}) for method in FIXED_METHODS}
+    powers = {
+        f"mrrope_pow {power:g}": resolve_table(trained, "mrrope_pow", scale, {"power": power}) for power in POWERS
+    }
+    su = resolve_table(trained, "longrope", scale, {"factors": su_scales(trained.rotary_dim // 2, scale)})
     return {**fixed, **powers, SU: su}
 
 

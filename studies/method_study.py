@@ -45,7 +45,7 @@ from mrrope.evaluation.run import PERPLEXITY, Evaluation
 from mrrope.evaluation.tasks import TASKS
 from mrrope.evaluation.texts import Document, long_documents
 from mrrope.reporting import plotting
-from mrrope.table_lookup import Trained
+from mrrope.table_lookup import NativeRope
 from mrrope.tables import FrequencyTable
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -192,7 +192,7 @@ class ScaleStudy:
                 found.append(self.calibrated.data)
         return found
 
-    def evolve(self, texts: Path, trained: Trained) -> None:
+    def evolve(self, texts: Path, trained: NativeRope) -> None:
         """Adds the table that evolution finds with as many tokens as the calibration had, unless it is there."""
         if self.calibrated is None:
             raise ValueError(f"--evolve must be scales that --calibrations has, got {self.scale:g}")
@@ -201,7 +201,7 @@ class ScaleStudy:
             self.results.data["evolution"] = self.evolved(texts, trained, self.calibrated)
         self.tables[EVOLVED] = FrequencyTable.from_dict(self.results.data["evolution"]["table"])
 
-    def evolved(self, texts: Path, trained: Trained, calibrated: Calibrated) -> dict[str, Any]:
+    def evolved(self, texts: Path, trained: NativeRope, calibrated: Calibrated) -> dict[str, Any]:
         """What came of the search, and its readings on the way."""
         lengths, data = calibrated.data["lengths"], calibrated.data
         documents = search_documents(texts, self.evaluation.tokenizer, calibrated)
@@ -310,7 +310,7 @@ def draw_tasks(by_task: dict[str, Any], columns: list[tuple[str, int]], title: s
 
 
 def scale_studies(
-    options: argparse.Namespace, model: Any, tokenizer: Any, trained: Trained, results: Results, clock: Clock
+    options: argparse.Namespace, model: Any, tokenizer: Any, trained: NativeRope, results: Results, clock: Clock
 ) -> Iterator[ScaleStudy]:
     """The scales, each with its methods and documents."""
     found = {one.scale: one for one in map(Calibrated, options.calibrations)}

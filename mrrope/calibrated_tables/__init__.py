@@ -1,4 +1,4 @@
-"""Tables that were calibrated for models and come with the package: the JSON files of this folder, by their names."""
+"""Calibrated tables that ship with the package: one JSON file each in this folder."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ FOLDER = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """What :meth:`mrrope.FrequencyTable.load` and :func:`mrrope.patch` take in place of a path."""
+    """Return the names that :meth:`mrrope.FrequencyTable.load` and :func:`mrrope.patch` take in place of a path."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def listed() -> str:
-    """The names, for errors."""
+    """Return the names, comma-separated, for error messages."""
     return ", ".join(names()) or "there is none yet"
 
 
 def file_of(table: str | Path) -> Path:
-    """The file that a path, or the name of a table that comes with the package, stands for."""
+    """Return the file of a path or of a shipped table's name.
+
+    Raises:
+        FileNotFoundError: ``table`` is neither.
+    """
     path = Path(table)
     if path.suffix == ".json" or path.exists():
         return path

@@ -12,7 +12,7 @@ from mrrope.calibration.search import Point, climb, descend
 from mrrope.calibration.spaces import KnotSpace, PowerSpace
 from mrrope.evaluation.perplexity import perplexity
 from mrrope.evaluation.results import EvaluationStoppedError
-from mrrope.table_lookup import Trained, table_for
+from mrrope.table_lookup import NativeRope, resolve_table
 from mrrope.tables import METHOD_TRAITS, SCALE_ONLY_METHODS, FrequencyTable
 
 FIXED_METHODS = SCALE_ONLY_METHODS
@@ -45,7 +45,7 @@ class Calibration:
     """A search for the table that reads the documents best."""
 
     readings: Readings
-    trained: Trained
+    trained: NativeRope
     scale: float
     documents: DocumentSets
     seconds: float
@@ -56,7 +56,7 @@ class Calibration:
     """By the part of the search that found them."""
 
     def __post_init__(self) -> None:
-        self.fixed = {method: table_for(self.trained, method, self.scale, {}) for method in FIXED_METHODS}
+        self.fixed = {method: resolve_table(self.trained, method, self.scale, {}) for method in FIXED_METHODS}
         lengths, search = self.readings.lengths, self.documents.search
         # Half the length is about a quarter of the work.
         rungs = [Rung(search[:1], lengths[-2:][0]), Rung(search[:1], lengths[-1]), Rung(search, lengths[-1])]

@@ -28,7 +28,7 @@ from mrrope.evaluation.texts import text_files
 from mrrope.hf import rope_config
 from mrrope.reporting.optional_packages import needs
 from mrrope.reporting.output import checked_stem
-from mrrope.table_lookup import Trained
+from mrrope.table_lookup import NativeRope
 from mrrope.tables import FrequencyTable
 
 DEFAULT_BUDGET = 10.0
@@ -104,13 +104,13 @@ class Files:
         new.replace(self.table)
 
 
-def trained_with(model: Any, original_max_position: float | None) -> Trained:
+def trained_with(model: Any, original_max_position: float | None) -> NativeRope:
     """What the layers that see the whole text do as they are; a length starts over from plain RoPE."""
     held = rope_config.held_attention_factor(model)
     found = {
-        Trained(own.rotary_dim, own.base, original_max_position, held_attention_factor=held)
+        NativeRope(own.rotary_dim, own.base, original_max_position, held_attention_factor=held)
         if original_max_position
-        else Trained(own.rotary_dim, own.base, own.original_max_position, own.native)
+        else NativeRope(own.rotary_dim, own.base, own.original_max_position, own.native)
         for rotary in rope_config.rotary_embeddings(model)
         for own in (
             rope_config.settings(rotary, layer_type)
@@ -222,7 +222,7 @@ def chosen_documents(options: argparse.Namespace, tokenizer: Any, lengths: list[
     return documents.with_keys(tokenizer, lengths) if options.retrieval else documents
 
 
-def chosen_lengths(options: argparse.Namespace, trained: Trained) -> list[int]:
+def chosen_lengths(options: argparse.Namespace, trained: NativeRope) -> list[int]:
     """Those asked for, or the native length doubled up to the scale."""
     if options.lengths:
         return checked_lengths(options.lengths)

@@ -11,7 +11,7 @@ from torch import nn
 
 from mrrope import calibrated_tables
 from mrrope.hf.patch import patched
-from mrrope.table_lookup import is_table_name
+from mrrope.table_lookup import is_saved_table
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
 
 UNPATCHED = "unpatched"
@@ -41,7 +41,7 @@ class Method:
         if self.name == UNPATCHED:
             yield
             return
-        table = self.table or (FrequencyTable.load(self.name) if is_table_name(self.name) else self.name)
+        table = self.table or (FrequencyTable.load(self.name) if is_saved_table(self.name) else self.name)
         with patched(model, table, **dict(self.options)):
             yield
 
@@ -56,17 +56,17 @@ def methods_named(names: Sequence[str], **options: Any) -> list[Method]:
         raise ValueError("methods must be one or more, with commas between them, got none")
     methods = []
     for name in dict.fromkeys(names):
-        if name != UNPATCHED and name not in METHODS and not is_table_name(name):
+        if name != UNPATCHED and name not in METHODS and not is_saved_table(name):
             known = ", ".join([UNPATCHED, *METHODS, *calibrated_tables.names()])
             raise ValueError(f"methods must be {known} or tables' .json files, got {name!r}")
         try:
-            if is_table_name(name):
+            if is_saved_table(name):
                 FrequencyTable.load(name)
             elif name != UNPATCHED:
                 frequency_table(name, **USUAL)
         except (ValueError, OSError) as error:
             raise ValueError(f"methods must give a table, and {name} does not: {error}") from None
-        fixed = name == UNPATCHED or is_table_name(name)
+        fixed = name == UNPATCHED or is_saved_table(name)
         methods.append(Method(name, () if fixed else tuple(options.items())))
     return methods
 

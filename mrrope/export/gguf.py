@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mrrope.export.hf_config import exportable_table
-from mrrope.table_lookup import Trained
+from mrrope.table_lookup import NativeRope
 from mrrope.tables import FrequencyTable, frequency_table
 
 ARCHITECTURE = "llama"
@@ -100,7 +100,7 @@ def _check_architecture(reader: Any) -> None:
         raise ValueError(f"source must be one whole file, and this is one of {parts}: join them by llama-gguf-split")
 
 
-def _trained(reader: Any, original_max_position: float | None) -> Trained:
+def _trained(reader: Any, original_max_position: float | None) -> NativeRope:
     """What the file rotates by: its factors, where it has some, up to its context length; a length starts over."""
     rotary_dim = _value(reader, DIMENSIONS)
     if rotary_dim is None:
@@ -118,7 +118,7 @@ def _trained(reader: Any, original_max_position: float | None) -> Trained:
     if linear not in (0.0, 1.0):
         factors = [linear * factor for factor in factors or [1.0] * (rotary_dim // 2)]
     if factors is None or original_max_position is not None or context is None:
-        return Trained(rotary_dim, base, trained or context, trained_length=trained)
+        return NativeRope(rotary_dim, base, trained or context, trained_length=trained)
     native = frequency_table(
         "longrope",
         rotary_dim=rotary_dim,
@@ -127,7 +127,7 @@ def _trained(reader: Any, original_max_position: float | None) -> Trained:
         factors=factors,
         attention_factor=_value(reader, ATTENTION_FACTOR, 1.0),
     )
-    return Trained(rotary_dim, base, context, native, trained_length=trained)
+    return NativeRope(rotary_dim, base, context, native, trained_length=trained)
 
 
 def _write(reader: Any, file: IO[bytes], table: FrequencyTable) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from mrrope.hf import rope_config, rotary_embedding
 from mrrope.hf.rope_types import OPTIONS, ROPE_TYPES, register_rope_types
-from mrrope.table_lookup import STARTING_OVER, Trained, table_for
+from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, NativeRope, resolve_table
 from mrrope.tables import METHOD_TRAITS, FrequencyTable
 
 ENGINES = ("transformers", "transformers-longrope", "vllm", "sglang")
@@ -89,7 +89,7 @@ def export_config(
         table = exportable_table(own, method, scale, options)
         if own.changes_with_length and table.is_like(own.table):
             raise ValueError(f"method must extend {text.model_type}, whose own table changes with the length of a text")
-        if engine == "transformers" and own.native is not None and options.keys().isdisjoint(STARTING_OVER):
+        if engine == "transformers" and own.native is not None and options.keys().isdisjoint(PLAIN_ROPE_OPTIONS):
             raise ValueError(
                 f"mrrope's rope types start from plain RoPE, and {text.model_type} rotates by other frequencies; "
                 "engine='transformers-longrope' takes every table, original_max_position or base start over"
@@ -134,10 +134,10 @@ def export_config(
 
 
 def exportable_table(
-    trained: Trained, method: str | FrequencyTable | Path, scale: float, options: dict[str, Any]
+    trained: NativeRope, method: str | FrequencyTable | Path, scale: float, options: dict[str, Any]
 ) -> FrequencyTable:
-    """As :func:`table_for`; engines know tables by their cumulative scales only."""
-    table = table_for(trained, method, scale, options)
+    """As :func:`resolve_table`; engines know tables by their cumulative scales only."""
+    table = resolve_table(trained, method, scale, options)
     if not table.cumulative_scale.numel():
         raise ValueError(f"method must be a table with cumulative scales, and {table!r} has none")
     return table

@@ -37,7 +37,7 @@ from mrrope.hf.rotary_embedding import (
     functions_for,
     installed_functions,
 )
-from mrrope.table_lookup import STARTING_OVER, table_for
+from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, resolve_table
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -113,7 +113,7 @@ def patch(
         )
     settings = [_settings_of(model, rotary) for rotary in rotaries]
     ladders = [_ladders_for(own, method, scale, max_scale, reserve, local_layers, options) for own in settings]
-    if options.keys().isdisjoint(STARTING_OVER) and scale != 1.0:
+    if options.keys().isdisjoint(PLAIN_ROPE_OPTIONS) and scale != 1.0:
         _warn_of_extensions(model, settings, scale, local_layers)
 
     before = _state_of(model)
@@ -216,7 +216,7 @@ def _ladders_for(
         elif isinstance(method, Sequence) and not isinstance(method, str):
             raise ValueError(f"scale must be 'auto' with a list of tables, got {scale!r}")
         else:
-            ladder = Ladder.of_one(table_for(own, method, scale, options))
+            ladder = Ladder.of_one(resolve_table(own, method, scale, options))
         if own.changes_with_length and ladder.is_fixed and ladder.tables[0].is_like(own.table):
             continue  # no one table is what the model does as it is
         ladders[layer_type] = ladder

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mrrope.hf.rope_types import ROPE_TYPES
-from mrrope.table_lookup import Trained
+from mrrope.table_lookup import NativeRope
 from mrrope.tables import FrequencyTable, frequency_table
 
 FREQUENCIES = "inv_freq"
@@ -22,7 +22,7 @@ UNTRAINED = ("yarn", "dynamic")
 
 
 @dataclass(frozen=True)
-class RopeSettings(Trained):
+class RopeSettings(NativeRope):
     """RoPE of one kind of layer, as the model comes."""
 
     table: FrequencyTable = field(kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrrope.table_lookup import STARTING_OVER, Trained, table_for
+from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, NativeRope, resolve_table
 from mrrope.tables import FrequencyTable
 
 DEFAULT_REACH = 16.0
@@ -44,7 +44,7 @@ def scales_up_to(max_scale: float) -> list[float]:
 
 
 def ladder_for(
-    trained: Trained,
+    trained: NativeRope,
     native: FrequencyTable,
     method: Step | Sequence[Step],
     max_scale: float | None,
@@ -56,19 +56,19 @@ def ladder_for(
     if native_length is None:
         raise ValueError("scale must be a number for this model: its configuration does not say how far it reads")
     if isinstance(method, Sequence) and not isinstance(method, str):
-        if max_scale is not None or options.keys() - STARTING_OVER:
+        if max_scale is not None or options.keys() - PLAIN_ROPE_OPTIONS:
             given = {**({"max_scale": max_scale} if max_scale is not None else {}), **options}
             raise ValueError(f"method is a list of ready tables, which leaves no room for {given}")
-        steps = [table_for(trained, step, 1.0, options) for step in method]
+        steps = [resolve_table(trained, step, 1.0, options) for step in method]
     else:
         if isinstance(method, FrequencyTable):
             raise ValueError("method must be a method's name or a list of tables with scale='auto', got one table")
         if max_scale is None:
-            start = (trained.arguments(options) | options)["original_max_position"]
+            start = (trained.table_arguments(options) | options)["original_max_position"]
             max_scale = DEFAULT_REACH * native_length / start
         if not isinstance(max_scale, (int, float)) or not 1.0 < max_scale < math.inf:
             raise ValueError(f"max_scale must be a number above 1, got {max_scale!r}")
-        steps = [table_for(trained, method, scale, options) for scale in scales_up_to(max_scale)]
+        steps = [resolve_table(trained, method, scale, options) for scale in scales_up_to(max_scale)]
     reach = {table: table.original_max_position * table.scale for table in steps}
     longer = sorted((table for table in steps if reach[table] > native_length), key=lambda table: reach[table])
     if len({reach[table] for table in longer}) < len(longer):

@@ -32,7 +32,7 @@ from mrrope.cli import main
 from mrrope.evaluation import models
 from mrrope.evaluation.texts import Document
 from mrrope.hf.patch import is_patched
-from mrrope.table_lookup import Trained
+from mrrope.table_lookup import NativeRope
 
 SMOLLM = {"rotary_dim": 64, "base": 1e5, "original_max_position": 8192, "scale": 16.0}
 
@@ -225,7 +225,7 @@ SETS = documents.DocumentSets(("s1", "s2"), ("d1", "d2"), ("h1",))
 
 
 def calibration_of(formula: Callable, seconds: float = 1e9, **more) -> Calibration:
-    return Calibration(MadeUpReadings(formula), Trained(64, 1e5, 8192), 16.0, SETS, seconds, **more)
+    return Calibration(MadeUpReadings(formula), NativeRope(64, 1e5, 8192), 16.0, SETS, seconds, **more)
 
 
 def test_a_calibration_finds_what_was_planted() -> None:

@@ -32,7 +32,7 @@ from mrrope.evaluation import models
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.tasks import TASKS
 from mrrope.evaluation.texts import Document
-from mrrope.table_lookup import Trained
+from mrrope.table_lookup import NativeRope
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 @pytest.mark.parametrize(("rotary_dim", "scale"), [(64, 16.0), (128, 2.0), (32, 5.0)])
 def test_su_is_the_formula(rotary_dim: int, scale: float) -> None:
-    table = compared_tables.contenders(Trained(rotary_dim, 1e5, 8192), scale)["su"]
+    table = compared_tables.contenders(NativeRope(rotary_dim, 1e5, 8192), scale)["su"]
     pairs = rotary_dim // 2
     a = math.log(scale) / pairs**0.625
     expected = [math.exp(a * m**0.625) for m in range(1, pairs + 1)]
@@ -55,7 +55,7 @@ def test_su_is_the_formula(rotary_dim: int, scale: float) -> None:
 
 
 def test_contenders_are_all_different_and_of_one_scale() -> None:
-    tables = compared_tables.contenders(Trained(64, 1e5, 8192), 16.0)
+    tables = compared_tables.contenders(NativeRope(64, 1e5, 8192), 16.0)
     assert {*FIXED_METHODS, "mrrope_pow 0.5", "mrrope_pow 2", "su"} == set(tables)
     assert {table.scale for table in tables.values()} == {16.0}
     assert len({tuple(table.inv_freq.tolist()) for table in tables.values()}) == len(tables)
@@ -66,14 +66,14 @@ def test_contenders_are_all_different_and_of_one_scale() -> None:
 
 
 def genes_and_seeds() -> tuple[evolution.TableGenes, list]:
-    tables = compared_tables.contenders(Trained(64, 1e5, 8192), 16.0)
+    tables = compared_tables.contenders(NativeRope(64, 1e5, 8192), 16.0)
     genes = evolution.TableGenes(tables["rope"])
     return genes, [genes.point(table) for table in tables.values()]
 
 
 def test_genes_keep_a_table_and_its_order() -> None:
     genes, seeds = genes_and_seeds()
-    for table, point in zip(compared_tables.contenders(Trained(64, 1e5, 8192), 16.0).values(), seeds, strict=True):
+    for table, point in zip(compared_tables.contenders(NativeRope(64, 1e5, 8192), 16.0).values(), seeds, strict=True):
         again = genes.table(point)
         torch.testing.assert_close(again.cumulative_scale, table.cumulative_scale, rtol=1e-8, atol=0)
         assert again.attention_factor == pytest.approx(table.attention_factor, rel=1e-8)
