@@ -187,7 +187,7 @@ Tensor qkv_rotary_cuda_op(const Tensor& x, const Tensor& weight, const Bias& bia
         const c10::cuda::CUDAGuard guard(x.device());
         const QkvRotaryArgs args = shaped_args(x, weight, bias, table, heads, pairing);
         const QkvRotaryPlan plan = plan_qkv_rotary_cuda(args);
-        if (plan.kernel != QkvRotaryPlan::apart) {
+        if (plan.kernel != QkvRotaryPlan::unfused) {
             return project_and_rotate(x, weight, positions, table, heads, pairing, args, plan);
         }
     }
@@ -213,7 +213,7 @@ Tensor qkv_rotary_planned(const Tensor& x, const Tensor& weight, const Bias& bia
 
 std::vector<int64_t> qkv_rotary_plan(const Tensor& x, const Tensor& weight, const Bias& bias, const Tensor& positions,
                                      const Tensor& table, int64_t q_heads, int64_t kv_heads, c10::string_view pairing) {
-    if (!has_plain_form(x, weight, bias, positions, table)) return {QkvRotaryPlan::apart, 1, 0};
+    if (!has_plain_form(x, weight, bias, positions, table)) return {QkvRotaryPlan::unfused, 1, 0};
     const c10::cuda::CUDAGuard guard(x.device());
     const QkvRotaryPlan plan = plan_qkv_rotary_cuda(shaped_args(x, weight, bias, table, {q_heads, kv_heads}, pairing));
     return {plan.kernel, plan.swizzle, static_cast<int64_t>(plan.raster)};

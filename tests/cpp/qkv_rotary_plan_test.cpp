@@ -24,7 +24,7 @@ QkvRotaryShape llama(int64_t rows) {
 }
 
 bool is_fused(const QkvRotaryShape& shape, const QkvDevice& device = h200) {
-    return plan_qkv_rotary(shape, device).kernel != QkvRotaryPlan::apart;
+    return plan_qkv_rotary(shape, device).kernel != QkvRotaryPlan::unfused;
 }
 
 template <class F>
@@ -61,7 +61,7 @@ TEST(QkvRotaryPlan, EveryPlanNamesAKernelOfItsPairingThatCanDoIt) {
     int fused = 0;
     for_each_shape([&](const QkvRotaryShape& shape) {
         const QkvRotaryPlan plan = plan_qkv_rotary(shape, h200);
-        if (plan.kernel == QkvRotaryPlan::apart) return;
+        if (plan.kernel == QkvRotaryPlan::unfused) return;
         ++fused;
         ASSERT_GE(plan.kernel, 0);
         ASSERT_LT(plan.kernel, qkv_kernel_count);
@@ -191,7 +191,7 @@ TEST(QkvRotaryPlan, LeavesLittleIdleOfWhatIsReallyScheduled) {
         for (int64_t rows = 257; rows < 20000; rows += 7) {
             const QkvRotaryShape shape = of(rows);
             const QkvRotaryPlan plan = plan_qkv_rotary(shape, h200);
-            if (plan.kernel == QkvRotaryPlan::apart) continue;
+            if (plan.kernel == QkvRotaryPlan::unfused) continue;
             ++fused;
             const QkvKernel& kernel = qkv_kernels[plan.kernel];
             int64_t m = (rows + kernel.tile_tokens - 1) / kernel.tile_tokens;

@@ -7,21 +7,20 @@
 
 #include "mrrope/rotary.h"
 
-// The projection to q, k and v with the rotation of q and k in it: one matrix product, whose results are rotated while
-// they are still in registers.
+// The QKV projection fused with the rotation of q and k: the GEMM's epilogue rotates the accumulators.
 
 namespace mrrope {
 
-// out = x weight^T + bias, of [rows, inputs] and [outputs, inputs]; a row of out holds the heads of q, then those of k,
-// then those of v, and the heads of q and k are rotated by the position of the row. Everything is where it is used.
+// out = x weight^T + bias, where x is [rows, inputs] and weight is [outputs, inputs]. A row of out holds the heads of
+// q, then k, then v; those of q and k are rotated by the row's position. All pointers are device memory.
 struct QkvRotaryArgs {
     const void* x = nullptr;
-    int64_t x_stride = 0;  // in elements, from row to row
+    int64_t x_stride = 0;  // between rows, in elements
     const void* weight = nullptr;
     int64_t weight_stride = 0;
-    const void* bias = nullptr;       // of [outputs], or none
+    const void* bias = nullptr;       // [outputs], or nullptr
     void* out = nullptr;              // contiguous
-    PositionsView positions;          // one position a row: row = sequence * tokens + token
+    PositionsView positions;          // one per row: row = sequence * tokens + token
     const uint64_t* table = nullptr;  // packed(FrequencyTable)
     int64_t batch = 0;
     int64_t tokens = 0;
@@ -37,28 +36,28 @@ struct QkvRotaryArgs {
     int outputs() const { return (q_heads + 2 * kv_heads) * head_dim; }
 };
 
-// How one call is laid over the GPU.
+// The launch plan of one call.
 struct QkvRotaryPlan {
-    enum class Raster { rows, columns };  // which way neighbouring tiles lie
+    enum class Raster { rows, columns };  // raster order: along which dimension consecutive tiles lie
 
-    static constexpr int apart = -1;
+    static constexpr int unfused = -1;
 
-    int kernel = apart;  // of qkv_kernels; or a plain matrix product, and the rotation after it
-    int swizzle = 1;     // tiles that are walked through in blocks of so many
+    int kernel = unfused;  // index into qkv_rotary_kernels_cuda(); unfused: cuBLAS, then rotary
+    int swizzle = 1;       // max_swizzle_size of the CUTLASS scheduler
     Raster raster = Raster::rows;
 };
 
-// The names of the kernels that plans count.
+// The kernels' names, indexed by QkvRotaryPlan::kernel.
 std::vector<std::string> qkv_rotary_kernels_cuda();
 
-// What the current device does best; asked before the call, since the plain product is somebody else's.
+// The plan for the current device. A separate call, because the caller runs unfused plans.
 QkvRotaryPlan plan_qkv_rotary_cuda(const QkvRotaryArgs& args);
 
-// Device memory that a call by this plan needs, in bytes, aligned to 256.
+// Device workspace for this plan, in bytes; it must be aligned to 256 bytes.
 size_t qkv_rotary_workspace_cuda(const QkvRotaryArgs& args, const QkvRotaryPlan& plan);
 
-// Asynchronous on `stream` of the current device, by a plan that is not `apart`. Throws std::runtime_error where the
-// launch fails, std::invalid_argument where the plan's kernel does not take such a call.
+// Asynchronous on `stream` of the current device. The plan must not be `unfused`. Throws std::runtime_error if the
+// launch fails, std::invalid_argument if the plan's kernel does not support these arguments.
 void qkv_rotary_cuda(const QkvRotaryArgs& args, const QkvRotaryPlan& plan, void* workspace, CUstream_st* stream);
 
 }  // namespace mrrope
