@@ -4,6 +4,10 @@
 namespace mrrope {
 namespace {
 
+int64_t offset(const HeadStrides& strides, int64_t batch, int64_t token) {
+    return batch * strides.batch + token * strides.token;
+}
+
 const void* advanced(const PositionsView& positions, int64_t batch, int64_t token) {
     const int64_t index = batch * positions.batch_stride + token * positions.token_stride;
     return static_cast<const char*>(positions.data) + index * (positions.is_int64 ? 8 : 4);
@@ -13,17 +17,13 @@ const void* advanced(const PositionsView& positions, int64_t batch, int64_t toke
 
 RotaryArgs slice(const RotaryArgs& args, int64_t first_batch, int64_t batch, int64_t first_token, int64_t tokens) {
     const int element_size = size_of(args.dtype);
-    const auto offset = [&](const HeadStrides& strides) {
-        return (first_batch * strides.batch + first_token * strides.token) * element_size;
-    };
-    const auto advance = [&](HeadsView& view) {
-        if (view.heads == 0) return;
-        view.in = static_cast<const char*>(view.in) + offset(view.in_strides);
-        view.out = static_cast<char*>(view.out) + offset(view.out_strides);
-    };
     RotaryArgs part = args;
-    advance(part.q);
-    advance(part.k);
+    for (HeadsView* view : {&part.q, &part.k}) {
+        if (view->heads == 0) continue;
+        view->in =
+            static_cast<const char*>(view->in) + offset(view->in_strides, first_batch, first_token) * element_size;
+        view->out = static_cast<char*>(view->out) + offset(view->out_strides, first_batch, first_token) * element_size;
+    }
     part.positions.data = advanced(args.positions, first_batch, first_token);
     const TableChoice& choice = args.choice;
     if (choice.index != nullptr) {
@@ -48,10 +48,10 @@ RotaryAndCacheArgs slice(const RotaryAndCacheArgs& args, int64_t first_batch, in
     if (!args.slots.paged) part.slots.blocks = batch;
     for (HeadsView* view : {&part.k.view, &part.v.view}) {
         if (view->heads == 0) continue;
-        const int64_t in = first_batch * view->in_strides.batch + first_token * view->in_strides.token;
-        view->in = static_cast<const char*>(view->in) + in * element_size;
+        view->in =
+            static_cast<const char*>(view->in) + offset(view->in_strides, first_batch, first_token) * element_size;
         if (args.slots.paged) continue;
-        view->out = static_cast<char*>(view->out) + first_batch * view->out_strides.batch * cached_size;
+        view->out = static_cast<char*>(view->out) + offset(view->out_strides, first_batch, 0) * cached_size;
     }
     return part;
 }

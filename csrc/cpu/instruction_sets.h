@@ -1,8 +1,22 @@
 #pragma once
 
-// Some files are compiled once for every instruction set listed in CMakeLists.txt, each time into a namespace of its
-// own. MRROPE_BEST(f) is the f of the best one that the processor has.
+// rotate_tokens.cpp and norm_tokens.cpp are compiled once per instruction set in CMakeLists.txt, each time into the
+// namespace MRROPE_INSTRUCTION_SET. Everything else that they include or define has internal linkage: otherwise the
+// linker could keep the AVX-512 copy of a shared inline function for all of them.
 
+// Declares functions in the namespace of every instruction set.
+#define MRROPE_FOR_EACH_INSTRUCTION_SET(...) \
+    namespace baseline {                     \
+    __VA_ARGS__                              \
+    }                                        \
+    namespace x86_64_v3 {                    \
+    __VA_ARGS__                              \
+    }                                        \
+    namespace x86_64_v4 {                    \
+    __VA_ARGS__                              \
+    }
+
+// MRROPE_BEST(f) points to the f of the best instruction set that the processor supports.
 #if defined(MRROPE_X86_64_LEVELS)
 
 namespace mrrope {
@@ -23,6 +37,6 @@ Function* best_for_this_processor(Function* x86_64_v4, Function* x86_64_v3, Func
 
 #else
 
-#define MRROPE_BEST(function) baseline::function
+#define MRROPE_BEST(function) (&baseline::function)
 
 #endif

@@ -4,13 +4,12 @@
 
 #include "rotate_pairs.h"
 
-// Everything here but what norm_tokens.h declares has internal linkage: this file is compiled for several instruction
-// sets, and the linker must not let one of them answer for another.
+// Compiled once per instruction set: see instruction_sets.h.
 
 namespace mrrope {
 namespace {
 
-// One row and its gradient, widened, and the turns of its token.
+// One row and its gradient, widened to Real, and the phases, cosines and sines of its token.
 template <class Real>
 struct Scratch {
     Real* row;
@@ -29,7 +28,7 @@ struct Scratch {
     }
 };
 
-// What one root mean square is taken of: `heads` heads from head `first` on, of one token of q or k.
+// The elements that share a root mean square: heads [first, first + heads) of one token of q or k.
 struct Row {
     int64_t batch;
     int64_t token;
@@ -70,18 +69,13 @@ void write(const Row& row, const Real* from, void* heads, const HeadStrides& str
 }
 
 template <class Real>
-void turn_row(const RotaryArgs& args, const Row& row, Real* wide, const Scratch<Real>& scratch) {
-    const int half = args.rotary_dim / 2;
+void rotate_row(const RotaryArgs& args, const Row& row, Real* wide, const Scratch<Real>& scratch) {
     for (int head = 0; head < row.heads; ++head, wide += row.head_dim) {
-        if (args.pairing == Pairing::halves) {
-            rotate_halves(wide, wide, half, half, scratch.cos, scratch.sin);
-        } else {
-            rotate_interleaved(wide, wide, half, scratch.cos, scratch.sin);
-        }
+        rotate_pairs(wide, wide, args, 0, args.rotary_dim / 2, scratch.cos, scratch.sin);
     }
 }
 
-// In double, so that rows of any length are as exact as one number.
+// Accumulated in double, so that the error of a float sum does not grow with the row.
 template <class Real>
 double sum_of_products(const Real* a, const Real* b, int size) {
     double sum = 0.0;
@@ -105,12 +99,12 @@ void norm_view(const QkNormRotaryArgs& args, const HeadsView& view, const void* 
         const auto scale = static_cast<Real>(inverse_rms(args, scratch.row, row.size()));
 #pragma omp simd
         for (int i = 0; i < row.size(); ++i) scratch.row[i] *= scale * (load(weight[i]) + offset);
-        turn_row(args.rotary, row, scratch.row, scratch);
+        rotate_row(args.rotary, row, scratch.row, scratch);
         write<Storage>(row, scratch.row, view.out, view.out_strides);
     });
 }
 
-// With r the inverse root mean square of x, w the weights and v the gradient turned back:
+// With r the inverse root mean square of x, w the weights and v the gradient rotated back:
 //     dx = r * (v * w) - x * r^3 * mean(v * w * x)    and    dw = x * r * v.
 template <class Storage, class Real>
 void norm_view_gradient(const QkNormRotaryArgs& args, const HeadsView& view, const void* weights,
@@ -124,7 +118,7 @@ void norm_view_gradient(const QkNormRotaryArgs& args, const HeadsView& view, con
         Real* v = scratch.gradient;
         read<Storage>(row, view.in, view.in_strides, x);
         read<Storage>(row, gradient.data, gradient.strides, v);
-        turn_row(args.rotary, row, v, scratch);
+        rotate_row(args.rotary, row, v, scratch);
         const double inverse = inverse_rms(args, x, size);
         const auto scale = static_cast<Real>(inverse);
         if (gradient.weight_sums != nullptr) {
@@ -142,7 +136,7 @@ void norm_view_gradient(const QkNormRotaryArgs& args, const HeadsView& view, con
     });
 }
 
-// Calls f(batch, token) with the token's turns in `scratch`.
+// Calls f(batch, token) with the token's cosines and sines in `scratch`.
 template <class Real, class F>
 void for_each_token(const RotaryArgs& args, bool conjugate, int64_t begin, int64_t end, const Scratch<Real>& scratch,
                     F&& f) {

@@ -1,14 +1,14 @@
 #pragma once
 
+#include "instruction_sets.h"
 #include "mrrope/qk_norm_rotary.h"
-
-// norm_tokens.cpp is compiled once for every instruction set; see instruction_sets.h.
 
 namespace mrrope {
 
 namespace {
 
-// Room for one row, what one root mean square is taken of, and its turns: this many doubles.
+// Doubles of scratch memory for one row (the elements that share a root mean square), its gradient, and the phases,
+// cosines and sines of its token.
 inline int64_t norm_scratch_size(const QkNormRotaryArgs& args) {
     const RotaryArgs& rotary = args.rotary;
     const int most_heads = rotary.q.heads > rotary.k.heads ? rotary.q.heads : rotary.k.heads;
@@ -18,27 +18,11 @@ inline int64_t norm_scratch_size(const QkNormRotaryArgs& args) {
 
 }  // namespace
 
-// Norms and rotates all heads of the tokens [begin, end), counted through the batch.
-using NormTokens = void (*)(const QkNormRotaryArgs& args, double* scratch, int64_t begin, int64_t end);
-
-// The backward pass of those tokens; what they add to the gradient of the weights goes into one row of the sums.
-using NormGradientTokens = void (*)(const QkNormRotaryGradientArgs& args, double* scratch, int64_t sum_row,
-                                    int64_t begin, int64_t end);
-
-namespace baseline {
-void norm_tokens(const QkNormRotaryArgs& args, double* scratch, int64_t begin, int64_t end);
-void norm_gradient_tokens(const QkNormRotaryGradientArgs& args, double* scratch, int64_t sum_row, int64_t begin,
-                          int64_t end);
-}  // namespace baseline
-namespace x86_64_v3 {
-void norm_tokens(const QkNormRotaryArgs& args, double* scratch, int64_t begin, int64_t end);
-void norm_gradient_tokens(const QkNormRotaryGradientArgs& args, double* scratch, int64_t sum_row, int64_t begin,
-                          int64_t end);
-}  // namespace x86_64_v3
-namespace x86_64_v4 {
-void norm_tokens(const QkNormRotaryArgs& args, double* scratch, int64_t begin, int64_t end);
-void norm_gradient_tokens(const QkNormRotaryGradientArgs& args, double* scratch, int64_t sum_row, int64_t begin,
-                          int64_t end);
-}  // namespace x86_64_v4
+// norm_tokens normalizes and rotates all heads of the tokens [begin, end), numbered across the batch.
+// norm_gradient_tokens is its backward pass and adds these tokens' weight gradients to row `sum_row` of the sums.
+MRROPE_FOR_EACH_INSTRUCTION_SET(void norm_tokens(const QkNormRotaryArgs& args, double* scratch, int64_t begin,
+                                                 int64_t end);
+                                void norm_gradient_tokens(const QkNormRotaryGradientArgs& args, double* scratch,
+                                                          int64_t sum_row, int64_t begin, int64_t end);)
 
 }  // namespace mrrope

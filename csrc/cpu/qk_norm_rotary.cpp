@@ -4,15 +4,15 @@
 #include <cstring>
 #include <vector>
 
-#include "instruction_sets.h"
 #include "norm_tokens.h"
+#include "parallel_items.h"
 
 namespace mrrope {
 namespace {
 
-// Below this many components a second thread costs more than it saves.
+// The break-even point of a second thread.
 constexpr int64_t components_per_thread = 16384;
-// Weights' gradients come out the same on any number of cores: tokens are shared out among this many sums.
+// Tokens are distributed over at most this many partial sums, so weight gradients do not depend on the number of cores.
 constexpr int64_t most_sum_rows = 64;
 
 int64_t tokens_of(const QkNormRotaryArgs& args) {
@@ -23,7 +23,7 @@ int64_t components_per_token(const QkNormRotaryArgs& args) {
     return static_cast<int64_t>(args.rotary.q.heads + args.rotary.k.heads) * args.rotary.head_dim;
 }
 
-void clear(void* sums, int64_t rows, const QkNormRotaryArgs& call, int heads) {
+void clear_sums(void* sums, int64_t rows, const QkNormRotaryArgs& call, int heads) {
     if (sums == nullptr) return;
     const int64_t weights = static_cast<int64_t>(call.over == NormOver::head ? 1 : heads) * call.rotary.head_dim;
     std::memset(sums, 0, rows * weights * (call.rotary.dtype == DType::float64 ? 8 : 4));
@@ -32,14 +32,12 @@ void clear(void* sums, int64_t rows, const QkNormRotaryArgs& call, int heads) {
 }  // namespace
 
 void qk_norm_rotary_cpu(const QkNormRotaryArgs& args, const ParallelFor& parallel_for) {
-    static const NormTokens norm_tokens = MRROPE_BEST(norm_tokens);
-    const int64_t per_token = components_per_token(args);
-    if (per_token == 0 || tokens_of(args) == 0) return;
-    const int64_t grain = std::max<int64_t>(1, components_per_thread / per_token);
-    parallel_for(tokens_of(args), grain, [&](int64_t begin, int64_t end) {
-        std::vector<double> scratch(norm_scratch_size(args));
-        norm_tokens(args, scratch.data(), begin, end);
-    });
+    static const auto norm_tokens = MRROPE_BEST(norm_tokens);
+    parallel_for_items(parallel_for, tokens_of(args), components_per_token(args), components_per_thread,
+                       [&](int64_t begin, int64_t end) {
+                           std::vector<double> scratch(norm_scratch_size(args));
+                           norm_tokens(args, scratch.data(), begin, end);
+                       });
 }
 
 WeightSumRows weight_sum_rows_cpu(const QkNormRotaryGradientArgs& args) {
@@ -48,15 +46,13 @@ WeightSumRows weight_sum_rows_cpu(const QkNormRotaryGradientArgs& args) {
 }
 
 void qk_norm_rotary_gradient_cpu(const QkNormRotaryGradientArgs& args, const ParallelFor& parallel_for) {
-    static const NormGradientTokens norm_gradient_tokens = MRROPE_BEST(norm_gradient_tokens);
+    static const auto norm_gradient_tokens = MRROPE_BEST(norm_gradient_tokens);
     const int64_t tokens = tokens_of(args.call);
     const int64_t rows = weight_sum_rows_cpu(args).q;
-    clear(args.q.weight_sums, rows, args.call, args.call.rotary.q.heads);
-    clear(args.k.weight_sums, rows, args.call, args.call.rotary.k.heads);
+    clear_sums(args.q.weight_sums, rows, args.call, args.call.rotary.q.heads);
+    clear_sums(args.k.weight_sums, rows, args.call, args.call.rotary.k.heads);
     const int64_t per_row = components_per_token(args.call) * (rows == 0 ? 0 : tokens / rows);
-    if (per_row == 0) return;
-    const int64_t grain = std::max<int64_t>(1, components_per_thread / per_row);
-    parallel_for(rows, grain, [&](int64_t begin, int64_t end) {
+    parallel_for_items(parallel_for, rows, per_row, components_per_thread, [&](int64_t begin, int64_t end) {
         std::vector<double> scratch(norm_scratch_size(args.call));
         for (int64_t row = begin; row < end; ++row) {
             norm_gradient_tokens(args, scratch.data(), row, tokens * row / rows, tokens * (row + 1) / rows);

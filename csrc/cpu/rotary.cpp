@@ -4,10 +4,11 @@
 #include <thread>
 #include <vector>
 
-#include "instruction_sets.h"
+#include "parallel_items.h"
 #include "rotate_tokens.h"
 
 namespace mrrope {
+
 int size_of(DType dtype) {
     switch (dtype) {
         case DType::float64: return 8;
@@ -30,12 +31,10 @@ void on_all_cores(int64_t count, int64_t grain, const RangeBody& body) {
 }
 
 void rotary_cpu(const RotaryArgs& args, const ParallelFor& parallel_for) {
-    static const RotateTokens rotate_tokens = MRROPE_BEST(rotate_tokens);
+    static const auto rotate_tokens = MRROPE_BEST(rotate_tokens);
     const int64_t per_token = static_cast<int64_t>(args.q.heads + args.k.heads) * args.head_dim;
-    const int64_t tokens = args.batch * args.tokens;
-    if (per_token == 0 || tokens == 0) return;
-    const int64_t grain = std::max<int64_t>(1, components_per_thread / per_token);
-    parallel_for(tokens, grain, [&](int64_t begin, int64_t end) { rotate_tokens(args, begin, end); });
+    parallel_for_items(parallel_for, args.batch * args.tokens, per_token, components_per_thread,
+                       [&](int64_t begin, int64_t end) { rotate_tokens(args, begin, end); });
 }
 
 }  // namespace mrrope

@@ -1,14 +1,14 @@
 #include "mrrope/rotary_and_cache.h"
 
-#include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "mrrope/float8.h"
+#include "parallel_items.h"
 #include "rotate_tokens.h"
 #include "storage.h"
 
-// Token by token: each is rotated straight to its slot by what rotates everything else.
+// Each token is a call of rotary_cpu whose output is the token's slot.
 
 namespace mrrope {
 namespace {
@@ -17,8 +17,8 @@ void on_this_thread(int64_t count, int64_t, const RangeBody& body) {
     body(0, count);
 }
 
-// The only token of `args`, seen as the only slot of its cache; no heads where it has no slot.
-HeadsView to_slot(const RotaryAndCacheArgs& args, const CachedHeads& heads) {
+// The heads of the only token of `args`, with its slot as output. No heads where it has no slot.
+HeadsView with_slot_as_output(const RotaryAndCacheArgs& args, const CachedHeads& heads) {
     const CacheSlots& slots = args.slots;
     const int64_t slot = slots.of_tokens.is_int64 ? *static_cast<const int64_t*>(slots.of_tokens.data)
                                                   : *static_cast<const int32_t*>(slots.of_tokens.data);
@@ -68,8 +68,8 @@ void rotate_in_place(std::vector<float>& wide, int heads, const RotaryArgs& rota
 void rotate_and_cache_token(const RotaryAndCacheArgs& args) {
     RotaryArgs rotary = args.rotary;
     const int head_dim = rotary.head_dim;
-    const HeadsView k = to_slot(args, args.k);
-    const HeadsView v = to_slot(args, args.v);
+    const HeadsView k = with_slot_as_output(args, args.k);
+    const HeadsView v = with_slot_as_output(args, args.v);
     if (args.float8) {
         std::vector<float> keys = widened(k, head_dim, rotary.dtype);
         rotate_in_place(keys, k.heads, rotary);
@@ -88,14 +88,12 @@ void rotary_and_cache_cpu(const RotaryAndCacheArgs& args, const ParallelFor& par
     const RotaryArgs& rotary = args.rotary;
     const int64_t heads = static_cast<int64_t>(rotary.q.heads) + args.k.view.heads + args.v.view.heads;
     const int64_t per_token = heads * rotary.head_dim;
-    const int64_t tokens = rotary.batch * rotary.tokens;
-    if (per_token == 0 || tokens == 0) return;
-    const int64_t grain = std::max<int64_t>(1, components_per_thread / per_token);
-    parallel_for(tokens, grain, [&](int64_t begin, int64_t end) {
+    const auto body = [&](int64_t begin, int64_t end) {
         for (int64_t at = begin; at < end; ++at) {
             rotate_and_cache_token(slice(args, at / rotary.tokens, 1, at % rotary.tokens, 1));
         }
-    });
+    };
+    parallel_for_items(parallel_for, rotary.batch * rotary.tokens, per_token, components_per_thread, body);
 }
 
 }  // namespace mrrope

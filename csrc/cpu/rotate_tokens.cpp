@@ -5,16 +5,15 @@
 
 #include "rotate_pairs.h"
 
-// Everything here but rotate_tokens itself has internal linkage: this file is compiled for several instruction sets,
-// and the linker must not let one of them answer for another.
+// Compiled once per instruction set: see instruction_sets.h.
 
 namespace mrrope {
 namespace {
 
-// Tokens whose cosines and sines are computed together: enough for long runs of memory within a head, few enough for
-// them to stay in the first-level cache.
+// Tokens whose cosines and sines are computed together: many make long runs of memory in layouts with heads outermost,
+// and this many stay in the L1 cache.
 constexpr int tokens_per_tile = 64;
-// Pairs rotated before going on to the next ones; wider heads take several rounds.
+// Pairs per tile; wider heads take several tiles.
 constexpr int pairs_per_tile = 128;
 
 template <class Real>
@@ -30,7 +29,7 @@ struct TokenSpan {
     int count;
 };
 
-// Calls f(in, out, t) for every head of every token of the span, in the order in which they lie in memory.
+// Calls f(in, out, t) for every head of every token of the span, in memory order.
 template <class Storage, class F>
 void for_each_head(const HeadsView& view, const TokenSpan& span, F&& f) {
     const auto origin = [&](const HeadStrides& strides) {
@@ -66,11 +65,7 @@ template <class Storage, class Real>
 void rotate_heads(const RotaryArgs& args, const HeadsView& view, const Tile<Real>& tile, const TokenSpan& span,
                   int first_pair, int pairs) {
     for_each_head<Storage>(view, span, [&](const Storage* in, Storage* out, int t) {
-        if (args.pairing == Pairing::halves) {
-            rotate_halves(in + first_pair, out + first_pair, args.rotary_dim / 2, pairs, tile.cos[t], tile.sin[t]);
-        } else {
-            rotate_interleaved(in + 2 * first_pair, out + 2 * first_pair, pairs, tile.cos[t], tile.sin[t]);
-        }
+        rotate_pairs(in, out, args, first_pair, pairs, tile.cos[t], tile.sin[t]);
     });
 }
 

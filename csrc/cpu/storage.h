@@ -5,8 +5,8 @@
 
 #include "mrrope/rotary.h"
 
-// Element types of the CPU backend and their conversions: integer arithmetic without branches, so that compilers turn
-// them into vector code on every machine.
+// Element types of the CPU backend and their conversions, in branch-free integer arithmetic that every compiler
+// vectorizes.
 
 namespace mrrope {
 namespace {
@@ -33,7 +33,7 @@ inline float load(BFloat16 x) {
 
 #if defined(__aarch64__)
 
-// Every 64-bit Arm has instructions for this.
+// Every 64-bit Arm has conversion instructions.
 inline float load(Float16 x) {
     return static_cast<float>(std::bit_cast<__fp16>(x.bits));
 }
@@ -47,7 +47,7 @@ inline void store(Float16& to, float x) {
 inline float load(Float16 x) {
     const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
     const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
-    // Rebiasing the exponent by a multiplication gets subnormals right too.
+    // Rebiasing the exponent by a multiplication handles subnormals, too.
     const uint32_t finite = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112f);
     const uint32_t special = magnitude | 0x7f800000u;
     return std::bit_cast<float>(sign | (magnitude >= 0x0f800000u ? special : finite));
@@ -62,7 +62,7 @@ inline void store(Float16& to, float x) {
     const uint32_t subnormal =
         std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - std::bit_cast<uint32_t>(0.5f);
     const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
-    // From 65520 on, the nearest is infinity.
+    // From 65520 on, values round to infinity.
     const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
     to.bits = static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? special : finite));
 }
@@ -77,14 +77,14 @@ inline void store(float& to, float x) {
     to = x;
 }
 
-// Needs no care for NaN: a rotation's NaN is the processor's own or one that came as BFloat16, and neither has bits
-// below for rounding to carry over.
+// NaN needs no special case: a NaN here is the processor's default or was read as BFloat16, so its low 16 bits are zero
+// and rounding does not carry.
 inline void store(BFloat16& to, float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
     to.bits = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Calls f with a value of the element type that `dtype` names.
+// Calls f with a value of the element type of `dtype`.
 template <class F>
 void with_storage(DType dtype, F&& f) {
     switch (dtype) {
