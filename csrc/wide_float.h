@@ -5,8 +5,8 @@
 
 namespace mrrope {
 
-// An unevaluated sum of two doubles: about 106 bits. Turns are fixed-point with 64 bits, so neither double nor x86's
-// long double can round them correctly; this can, and it is the same on every machine.
+// Double-double arithmetic, about 106 bits. Phase steps have 64 bits, which neither double nor x86's long double rounds
+// correctly; this does, with the same result on every machine.
 struct WideFloat {
     double hi = 0.0;
     double lo = 0.0;
@@ -61,7 +61,7 @@ inline WideFloat operator*(WideFloat a, WideFloat b) {
 }
 
 inline WideFloat operator/(WideFloat a, WideFloat b) {
-    // Long division, one double-sized digit at a time.
+    // Long division with doubles as digits.
     const double first = a.hi / b.hi;
     const WideFloat rest = a - b * first;
     const double second = rest.hi / b.hi;
@@ -77,7 +77,7 @@ namespace wide {
 
 inline WideFloat exp(WideFloat x) {
     if (x.hi < -700.0) return 0.0;
-    // x = k ln2 + 512 r with r so small that a short series suffices; then square nine times.
+    // x = k ln2 + 512 r, with r small enough for 12 terms of the series; then square nine times.
     const double k = std::nearbyint(x.hi / ln2.hi);
     const WideFloat r = (x - ln2 * k) * (1.0 / 512.0);
     WideFloat term = r;
@@ -86,7 +86,7 @@ inline WideFloat exp(WideFloat x) {
         term = term * r / static_cast<double>(n);
         sum = sum + term;
     }
-    // Squaring exp(r) - 1 instead of exp(r) keeps the bits that adding 1 would push out.
+    // Squaring exp(r) - 1 instead of exp(r) keeps the low bits that adding 1 would drop.
     for (int n = 0; n < 9; ++n) sum = sum * 2.0 + sum * sum;
     const WideFloat result = sum + 1.0;
     const int exponent = static_cast<int>(k);
@@ -94,12 +94,12 @@ inline WideFloat exp(WideFloat x) {
 }
 
 inline WideFloat log(WideFloat x) {
-    // Far from 1 the power of two goes first: there exp(-y) below would leave the range of doubles.
+    // Split off the exponent of very large and small x, where exp(-y) below would overflow or underflow.
     if (x.hi > 0x1p500 || x.hi < 0x1p-500) {
         const int exponent = std::ilogb(x.hi);
         return log({std::scalbn(x.hi, -exponent), std::scalbn(x.lo, -exponent)}) + ln2 * exponent;
     }
-    // Two Newton steps on exp double the correct digits twice: 53 bits become more than 106.
+    // Each Newton step on exp doubles the 53 correct bits; two give more than 106.
     WideFloat y = std::log(x.hi);
     for (int n = 0; n < 2; ++n) y = y + (x * exp(-y) - 1.0);
     return y;
@@ -109,12 +109,12 @@ inline WideFloat pow(WideFloat x, WideFloat exponent) {
     return exp(exponent * log(x));
 }
 
-// The fraction of a full circle in `radians`, rounded to the nearest multiple of 2^-64.
+// `radians` in revolutions, modulo 1, rounded to the nearest multiple of 2^-64.
 inline uint64_t phase_step(WideFloat radians) {
     constexpr double two_to_32 = 4294967296.0;
-    const WideFloat circles = radians / two_pi;
-    WideFloat fraction = circles - std::floor(circles.hi);
-    fraction = fraction - std::floor(fraction.hi);  // beyond 2^53 circles the low part holds whole ones too
+    const WideFloat revolutions = radians / two_pi;
+    WideFloat fraction = revolutions - std::floor(revolutions.hi);
+    fraction = fraction - std::floor(fraction.hi);  // beyond 2^53 revolutions lo holds whole ones, too
     if (fraction < 0.0) fraction = fraction + 1.0;
 
     const WideFloat scaled = fraction * two_to_32;

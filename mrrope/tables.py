@@ -70,39 +70,38 @@ def _bounds(value: Iterable[SupportsIndex]) -> tuple[int, int]:
 
 
 def _is_tracing() -> bool:
-    """Whether tensors made now belong to a graph that is being traced, or to a mode that makes fake ones."""
+    """Whether new tensors are traced or fake: under torch.compile or a fake-tensor mode."""
     return torch.compiler.is_compiling() or type(torch.empty(0)) is not torch.Tensor
 
 
 class DeviceCopies:
-    """A tensor of host memory, copied to every device where it is wanted once and kept there."""
+    """A host tensor with one cached copy per device."""
 
     def __init__(self, on_host: torch.Tensor) -> None:
         self._copies = {torch.device("cpu"): on_host}
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The copy on a device."""
+        """Return the copy on ``device``."""
         tensor = self._copies.get(device)
         if tensor is not None:
             return tensor
         on_host = self._copies[torch.device("cpu")]
         if _is_tracing():
             return on_host.to(device)
-        # A tensor made in inference mode could not take part in training later.
+        # Autograd rejects tensors made in inference mode, and the copy outlives the mode.
         with torch.inference_mode(False):
             copy = on_host.to(device)
-        # The first of two threads wins, so that no pointer that a kernel was launched with is freed.
+        # setdefault: of two racing threads the first wins, so no copy in use by a kernel is freed.
         return self._copies.setdefault(device, copy)
 
 
 class FrequencyTable:
-    """How fast each pair of components turns, and the attention factor that goes with it.
+    """The frequency of every pair of components, and the attention factor. Immutable.
 
-    Made by :func:`frequency_table`, :meth:`load`, :meth:`from_dict` or from two others by :meth:`relative_to`;
-    never changed afterwards.
+    Made by :func:`frequency_table`, :meth:`load`, :meth:`from_dict`, :meth:`relative_to` or :meth:`inverse`.
 
-    A table owns its copies in device memory, alone and stacked with others: keep every table of a call alive for as
-    long as a CUDA graph that captured the call is replayed, or another stream still runs it.
+    A table owns its copies in device memory, alone and stacked with other tables. Keep every table of a call alive
+    while a CUDA graph that captured the call is replayed or another stream still runs it.
     """
 
     def __init__(self, core: _core.Table) -> None:
@@ -113,12 +112,12 @@ class FrequencyTable:
 
     @property
     def method(self) -> str:
-        """The name of the formula; ``relative`` for the difference of two tables."""
+        """One of :data:`METHODS`, or ``relative`` for the difference of two tables."""
         return self._core.method
 
     @property
     def rotary_dim(self) -> int:
-        """How many components of a head are rotated: twice the number of pairs."""
+        """The number of rotated components of a head: twice the number of pairs."""
         return self._core.rotary_dim
 
     @property
@@ -128,64 +127,68 @@ class FrequencyTable:
 
     @property
     def original_max_position(self) -> float:
-        """The length that the model reads without the extension."""
+        """The context length without the extension."""
         return self._core.original_max_position
 
     @property
     def scale(self) -> float:
-        """By how much the context is to be extended."""
+        """By how much the context length is extended."""
         return self._core.scale
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """``(d_l, d_h)``: pairs up to ``d_l`` are left alone, pairs from ``d_h`` on slowed by the whole scale."""
+        """``(d_l, d_h)``: pairs up to ``d_l`` keep their frequency, from ``d_h`` on the full scale slows them down."""
         return self._core.bounds
 
     @property
     def attention_factor(self) -> float:
-        """What the rotated q and k are multiplied by; the attention logits get its square."""
+        """The factor of the rotated q and k, and squared of the attention logits."""
         return self._core.attention_factor
 
     @property
     def inv_freq(self) -> torch.Tensor:
-        """Radians per position of every pair, float64."""
+        """Radians per position of every pair, float64 ``[rotary_dim / 2]``."""
         return torch.tensor(self._core.inv_freq, dtype=torch.float64, device="cpu")
 
     @property
     def cumulative_scale(self) -> torch.Tensor:
-        """By how much every pair was slowed, float64; empty for relative tables."""
+        """Plain RoPE's frequency divided by this table's, per pair, float64; empty for relative tables."""
         return torch.tensor(self._core.cumulative_scale, dtype=torch.float64, device="cpu")
 
     @property
     def radix_factors(self) -> torch.Tensor:
-        """``cumulative_scale[i + 1] / cumulative_scale[i]``, float64: the mixed-radix view of the same."""
+        """``cumulative_scale[i + 1] / cumulative_scale[i]``, float64: the factors of the mixed-radix view."""
         return torch.tensor(self._core.radix_factors, dtype=torch.float64, device="cpu")
 
     @property
     def turns(self) -> torch.Tensor:
-        """The frequencies as 64-bit fixed-point fractions of a full circle, in the bits of an int64 tensor."""
+        """Phase steps: revolutions per position in 64-bit fixed point, as the bits of an int64 tensor."""
         return torch.tensor(self._core.turns, dtype=torch.int64, device="cpu")
 
     def packed(self, device: torch.device) -> torch.Tensor:
-        """The table as the ops take it, one int64 tensor on ``device``; copied there once and kept."""
+        """Return the table as the ops take it, one int64 tensor on ``device``; the copy is cached."""
         return self._packed.on(device)
 
     def to(self, device: torch.device | str) -> FrequencyTable:
-        """Puts the table on a device ahead of its first use there, as CUDA-graph capture and torch.compile want."""
+        """Copy the table to ``device`` ahead of CUDA-graph capture or torch.compile, and return it."""
         # An empty tensor resolves "cuda" to the current device of that kind.
         self.packed(torch.empty(0, device=device).device)
         return self
 
     def relative_to(self, other: FrequencyTable) -> FrequencyTable:
-        """The table that turns a vector rotated by ``other`` into one rotated by this one."""
+        """Return the table that re-rotates a vector rotated by ``other`` into one rotated by this table.
+
+        Raises:
+            ValueError: the tables differ in ``rotary_dim``, or a quotient of theirs is out of range.
+        """
         return FrequencyTable(_core.relative(to=self._core, from_=_require_table("other", other)._core))
 
     def inverse(self) -> FrequencyTable:
-        """The table that undoes this one: angles negated, attention factor inverted."""
+        """Return the table that undoes this one: angles negated, attention factor inverted."""
         return FrequencyTable(_core.inverse(self._core))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in the table, ready for JSON."""
+        """Return the table as a JSON-serializable dict."""
         core = self._core
         return {
             "format": FILE_FORMAT,
@@ -203,7 +206,11 @@ class FrequencyTable:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> FrequencyTable:
-        """The inverse of :meth:`to_dict`; refuses data whose parts disagree."""
+        """Return the table of a :meth:`to_dict` dict.
+
+        Raises:
+            TypeError, ValueError: ``data`` has missing, unknown, ill-typed or inconsistent fields.
+        """
         if not isinstance(data, dict):
             raise TypeError(f"data must be a dict as to_dict makes it, got {type(data).__name__}")
         fields = dict(data)
@@ -229,12 +236,17 @@ class FrequencyTable:
         return FrequencyTable(_core.Table(**converted))
 
     def save(self, path: str | Path) -> None:
-        """Writes the table as JSON."""
+        """Write the table as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> FrequencyTable:
-        """Reads what :meth:`save` wrote, or a table that comes with the package, by its name."""
+        """Read a table that :meth:`save` wrote, or a shipped calibrated table by its name.
+
+        Raises:
+            FileNotFoundError: there is no such file or shipped table.
+            ValueError: the file does not hold a table.
+        """
         try:
             data = json.loads(calibrated_tables.file_of(path).read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -244,11 +256,11 @@ class FrequencyTable:
         return FrequencyTable.from_dict(data)
 
     def is_like(self, other: FrequencyTable) -> bool:
-        """Whether both rotate alike, whatever they are called."""
+        """Whether both tables rotate alike, whatever their method and settings."""
         return self._core.packed() == other._core.packed()
 
     def __eq__(self, other: object) -> bool:
-        # The scale tells most tables of one model apart, at once.
+        # Tables of one model mostly differ in scale, which is cheap to compare.
         return isinstance(other, FrequencyTable) and self.scale == other.scale and self.to_dict() == other.to_dict()
 
     def __hash__(self) -> int:
@@ -271,7 +283,7 @@ class FrequencyTable:
 
 
 class TableStack(DeviceCopies):
-    """Several tables as one tensor; the first of them owns it until one of the others is gone."""
+    """Several tables as one tensor. The first table owns it and drops it when another one is deleted."""
 
     def __init__(self, tables: Sequence[FrequencyTable], key: tuple[int, ...]) -> None:
         with torch.inference_mode(False):
@@ -282,19 +294,19 @@ class TableStack(DeviceCopies):
             if (first := owner()) is not None:
                 first._stacks.pop(key, None)
 
-        # The identities in the key are those of living tables only.
+        # The key holds ids, which are reused once a table is deleted.
         self._others = [weakref.ref(table, forget) for table in tables[1:]]
 
 
 def packed_stack(tables: Sequence[FrequencyTable], device: torch.device) -> torch.Tensor:
-    """Several tables of one rotary_dim as the ops take them, one int64 tensor on ``device``.
+    """Return tables of one rotary_dim as the ops take them, one int64 tensor on ``device``.
 
-    Copied there once and kept for as long as all of these tables live.
+    The copy is cached while all of these tables live.
     """
     if not tables:
         raise ValueError("table must be a FrequencyTable or a sequence of at least one, got none")
     if not torch.compiler.is_compiling():
-        # A stack that is known was checked when it was made.
+        # Fast path: a cached stack was checked when it was made.
         stack = _require_table("table[0]", tables[0])._stacks.get(tuple(map(id, tables)))
         if stack is not None:
             return stack.on(device)
@@ -306,7 +318,7 @@ def packed_stack(tables: Sequence[FrequencyTable], device: torch.device) -> torc
             )
     if _is_tracing():
         return torch.stack([table.packed(device) for table in tables])
-    # The first of two threads wins, as for one table.
+    # setdefault: the first of two racing threads wins, as in DeviceCopies.on.
     key = tuple(map(id, tables))
     return tables[0]._stacks.setdefault(key, TableStack(tables, key)).on(device)
 
@@ -332,29 +344,32 @@ def frequency_table(
     attention_factor: float | None = None,
     native: FrequencyTable | None = None,
 ) -> FrequencyTable:
-    """Builds the table of a RoPE extension.
+    """Build the table of RoPE or one of its extensions.
 
     Args:
         method: one of :data:`METHODS`.
-        rotary_dim: how many components of a head are rotated, an even number.
+        rotary_dim: the number of rotated components of a head, even.
         base: RoPE's theta.
-        original_max_position: the length that the model reads without the extension.
-        scale: by how much to extend it, 1 or more.
-        alpha, beta: slow and fast bound, in rotations over that length. Pairs that turn more than ``beta``
-            times are left alone, pairs that turn less than ``alpha`` times are slowed by the whole scale.
-            ``llama3`` calls them ``low_freq_factor`` and ``high_freq_factor``, and its models set them to 1 and 4.
-        bounds: the same as pair indices ``(d_l, d_h)``, overriding ``alpha`` and ``beta``.
-        power: for ``mrrope_pow``: radix factor j carries a part of the scale proportional to
-            ``(j - d_l + 1) ** power``. 0 is ``mrrope_uni``, 1 is ``mrrope_pro``; any real number will do.
+        original_max_position: the context length without the extension.
+        scale: by how much to extend the context length, at least 1.
+        alpha, beta: slow and fast bound, in rotations over ``original_max_position``. Pairs with more than ``beta``
+            rotations keep their frequency, pairs with fewer than ``alpha`` are slowed by the full scale. ``llama3``
+            calls them ``low_freq_factor`` and ``high_freq_factor``, and its models set them to 1 and 4.
+        bounds: the same bounds as pair indices ``(d_l, d_h)``; overrides ``alpha`` and ``beta``.
+        power: for ``mrrope_pow``, any real number: radix factor j has a share of the scale proportional to
+            ``(j - d_l + 1) ** power``. 0 is ``mrrope_uni``, 1 is ``mrrope_pro``.
         factors: for ``radix`` the ``rotary_dim / 2 - 1`` radix factors, for ``longrope`` the ``rotary_dim / 2``
             cumulative scales.
-        attention_factor: overrides the default: ``0.1 ln(scale) + 1`` for ``yarn``, ``yarn_ratio`` and ``mrrope_*``
-            with a scale above 1, else 1; times ``native``'s.
-        native: the table that the model rotates by already, where that is not plain RoPE: the method slows down its
-            frequencies, which may come in any order; formulas count pairs from the fastest on.
+        attention_factor: overrides the default, which is ``0.1 ln(scale) + 1`` for ``yarn``, ``yarn_ratio`` and
+            ``mrrope_*`` and 1 for the others, times that of ``native``.
+        native: the model's own table, where that is not plain RoPE. The method slows down its frequencies, which may
+            come in any order: formulas count pairs from the fastest on.
+
+    Returns:
+        The table.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what was expected.
+        ValueError, TypeError: an argument is out of range or ill-typed; the message names it and its value.
     """
     if not isinstance(method, str):
         raise TypeError(f"method must be one of {', '.join(METHODS)}, got {method!r}")

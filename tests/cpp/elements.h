@@ -11,15 +11,15 @@
 
 #include "mrrope/rotary.h"
 
-// Elements of every type, read, rounded and made up without the product's code.
+// Reading, rounding and random generation of elements of every dtype, independent of the library's code.
 
 namespace mrrope::testing {
 
 struct Format {
     int significant_bits;
-    int smallest_exponent;  // frexp's, of the smallest normal number
+    int smallest_exponent;  // of the smallest normal number, as frexp gives it
     double largest;
-    double arithmetic_error;  // of cosine, sine and rotation before the result is rounded, relative to the pair's norm
+    double arithmetic_error;  // of cos, sin and rotation before the final rounding, relative to the pair's norm
 };
 
 inline Format format_of(DType dtype) {
@@ -77,7 +77,7 @@ inline double element_at(DType dtype, const std::byte* at) {
     return 0.0;
 }
 
-// Round to nearest, ties to even, overflowing to infinity.
+// Rounds to nearest even; overflows to infinity.
 inline double rounded_to(DType dtype, double value) {
     if (value == 0.0 || !std::isfinite(value)) return value;
     const Format format = format_of(dtype);

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <limits>
 
-// float8_e4m3fn, read and rounded without the product's code.
+// Reading and rounding of float8_e4m3fn, independent of the library's code.
 
 namespace mrrope::testing {
 
@@ -18,7 +18,7 @@ inline double value_of_float8(uint8_t bits) {
     return bits & 0x80 ? -magnitude : magnitude;
 }
 
-// The nearest of all there are, of two as near the even one; nothing but NaN gives NaN.
+// The nearest value by exhaustive search, ties to even; only NaN gives NaN.
 inline uint8_t nearest_float8(double value) {
     if (std::isnan(value)) return 0x7f;
     const double magnitude = std::abs(value);

@@ -59,14 +59,14 @@ TEST(Float8, SaturatesAndKeepsNaN) {
     EXPECT_EQ(float8_e4m3_bits(-0.0f), 0x80);
 }
 
-// Whatever the last bits of the reciprocal.
+// The result must not depend on the last bits of the reciprocal.
 TEST(Float8, ScalesAsDivisionDoes) {
     std::mt19937 random(2);
     std::uniform_real_distribution<float> exponents(-8.0f, 8.0f);
     for (int i = 0; i < 200000; ++i) {
         const float scale = std::exp2(exponents(random));
         const float any = scale * 600.0f * std::sin(static_cast<float>(i));
-        // As near as floats come to the middle between two float8.
+        // The float nearest to the midpoint of two float8 values.
         const int bits = static_cast<int>(random() % 0x7e);
         const double below = value_of_float8(static_cast<uint8_t>(bits));
         const double above = value_of_float8(static_cast<uint8_t>(bits + 1));

@@ -47,7 +47,7 @@ Real rotations(const TableRequest& request, Real pair) {
 using ScaleOfPair = std::function<Real(int)>;
 
 void expect_scales(const TableRequest& request, const ScaleOfPair& expected) {
-    // One rounding to double, and what an 80-bit long double loses in a power.
+    // One rounding to double, and the error of an 80-bit long double power.
     constexpr Real tolerance = 1.13e-16L;
     const FrequencyTable table = build_table(request);
     ASSERT_EQ(table.inv_freq.size(), static_cast<size_t>(request.rotary_dim / 2));
@@ -61,9 +61,9 @@ void expect_scales(const TableRequest& request, const ScaleOfPair& expected) {
             << table.cumulative_scale[i] << " for " << static_cast<double>(scale);
         EXPECT_LE(std::abs(table.inv_freq[i] - frequency), tolerance * frequency)
             << table.inv_freq[i] << " for " << static_cast<double>(frequency);
-        const Real circles = std::ldexp(static_cast<Real>(table.turns[i]), -64);
+        const Real revolutions = std::ldexp(static_cast<Real>(table.turns[i]), -64);
         const Real wanted = frequency / (2 * std::numbers::pi_v<Real>);
-        EXPECT_LE(std::abs(circles - (wanted - std::floor(wanted))), 1e-18L * std::max<Real>(1, wanted))
+        EXPECT_LE(std::abs(revolutions - (wanted - std::floor(wanted))), 1e-18L * std::max<Real>(1, wanted))
             << table.turns[i];
     }
     EXPECT_NO_THROW(validate(table));
@@ -73,10 +73,9 @@ Real yarn_mix(Real ramp, Real scale) {
     return 1 / (ramp / scale + (1 - ramp));
 }
 
-// --- methods
-// -----------------------------------------------------------------------------------------------------------
+// --- methods ---
 
-TEST(Methods, RopeLeavesEveryPairAlone) {
+TEST(Methods, RopeKeepsEveryFrequency) {
     expect_scales(llama(Method::rope), [](int) { return 1; });
 }
 
@@ -195,7 +194,7 @@ TEST(Methods, RadixFactorsOfATableRebuildIt) {
     for (int i = 0; i < 64; ++i) EXPECT_NEAR(rebuilt.inv_freq[i] / pro.inv_freq[i], 1.0, 1e-14) << i;
 }
 
-TEST(Methods, TurnsAreRoundedCorrectly) {
+TEST(Methods, PhaseStepsAreRoundedCorrectly) {
     struct Expected {
         int pair;
         uint64_t rope;
@@ -215,9 +214,9 @@ TEST(Methods, TurnsAreRoundedCorrectly) {
     };
     const FrequencyTable rope = build_table(llama(Method::rope));
     const FrequencyTable pro = build_table(llama(Method::mrrope_pro));
-    for (const auto& [pair, rope_turns, pro_turns] : expected) {
-        EXPECT_EQ(rope.turns[pair], rope_turns) << pair;
-        EXPECT_EQ(pro.turns[pair], pro_turns) << pair;
+    for (const auto& [pair, rope_step, pro_step] : expected) {
+        EXPECT_EQ(rope.turns[pair], rope_step) << pair;
+        EXPECT_EQ(pro.turns[pair], pro_step) << pair;
     }
 }
 
@@ -232,8 +231,7 @@ TEST(Methods, NamesRoundTrip) {
     EXPECT_STREQ(method_name(Method::relative), "relative");
 }
 
-// --- attention factor
-// --------------------------------------------------------------------------------------------------
+// --- attention factor ---
 
 TEST(AttentionFactor, IsTheTemperatureOfYarnAndMrrope) {
     const double temperature = 0.1 * std::log(16.0) + 1.0;
@@ -249,7 +247,7 @@ TEST(AttentionFactor, IsTheTemperatureOfYarnAndMrrope) {
     EXPECT_EQ(build_table(longrope).attention_factor, 1.0);
 }
 
-TEST(AttentionFactor, IsWhatWasAskedFor) {
+TEST(AttentionFactor, OfTheRequestOverridesTheDefault) {
     for (const Method method : {Method::rope, Method::yarn, Method::mrrope_pro}) {
         TableRequest request = llama(method);
         request.attention_factor = 1.25;
@@ -257,8 +255,7 @@ TEST(AttentionFactor, IsWhatWasAskedFor) {
     }
 }
 
-// --- bounds and edges
-// --------------------------------------------------------------------------------------------------
+// --- bounds and edges ---
 
 TEST(Bounds, FollowAlphaAndBeta) {
     const auto pair = [](double length, double rotations, double base, double dim) {
@@ -274,14 +271,14 @@ TEST(Bounds, FollowAlphaAndBeta) {
 
 TEST(Bounds, LowerOneIsClampedToTheFirstPair) {
     TableRequest request{.method = Method::mrrope_uni, .rotary_dim = 64, .original_max_position = 128, .scale = 4};
-    const FrequencyTable table = build_table(request);  // no pair turns 32 times within 128 tokens
+    const FrequencyTable table = build_table(request);  // no pair makes 32 rotations in 128 tokens
     ASSERT_EQ(table.bounds->first, 0);
     ASSERT_GT(table.bounds->second, 0);
     const Real steps = table.bounds->second;
     expect_scales(request, [&](int i) { return std::pow(Real(4), std::min<Real>(i, steps) / steps); });
 }
 
-TEST(Bounds, BothAreClampedWhereNoPairTurnsOnce) {
+TEST(Bounds, BothAreClampedWhereNoPairMakesARotation) {
     TableRequest request{.method = Method::yarn, .rotary_dim = 64, .original_max_position = 3, .scale = 4};
     EXPECT_EQ(build_table(request).bounds, Bounds(0, 0));
     expect_scales(request, [](int i) { return i == 0 ? 1 : 4; });
@@ -309,7 +306,7 @@ TEST(Bounds, UpperOneIsClampedToTheRotaryDimension) {
     expect_scales(request, [](int) { return 1; });
 }
 
-TEST(Bounds, BothBeyondTheLastPairLeaveEverythingAlone) {
+TEST(Bounds, BothBeyondTheLastPairKeepEveryFrequency) {
     for (const Method method : {Method::yarn, Method::yarn_ratio, Method::mrrope_uni, Method::mrrope_pro}) {
         expect_scales(with_bounds(llama(method), {64, 100}), [](int) { return 1; });
     }
@@ -374,14 +371,13 @@ TEST(Edges, HugeBases) {
     }
 }
 
-TEST(Edges, FrequenciesAboveOneTurnWrap) {
+TEST(Edges, FrequenciesAboveOneRevolutionPerPositionWrap) {
     TableRequest request = llama(Method::longrope);
     request.factors.assign(64, 1.0 / 100.0);
     expect_scales(request, [&](int) { return Real(request.factors[0]); });
 }
 
-// --- extending what a model does already
-// ------------------------------------------------------------------------------
+// --- extending native frequencies ---
 
 std::vector<TableRequest> every_method(double scale) {
     std::vector<TableRequest> requests;
@@ -429,14 +425,14 @@ TEST(Native, BoundsCountRevolutionsOfTheModelsOwnFrequencies) {
     request.original_max_position = 131072;
     for (int i = 0; i < 64; ++i) request.native_scale.push_back(i < 20 ? 1.0 : 8.0);
     const FrequencyTable table = build_table(request);
-    const auto turned = [&](int i) {
+    const auto revolutions = [&](int i) {
         return 131072 * plain_frequency(request, i) / request.native_scale[i] / (2 * std::numbers::pi_v<Real>);
     };
     const auto [low, high] = *table.bounds;
-    EXPECT_GE(turned(low), 32);
-    EXPECT_LT(turned(low + 1), 32);
-    EXPECT_LE(turned(high), 1);
-    EXPECT_GT(turned(high - 1), 1);
+    EXPECT_GE(revolutions(low), 32);
+    EXPECT_LT(revolutions(low + 1), 32);
+    EXPECT_LE(revolutions(high), 1);
+    EXPECT_GT(revolutions(high - 1), 1);
     for (int i = 0; i < 64; ++i) {
         const Real share = static_cast<Real>(std::clamp(i - low, 0, high - low)) / (high - low);
         const Real expected = request.native_scale[i] * std::pow(Real(4), share);
@@ -453,8 +449,7 @@ TEST(Native, AttentionFactorsMultiply) {
     EXPECT_EQ(build_table(request).attention_factor, 1.5);
 }
 
-// --- tables from tables
-// ------------------------------------------------------------------------------------------------
+// --- relative tables ---
 
 TEST(Relative, IsTheDifferenceOfAngles) {
     const FrequencyTable from = build_table(llama(Method::yarn, 4.0));
@@ -485,7 +480,7 @@ TEST(Relative, Composes) {
     EXPECT_DOUBLE_EQ(a_to_b.attention_factor * b_to_c.attention_factor, a_to_c.attention_factor);
 }
 
-// Frequencies above a turn a position have lost their whole turns by then; what is left must still fit together.
+// Phase steps drop whole revolutions per position; inv_freq of the difference must match what is left.
 TEST(Relative, OfTablesWithHugeFrequenciesIsValid) {
     const auto slowed = [](double scale) {
         TableRequest request = llama(Method::longrope);
@@ -497,11 +492,11 @@ TEST(Relative, OfTablesWithHugeFrequenciesIsValid) {
     }
 }
 
-TEST(Relative, ToItselfDoesNothing) {
+TEST(Relative, ToItselfIsTheIdentity) {
     const FrequencyTable table = build_table(llama(Method::mrrope_pro));
-    const FrequencyTable nothing = relative(table, table);
-    EXPECT_EQ(nothing.turns, std::vector<uint64_t>(64, 0));
-    EXPECT_EQ(nothing.attention_factor, 1.0);
+    const FrequencyTable identity = relative(table, table);
+    EXPECT_EQ(identity.turns, std::vector<uint64_t>(64, 0));
+    EXPECT_EQ(identity.attention_factor, 1.0);
 }
 
 TEST(Inverse, NegatesAnglesAndInvertsTheAttentionFactor) {
@@ -517,7 +512,7 @@ TEST(Inverse, NegatesAnglesAndInvertsTheAttentionFactor) {
     EXPECT_EQ(inverse(undo).turns, table.turns);
 }
 
-TEST(Packed, IsTheTurnsAndTheAttentionFactor) {
+TEST(Packed, IsThePhaseStepsAndTheAttentionFactor) {
     const FrequencyTable table = build_table(llama(Method::mrrope_pro));
     const std::vector<uint64_t> words = packed(table);
     ASSERT_EQ(words.size(), 65u);
@@ -525,8 +520,7 @@ TEST(Packed, IsTheTurnsAndTheAttentionFactor) {
     EXPECT_EQ(std::bit_cast<double>(words.back()), table.attention_factor);
 }
 
-// --- errors
-// ------------------------------------------------------------------------------------------------------------
+// --- errors ---
 
 void expect_error(const std::function<void()>& action, const std::vector<std::string>& parts) {
     try {
@@ -542,7 +536,7 @@ void expect_error(const std::function<void()>& action, const std::vector<std::st
 struct BadRequest {
     const char* what;
     std::function<void(TableRequest&)> spoil;
-    std::vector<std::string> parts;  // of the message, which opens with the first
+    std::vector<std::string> parts;  // of the message, which starts with the first
 };
 
 class BadRequests : public ::testing::TestWithParam<BadRequest> {};

@@ -12,14 +12,14 @@
 #include "elements.h"
 #include "mrrope/rotary.h"
 
-// Heads in a buffer of noise, so that every byte that must not change can be told.
+// Heads in a buffer filled with noise, so that any stray write is detected.
 
 namespace mrrope::testing {
 
 struct Placement {
     std::string order = "bsh";  // batch, sequence, heads: outermost first
-    int64_t padding = 0;        // elements left free after each step of each dimension
-    int64_t misalignment = 0;   // elements by which the first head is off 16 bytes
+    int64_t padding = 0;        // gap in elements after each step of each dimension
+    int64_t misalignment = 0;   // offset of the first head from a 16-byte boundary, in elements
     bool tokens_backwards = false;
 };
 
@@ -28,7 +28,7 @@ inline std::string describe(const Placement& p) {
            (p.tokens_backwards ? " backwards" : "");
 }
 
-// Half of them keep 16 bytes aligned, where heads themselves do.
+// Half of the placements keep heads 16-byte aligned, if head_dim allows.
 inline Placement random_placement(DType dtype, std::mt19937_64& random) {
     const auto upto = [&](int64_t low, int64_t high) {
         return std::uniform_int_distribution<int64_t>(low, high)(random);
@@ -56,7 +56,7 @@ struct HeadBuffer {
     HeadStrides strides;
     int64_t first_byte = 0;
     std::vector<std::byte> bytes;
-    std::vector<std::byte> before;  // the bytes as they were made
+    std::vector<std::byte> before;  // the initial bytes
 
     std::byte* first_head() { return bytes.data() + first_byte; }
 
@@ -74,7 +74,7 @@ struct HeadBuffer {
         return first_byte + element * size_of(shape.dtype);
     }
 
-    // Calls f(batch, token, head) for every head, until a test has failed for good.
+    // Calls f(batch, token, head) for every head, until a fatal failure.
     template <class F>
     void for_each_head(F&& f) const {
         for (int64_t batch = 0; batch < shape.batch; ++batch) {
@@ -87,7 +87,7 @@ struct HeadBuffer {
         }
     }
 
-    // Rotated by nothing at all, infinity becomes NaN.
+    // Detects a rotation by the identity: it turns infinity into NaN.
     void fill_with_infinity(int64_t sequence) {
         for_each_head([&](int64_t batch, int64_t token, int head) {
             if (batch != sequence) return;

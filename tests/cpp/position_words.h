@@ -11,7 +11,7 @@
 #include "elements.h"
 #include "mrrope/rotary.h"
 
-// Random positions of either kind, broadcast or not, of one row or several.
+// Random int32 or int64 positions, broadcast or not, with one row or several.
 
 namespace mrrope::testing {
 
@@ -29,7 +29,7 @@ inline std::string describe(const PositionOptions& o) {
            std::to_string(o.largest);
 }
 
-// Half of them as far as their integers go.
+// Half of the options span the full range of the integer type.
 inline PositionOptions random_position_options(std::mt19937_64& random) {
     const auto upto = [&](int64_t low, int64_t high) {
         return std::uniform_int_distribution<int64_t>(low, high)(random);

@@ -48,7 +48,7 @@ TEST(QkNormRotaryCpu, EveryKind) {
     });
 }
 
-TEST(QkNormRotaryCpu, SmallHeadsAreLiftedAsFarAsEpsLets) {
+TEST(QkNormRotaryCpu, LargeAndZeroEps) {
     NormCaseOptions o;
     o.eps = 100.0;
     norm_and_expect(o);
@@ -64,7 +64,7 @@ TEST(QkNormRotaryCpu, MoreTokensThanSums) {
     differentiate_and_expect(o);
 }
 
-// Whatever the number of cores, tokens are added up in the same order.
+// Tokens are summed in the same order on any number of threads.
 TEST(QkNormRotaryCpu, WeightGradientsDoNotDependOnTheThreads) {
     NormCaseOptions o;
     o.rotary.tokens = 200;

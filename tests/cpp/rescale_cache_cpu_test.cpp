@@ -26,8 +26,7 @@ void rescale_and_expect(const RescaleCacheOptions& options) {
     rescale.expect_rescaled();
 }
 
-// --- against the reference
-// ---------------------------------------------------------------------------------------------
+// --- against the reference ---
 
 class EveryKind : public ::testing::TestWithParam<std::tuple<DType, Pairing>> {
 protected:
@@ -153,10 +152,9 @@ TEST(RescaleCacheCpu, RandomCases) {
     }
 }
 
-// --- against itself
-// ----------------------------------------------------------------------------------------------------
+// --- against rotary ---
 
-// What all of this is for: keys rotated by one table become those that the other would have made of the same heads.
+// Keys rotated by one table become the keys that the other table gives.
 TEST(RescaleCacheCpu, MakesKeysOfOneTableIntoKeysOfTheOther) {
     constexpr int dim = 64;
     constexpr int64_t tokens = 7;
@@ -188,13 +186,13 @@ TEST(RescaleCacheCpu, MakesKeysOfOneTableIntoKeysOfTheOther) {
         rotary_cpu(args);
         return keys;
     };
-    HeadBuffer turned = rotated_by(tables.data());
+    HeadBuffer rescaled = rotated_by(tables.data());
     const HeadBuffer expected = rotated_by(tables.data() + dim / 2 + 1);
-    void* const keys = turned.first_head();
+    void* const keys = rescaled.first_head();
     const int32_t from = 0;
     const int32_t to = 1;
     rescale_cache_cpu({.keys = std::span(&keys, 1),
-                       .strides = turned.strides,
+                       .strides = rescaled.strides,
                        .positions = positions.view(),
                        .tables = tables.data(),
                        .table_count = 2,
@@ -205,21 +203,20 @@ TEST(RescaleCacheCpu, MakesKeysOfOneTableIntoKeysOfTheOther) {
                        .heads = 1,
                        .rotary_dim = dim,
                        .dtype = DType::float64});
-    // Heads are within 4 of zero, gains below 1.3; three rotations and their roundings.
+    // Elements are within 4 of zero and gains below 1.3; there are three rotations, each rounded.
     const double slack = 3 * 4 * std::numbers::sqrt2 * 1.3 * (format_of(DType::float64).arithmetic_error + 0x1p-53);
     expected.for_each_head([&](int64_t batch, int64_t token, int head) {
         for (int at = 0; at < dim; ++at) {
-            ASSERT_NEAR(element_at(DType::float64, turned.head(batch, token, head) + 8 * at),
+            ASSERT_NEAR(element_at(DType::float64, rescaled.head(batch, token, head) + 8 * at),
                         element_at(DType::float64, expected.head(batch, token, head) + 8 * at), slack)
                 << token << " " << at;
         }
     });
 }
 
-// --- who does what
-// -----------------------------------------------------------------------------------------------------
+// --- threads ---
 
-TEST(RescaleCacheCpu, TheCallersThreadsDecideNothingButWhoDoesWhat) {
+TEST(RescaleCacheCpu, TheCallersThreadsDoNotChangeTheResult) {
     for (uint64_t seed = 1000; seed < 1040; ++seed) {
         const RescaleCacheOptions options = random_rescale_options(seed);
         RescaleCacheCase own(options);
@@ -234,8 +231,8 @@ TEST(RescaleCacheCpu, TheCallersThreadsDecideNothingButWhoDoesWhat) {
     }
 }
 
-TEST(RescaleCacheCpu, NothingToTurnIsNothingToShareOut) {
-    const auto refuse = [](int64_t, int64_t, const RangeBody&) { FAIL() << "nothing to share out"; };
+TEST(RescaleCacheCpu, NothingToRescaleStartsNoThread) {
+    const auto refuse = [](int64_t, int64_t, const RangeBody&) { FAIL() << "no work to distribute"; };
     for (const auto& [layers, batch, tokens, heads] :
          {std::tuple{0, 2, 3, 1}, {2, 0, 3, 1}, {2, 2, 0, 1}, {2, 2, 3, 0}, {2, 2, 3, 1}}) {
         RescaleCacheOptions o;

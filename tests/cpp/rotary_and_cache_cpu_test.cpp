@@ -129,8 +129,7 @@ TEST(RotaryAndCacheCpu, ACacheWithoutSlotsTakesNothing) {
     }
 }
 
-// --- parts
-// -------------------------------------------------------------------------------------------------------------
+// --- slices ---
 
 TEST(Slice, OfAPagedCacheKeepsTheCache) {
     CacheOptions o;

@@ -20,7 +20,7 @@ namespace {
 
 using namespace mrrope::testing;
 
-void one_after_the_other(int64_t count, int64_t, const RangeBody& body) {
+void on_this_thread(int64_t count, int64_t, const RangeBody& body) {
     body(0, count);
 }
 
@@ -30,8 +30,7 @@ void rotate_and_expect(const CaseOptions& options) {
     rotary.expect_rotated();
 }
 
-// --- against the reference
-// ---------------------------------------------------------------------------------------------
+// --- against the reference ---
 
 class EveryKind : public ::testing::TestWithParam<std::tuple<DType, Pairing>> {
 protected:
@@ -179,8 +178,7 @@ TEST_P(EveryKind, StridesThatRunBackwards) {
     rotate_and_expect(o);
 }
 
-// --- several tables
-// ----------------------------------------------------------------------------------------------------
+// --- several tables ---
 
 TEST_P(EveryKind, ATableForEverySequence) {
     for (const int64_t padding : {0, 3}) {
@@ -205,7 +203,7 @@ TEST_P(EveryKind, ATableByIndexOfASequence) {
     }
 }
 
-// More tokens than a tile: they must not share what they do not share.
+// More tokens than a tile, each with cosines and sines of its own table.
 TEST_P(EveryKind, ATableByIndexOfAToken) {
     for (const int64_t batch : {1, 2}) {
         CaseOptions o = options();
@@ -253,8 +251,7 @@ TEST_P(EveryKind, EveryTableHasPositionRowsOfItsOwn) {
     }
 }
 
-// --- random ones
-// -------------------------------------------------------------------------------------------------------
+// --- random cases ---
 
 TEST(RotaryCpu, RandomCases) {
     for (uint64_t seed = 1; seed <= 400 && !::testing::Test::HasFailure(); ++seed)
@@ -266,13 +263,13 @@ TEST(RotaryCpu, InPlaceEqualsOutOfPlaceBitForBit) {
         CaseOptions options = random_options(seed);
         options.out = options.in;
         options.in_place = false;
-        RotaryCase apart(options);
-        rotary_cpu(apart.args());
+        RotaryCase out_of_place(options);
+        rotary_cpu(out_of_place.args());
 
-        RotaryArgs args = apart.args();
+        RotaryArgs args = out_of_place.args();
         for (HeadsView* view : {&args.q, &args.k}) view->out = const_cast<void*>(view->in);
         rotary_cpu(args);
-        for (const Heads* heads : {&apart.q(), &apart.k()}) {
+        for (const Heads* heads : {&out_of_place.q(), &out_of_place.k()}) {
             heads->in.for_each_head([&](int64_t batch, int64_t token, int head) {
                 ASSERT_EQ(std::memcmp(heads->in.head(batch, token, head), heads->out.head(batch, token, head),
                                       heads->in.head_bytes()),
@@ -283,8 +280,8 @@ TEST(RotaryCpu, InPlaceEqualsOutOfPlaceBitForBit) {
     }
 }
 
-// rotary_cpu takes the best instruction set there is; what it would take on a lesser processor must be right too. Not
-// to the bit: only some of them have fused multiply-add.
+// rotary_cpu selects the best instruction set; the baseline must be right, too. Not bit-identical, because it may lack
+// FMA.
 TEST(RotaryCpu, TheBaselineInstructionSetIsRightToo) {
     for (uint64_t seed = 3000; seed < 3100; ++seed) {
         const CaseOptions options = random_options(seed);
@@ -294,8 +291,8 @@ TEST(RotaryCpu, TheBaselineInstructionSetIsRightToo) {
     }
 }
 
-// The turns have to mean the frequencies they were made from: angle = position * inv_freq, without fixed point.
-TEST(RotaryCpu, TurnsByPositionTimesFrequency) {
+// Against angle = position * inv_freq, without fixed point.
+TEST(RotaryCpu, RotatesByPositionTimesFrequency) {
     const FrequencyTable table = build_table(
         {.method = Method::mrrope_pro, .rotary_dim = 64, .base = 5e5, .original_max_position = 8192, .scale = 16});
     const std::vector<uint64_t> words = packed(table);
@@ -315,7 +312,7 @@ TEST(RotaryCpu, TurnsByPositionTimesFrequency) {
         for (int i = 0; i < 32; ++i) {
             const double angle = static_cast<double>(positions[t]) * table.inv_freq[i];
             const double gain = table.attention_factor;
-            // Half a unit of the turns, and the roundings of inv_freq and of the product here, all times the position.
+            // Half a unit of the phase step and the roundings of inv_freq and of this product, times the position.
             const double off = static_cast<double>(positions[t]) * 0x1p-65 * 2 * std::numbers::pi + 0x1p-52 * angle;
             const double slack = 2.0 * (off + 5e-16);
             EXPECT_NEAR(heads[t * 64 + i], gain * (std::cos(angle) - std::sin(angle)), slack) << t << " " << i;
@@ -339,7 +336,7 @@ TEST(RotaryCpu, EmptyTensorsTouchNothing) {
     }
     RotaryArgs nothing;
     nothing.head_dim = nothing.rotary_dim = 64;
-    rotary_cpu(nothing, [](int64_t, int64_t, const RangeBody&) { FAIL() << "nothing to share out"; });
+    rotary_cpu(nothing, [](int64_t, int64_t, const RangeBody&) { FAIL() << "no work to distribute"; });
 }
 
 TEST(RotaryCpu, KeysWithoutQueries) {
@@ -349,12 +346,11 @@ TEST(RotaryCpu, KeysWithoutQueries) {
     rotate_and_expect(o);
 }
 
-// --- half precision
-// ----------------------------------------------------------------------------------------------------
+// --- half precision ---
 
 class HalfPrecision : public ::testing::TestWithParam<DType> {
 protected:
-    // All 65536 bit patterns rotated by nothing, but multiplied by `gain`, each in a pair with zero.
+    // All 65536 bit patterns, each paired with zero, rotated at position 0 with this gain.
     std::vector<uint16_t> all_patterns_times(double gain, Pairing pairing, bool in_second_half) const {
         constexpr int pairs = 64;
         constexpr int patterns = 65536;
@@ -413,8 +409,8 @@ TEST_P(HalfPrecision, PositionZeroKeepsEveryBitPattern) {
     }
 }
 
-// Gains of few bits, so that the product is exact in float32 and rounds once; with 1.5 and the like every other number
-// with a full mantissa lies exactly between two neighbours.
+// Gains with few bits, so that the product is exact in float32 and rounds once. Gains like 1.5 produce ties for every
+// other full mantissa.
 TEST_P(HalfPrecision, RoundsToNearestEven) {
     for (const double gain :
          {1.5, 1.25, 0.75, 1.0 + 0x1p-10, 1.0 + 0x1p-7, 1.0 - 0x1p-9, 3.0, 0x1p-3, 0x1.8p-6, 0x1p-12}) {
@@ -426,15 +422,14 @@ TEST_P(HalfPrecision, RoundsToNearestEven) {
                 ASSERT_TRUE(std::isnan(after)) << std::hex << pattern;
                 continue;
             }
-            // Below float32's own subnormals the product is not exact any more.
+            // Below float32's smallest subnormal the product is inexact.
             if (GetParam() == DType::bfloat16 && std::abs(before * gain) < 0x1p-126) continue;
             ASSERT_EQ(after, rounded_to(GetParam(), before * gain)) << std::hex << pattern << " times " << gain;
         }
     }
 }
 
-// --- threads
-// -----------------------------------------------------------------------------------------------------------
+// --- threads ---
 
 TEST(OnAllCores, CoversEveryIndexExactlyOnce) {
     for (const int64_t count : {0, 1, 2, 3, 7, 64, 1000, 100003}) {
@@ -464,18 +459,18 @@ TEST(ParallelForOfTheCaller, GetsEveryTokenOfTheBatchOnce) {
         ++calls;
         EXPECT_EQ(count, 3 * 70);
         EXPECT_GE(grain, 1);
-        // Backwards, in pieces that start and end anywhere in a sequence.
+        // In descending order, with boundaries inside sequences.
         for (int64_t end = count; end > 0; end -= std::min<int64_t>(end, 23)) body(std::max<int64_t>(end - 23, 0), end);
     });
     EXPECT_EQ(calls, 1);
     rotary.expect_rotated();
 }
 
-TEST(ParallelForOfTheCaller, DecidesNothingButWhoDoesWhat) {
+TEST(ParallelForOfTheCaller, DoesNotChangeTheResult) {
     for (uint64_t seed = 2000; seed < 2040; ++seed) {
         const CaseOptions options = random_options(seed, {.tokens = 150, .head_dim = 40});
         RotaryCase serial(options);
-        rotary_cpu(serial.args(), one_after_the_other);
+        rotary_cpu(serial.args(), on_this_thread);
         RotaryCase pieces(options);
         rotary_cpu(pieces.args(), [](int64_t count, int64_t, const RangeBody& body) {
             for (int64_t i = 0; i < count; ++i) body(i, i + 1);
@@ -489,7 +484,7 @@ TEST(ParallelForOfTheCaller, DecidesNothingButWhoDoesWhat) {
     }
 }
 
-TEST(ParallelForOfTheCaller, IsAskedForRangesWorthAThread) {
+TEST(ParallelForOfTheCaller, GetsAGrainWorthAThread) {
     CaseOptions o;
     o.q_heads = 32;
     o.k_heads = 8;

@@ -15,10 +15,9 @@ namespace {
 
 constexpr uint64_t full_circle_eighths = 8;
 
-// --- cosine and sine
-// ---------------------------------------------------------------------------------------------------
+// --- cosine and sine ---
 
-// double is 2^29 times finer than what it judges here, and the sweep takes seconds instead of minutes.
+// The reference is double: 2^29 times finer than float, and the sweep takes seconds instead of minutes.
 struct FloatError {
     double worst = 0.0;
     uint32_t at = 0;
@@ -34,8 +33,8 @@ struct FloatError {
     }
 };
 
-// The worst of all 2^32 phases is 1.0302e-7 with fused multiply-add and 1.056e-7 without: three and a half times half
-// an ulp of a number below 1.
+// The worst error over all 2^32 phases is 1.0302e-7 with FMA and 1.056e-7 without: 3.5 times half an ulp of a number
+// below 1.
 constexpr double float_bound = 1.06e-7;
 
 TEST(CosSinFloat, IsRightAllAroundTheCircle) {
@@ -61,7 +60,7 @@ TEST(CosSinFloat, IsExactAtQuarters) {
     }
 }
 
-// Small angles decide how well nearby positions are told apart: there the sine must be right to a few ulp of itself.
+// Small angles distinguish nearby positions, so a small sine must be right to a few of its own ulp.
 TEST(CosSinFloat, KeepsTheDigitsOfSmallSines) {
     for (int32_t phase = 1; phase < (1 << 28); phase += 1 + phase / 64) {
         const double sine = std::sin(phase * (2.0 * std::numbers::pi * 0x1p-32));
@@ -116,14 +115,13 @@ TEST(CosSinDouble, IsExactAtQuarters) {
     }
 }
 
-// --- phases
-// ------------------------------------------------------------------------------------------------------------
+// --- phases ---
 
-uint64_t exact_phase(int64_t position, uint64_t turns) {
-    // The product modulo a whole circle, taken apart so that not even 128 bits wrap.
+uint64_t exact_phase(int64_t position, uint64_t phase_step) {
+    // The product modulo 2^64, in two halves so that 128 bits do not overflow.
     constexpr __int128 circle = static_cast<__int128>(1) << 64;
-    const __int128 low = static_cast<__int128>(position) * static_cast<int64_t>(turns & 0xffffffffu);
-    const __int128 high = static_cast<__int128>(position) * static_cast<int64_t>(turns >> 32) % (circle >> 32);
+    const __int128 low = static_cast<__int128>(position) * static_cast<int64_t>(phase_step & 0xffffffffu);
+    const __int128 high = static_cast<__int128>(position) * static_cast<int64_t>(phase_step >> 32) % (circle >> 32);
     __int128 phase = (low + high * (static_cast<__int128>(1) << 32)) % circle;
     if (phase < 0) phase += circle;
     return static_cast<uint64_t>(phase);
@@ -141,16 +139,16 @@ TEST(Phase, WrapsExactlyAtEveryPosition) {
                                    std::numeric_limits<int64_t>::min(),
                                    std::numeric_limits<int64_t>::max() - 1,
                                    std::numeric_limits<int64_t>::min() + 1};
-    std::vector<uint64_t> turns{0, 1, 2, 2935890503282001226u, uint64_t{1} << 63, ~uint64_t{0}, 450501533306u};
+    std::vector<uint64_t> phase_steps{0, 1, 2, 2935890503282001226u, uint64_t{1} << 63, ~uint64_t{0}, 450501533306u};
     std::mt19937_64 random(11);
     for (int n = 0; n < 200; ++n) {
         positions.push_back(static_cast<int64_t>(random()));
         positions.push_back(static_cast<int64_t>(random() >> 33) - (int64_t{1} << 30));
-        turns.push_back(random());
+        phase_steps.push_back(random());
     }
     for (const int64_t position : positions) {
-        for (const uint64_t turn : turns) {
-            ASSERT_EQ(phase_of(position, turn), exact_phase(position, turn)) << position << " * " << turn;
+        for (const uint64_t step : phase_steps) {
+            ASSERT_EQ(phase_of(position, step), exact_phase(position, step)) << position << " * " << step;
         }
     }
 }
@@ -160,14 +158,13 @@ TEST(Phase, OfSumsIsTheSumOfPhases) {
     for (int n = 0; n < 1000; ++n) {
         const auto a = static_cast<int64_t>(random()) / 2;
         const auto b = static_cast<int64_t>(random()) / 2;
-        const uint64_t turns = random();
-        EXPECT_EQ(phase_of(a + b, turns), phase_of(a, turns) + phase_of(b, turns));
-        EXPECT_EQ(phase_of(-a, turns), -phase_of(a, turns));
+        const uint64_t step = random();
+        EXPECT_EQ(phase_of(a + b, step), phase_of(a, step) + phase_of(b, step));
+        EXPECT_EQ(phase_of(-a, step), -phase_of(a, step));
     }
 }
 
-// --- rotation
-// ----------------------------------------------------------------------------------------------------------
+// --- rotation ---
 
 template <class Real>
 class Rotation : public ::testing::Test {
@@ -186,8 +183,8 @@ TYPED_TEST_SUITE(Rotation, Reals);
 TYPED_TEST(Rotation, PreservesTheNorm) {
     for (int n = 0; n < 20000; ++n) {
         const Pair<TypeParam> x = this->random_pair();
-        const Pair<TypeParam> turned = rotate(x, scaled_cos_sin(this->random_(), TypeParam(1), TypeParam(1)));
-        ASSERT_NEAR(this->norm(turned) / this->norm(x), TypeParam(1), 3 * this->epsilon);
+        const Pair<TypeParam> rotated = rotate(x, scaled_cos_sin(this->random_(), TypeParam(1), TypeParam(1)));
+        ASSERT_NEAR(this->norm(rotated) / this->norm(x), TypeParam(1), 3 * this->epsilon);
     }
 }
 
@@ -196,18 +193,18 @@ TYPED_TEST(Rotation, IsByTheAngleOfThePhase) {
         const Pair<TypeParam> x = this->random_pair();
         const uint64_t phase = this->random_();
         const long double angle = static_cast<int64_t>(phase) * (2 * std::numbers::pi_v<long double> * 0x1p-64L);
-        const Pair<TypeParam> turned = rotate(x, scaled_cos_sin(phase, TypeParam(1), TypeParam(1)));
+        const Pair<TypeParam> rotated = rotate(x, scaled_cos_sin(phase, TypeParam(1), TypeParam(1)));
         const TypeParam slack = 3 * this->epsilon * this->norm(x);
-        ASSERT_NEAR(turned.first, x.first * std::cos(angle) - x.second * std::sin(angle), slack);
-        ASSERT_NEAR(turned.second, x.second * std::cos(angle) + x.first * std::sin(angle), slack);
+        ASSERT_NEAR(rotated.first, x.first * std::cos(angle) - x.second * std::sin(angle), slack);
+        ASSERT_NEAR(rotated.second, x.second * std::cos(angle) + x.first * std::sin(angle), slack);
     }
 }
 
 TYPED_TEST(Rotation, ByAQuarterIsExact) {
     const Pair<TypeParam> x{3, 4};
-    const Pair<TypeParam> turned = rotate(x, scaled_cos_sin(uint64_t{1} << 62, TypeParam(1), TypeParam(1)));
-    EXPECT_EQ(turned.first, -4);
-    EXPECT_EQ(turned.second, 3);
+    const Pair<TypeParam> rotated = rotate(x, scaled_cos_sin(uint64_t{1} << 62, TypeParam(1), TypeParam(1)));
+    EXPECT_EQ(rotated.first, -4);
+    EXPECT_EQ(rotated.second, 3);
 }
 
 TYPED_TEST(Rotation, GainMultipliesAndDirectionNegatesTheAngle) {

@@ -8,16 +8,16 @@
 
 #include "mrrope/frequency_table.h"
 
-// Several packed tables in one array, no two alike in any pair or in their attention factor.
+// Several packed tables in one array; any two differ in every pair and in their attention factor.
 
 namespace mrrope::testing {
 
 struct TableStackOptions {
     int rotary_dim = 16;
     int64_t count = 1;
-    double attention_factor = 1.0;  // the first one's, and the largest
-    int64_t position_rows = 0;      // 0: none; else each table is followed by the row that turns each of its pairs
-    int64_t padding = 0;            // words of noise after each
+    double attention_factor = 1.0;  // of the first table; the others have smaller ones
+    int64_t position_rows = 0;      // 0: none; else each table is followed by the position row of each pair
+    int64_t padding = 0;            // words of noise after each table
 };
 
 class TableStack {
@@ -49,7 +49,7 @@ public:
     uint64_t phase_step(int64_t table, int pair) const { return words_[table * stride_ + pair]; }
     double attention_factor(int64_t table) const { return std::bit_cast<double>(words_[table * stride_ + pairs_]); }
 
-    // In a stack with rows.
+    // Only with position_rows > 0.
     int64_t first_row_word() const { return pairs_ + 1; }
     int64_t row(int64_t table, int pair) const {
         return static_cast<int64_t>(words_[table * stride_ + first_row_word() + pair]);

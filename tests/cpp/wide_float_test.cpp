@@ -7,14 +7,14 @@
 #include <cstdint>
 #include <random>
 
-// The literals come from mpmath with 60 digits: hi is the real number rounded to a double, lo what is left, rounded.
+// Literals are from mpmath with 60 digits: hi is the number rounded to double, lo the remainder rounded to double.
 
 namespace mrrope {
 namespace {
 
 constexpr double tolerance = 1e-30;
 
-// Of two numbers that agree to a double, all that is left of the difference fits a double.
+// Exact in double, because the two numbers agree in their leading double.
 double difference(WideFloat a, WideFloat b) {
     return (a.hi - b.hi) + (a.lo - b.lo);
 }
@@ -154,7 +154,7 @@ TEST(WideFloat, Exponential) {
 
 TEST(WideFloat, Logarithm) {
     for (const auto& [x, hi, lo] : logarithms) {
-        // Near 1 the logarithm itself has no more digits than 1 has below the point.
+        // Near 1 the error is absolute: the argument has no bits below 2^-106.
         EXPECT_LT(std::abs(difference(wide::log(x), {hi, lo})), std::max(0.01, std::abs(hi)) * tolerance)
             << "log " << x;
     }
@@ -164,7 +164,7 @@ TEST(WideFloat, Logarithm) {
 
 TEST(WideFloat, Power) {
     for (const auto& [x, y, hi, lo] : powers) {
-        // The exponent of e is off by 2^-106 of itself, so large ones cost digits.
+        // The argument of exp has a relative error of 2^-106, which large arguments amplify.
         const double lost = std::max({1.0, std::abs(y * std::log(x)), std::abs(y) / 100.0});
         EXPECT_LT(relative_error(wide::pow(x, y), {hi, lo}), lost * tolerance) << x << " ^ " << y;
     }
@@ -199,16 +199,15 @@ TEST(WideFloat, SquareRootOfTwoSquaredIsTwo) {
     EXPECT_LT(relative_error(root * root, 2.0), tolerance);
 }
 
-// --- turns
-// -------------------------------------------------------------------------------------------------------------
+// --- phase steps ---
 
-struct TurnsCase {
+struct PhaseStepCase {
     double hi;
     double lo;
-    uint64_t turns;
+    uint64_t phase_step;
 };
 
-constexpr TurnsCase frequencies[] = {
+constexpr PhaseStepCase frequencies[] = {
     {0x1.0000000000000p+0, 0x0p+0, 2935890503282001226u},
     {0x1.0000000000000p-1, 0x0p+0, 1467945251641000613u},
     {0x1.999999999999ap-4, 0x0p+0, 293589050328200139u},
@@ -238,15 +237,15 @@ constexpr TurnsCase frequencies[] = {
     {-0x1.d83c94fb6d2acp-63, 0x0p+0, 18446744073709551615u},
 };
 
-// Within 4e-6 of the middle between two multiples of 2^-64: a double's digits would not tell them apart.
-constexpr TurnsCase doubles_between_two_turns[] = {
+// Within 4e-6 of the midpoint between two multiples of 2^-64: a double cannot decide the rounding.
+constexpr PhaseStepCase doubles_between_two_steps[] = {
     {0x1.e8a0851f68188p-3, 0x0p+0, 700466533600540434u},  {0x1.32654cda97e9fp-1, 0x0p+0, 1756922338798526712u},
     {0x1.0dd096f84aa54p-1, 0x0p+0, 1547161561691557179u}, {0x1.dcfc72f60d02ap-1, 0x0p+0, 2735115325821807767u},
     {0x1.bb6173a36583cp-1, 0x0p+0, 2542416212096753843u}, {0x1.17569374c74e3p-1, 0x0p+0, 1601770179477930964u},
 };
 
-// (n + 1/2 -+ 2^-20) * 2^-64 circles, around every place where the halves of the result meet.
-constexpr TurnsCase around_rounding_edges[] = {
+// (n + 1/2 -+ 2^-20) * 2^-64 revolutions, around carries between the 32-bit halves of the result.
+constexpr PhaseStepCase around_rounding_edges[] = {
     {0x1.921f83004c290p-63, -0x1.f85380360d4b7p-118, 0u},
     {0x1.921fe788397a1p-63, -0x1.9e22f304dbb2dp-118, 1u},
     {0x1.2d97bb6234730p-61, 0x1.389b064784db2p-117, 1u},
@@ -271,8 +270,8 @@ constexpr TurnsCase around_rounding_edges[] = {
     {0x1.0c152382d7366p+2, -0x1.ee79d4806bd90p-52, 12297829382473034411u},
 };
 
-// n circles and then none, 2^-66 (rounds to none) or 2^-60 (16 units) of a circle more or less.
-constexpr TurnsCase around_whole_circles[] = {
+// n revolutions, exactly or plus or minus 2^-66 (rounds to zero) or 2^-60 (16 units).
+constexpr PhaseStepCase around_whole_revolutions[] = {
     {0x1.921fb54442d18p+2, 0x1.1a62633145c07p-52, 0u},
     {0x1.921fb54442d18p+2, 0x1.1a7b852c9a04ap-52, 0u},
     {0x1.921fb54442d18p+2, 0x1.1a494135f17c4p-52, 0u},
@@ -301,29 +300,29 @@ constexpr TurnsCase around_whole_circles[] = {
 };
 
 template <class Cases>
-void expect_turns(const Cases& cases) {
-    for (const auto& [hi, lo, turns] : cases) {
-        EXPECT_EQ(wide::phase_step({hi, lo}), turns) << std::hexfloat << hi << " + " << lo;
+void expect_phase_steps(const Cases& cases) {
+    for (const auto& [hi, lo, expected] : cases) {
+        EXPECT_EQ(wide::phase_step({hi, lo}), expected) << std::hexfloat << hi << " + " << lo;
     }
 }
 
-TEST(Turns, OfKnownFrequencies) {
-    expect_turns(frequencies);
+TEST(PhaseStep, OfKnownFrequencies) {
+    expect_phase_steps(frequencies);
 }
 
-TEST(Turns, RoundDoublesThatLieBetweenTwoTurns) {
-    expect_turns(doubles_between_two_turns);
+TEST(PhaseStep, RoundsDoublesBetweenTwoSteps) {
+    expect_phase_steps(doubles_between_two_steps);
 }
 
-TEST(Turns, RoundToTheNearest) {
-    expect_turns(around_rounding_edges);
+TEST(PhaseStep, RoundsToNearest) {
+    expect_phase_steps(around_rounding_edges);
 }
 
-TEST(Turns, WrapAtWholeCircles) {
-    expect_turns(around_whole_circles);
+TEST(PhaseStep, WrapsAtWholeRevolutions) {
+    expect_phase_steps(around_whole_revolutions);
 }
 
-TEST(Turns, OfNegatedAnglesAreNegated) {
+TEST(PhaseStep, OfNegatedAnglesIsNegated) {
     std::mt19937_64 random(3);
     std::uniform_real_distribution<double> exponent(-40.0, 12.0);
     for (int n = 0; n < 10000; ++n) {
@@ -332,8 +331,9 @@ TEST(Turns, OfNegatedAnglesAreNegated) {
     }
 }
 
-TEST(Turns, OfHugeAnglesAreDefined) {
-    // Beyond 2^53 circles no bit of the fraction is left in 106 bits, but the result must not depend on the machine.
+TEST(PhaseStep, OfHugeAnglesIsDefined) {
+    // Beyond 2^42 revolutions 106 bits cannot hold the 64 bits of the fraction, but the result must not depend on the
+    // machine.
     for (const double radians : {0x1p60, 0x1p100, 1e300, 0x1.fffffffffffffp1023}) {
         EXPECT_EQ(wide::phase_step(radians) + wide::phase_step(-radians), 0u) << radians;
     }

@@ -6,12 +6,12 @@
 
 #include "mrrope/rotation.h"
 
-// float8_e4m3fn: four bits of exponent, three of mantissa, no infinity.
+// float8_e4m3fn: 4 exponent bits, 3 mantissa bits, no infinity.
 
 namespace mrrope {
 
-// To the nearest, ties to even; what is larger than the largest, infinity too, becomes the largest. For processors
-// without an instruction for it.
+// Rounds to nearest even and saturates: infinity, too, becomes the largest finite value. For processors without a
+// conversion instruction.
 MRROPE_HOST_DEVICE uint8_t float8_e4m3_bits(float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
     const uint32_t sign = (bits >> 24) & 0x80u;
@@ -25,16 +25,16 @@ MRROPE_HOST_DEVICE uint8_t float8_e4m3_bits(float x) {
     return static_cast<uint8_t>(sign | (magnitude > 0x7f800000u ? 0x7fu : finite));
 }
 
-// Division before rounding to float8, by a reciprocal that need not be exact: the quotient's error is computed and
-// taken off again. From 512 on there is nothing to correct, everything rounds to the largest.
+// x / scale before rounding to float8, by multiplication with a reciprocal that need not be exact: one FMA computes the
+// remainder, which corrects the quotient. Quotients from 512 on saturate, so they need no correction.
 struct Float8Scale {
     float scale;
     float reciprocal;
 
     MRROPE_HOST_DEVICE float divide(float x) const {
         const float quotient = x * reciprocal;
-        const float rest = std::fma(-quotient, scale, x);
-        return std::abs(quotient) < 512.0f ? std::fma(rest, reciprocal, quotient) : quotient;
+        const float remainder = std::fma(-quotient, scale, x);
+        return std::abs(quotient) < 512.0f ? std::fma(remainder, reciprocal, quotient) : quotient;
     }
 };
 

@@ -4,39 +4,38 @@
 
 #include "mrrope/rotary.h"
 
-// RMSNorm of q and k followed by their rotation, in one pass: x / rms(x) * (weight + weight_offset), rotated, and
-// rounded once, at the end.
+// Fused RMSNorm and rotation of q and k: x / rms(x) * (weight + weight_offset), rotated, with one rounding at the end.
 
 namespace mrrope {
 
-// What one root mean square is taken of.
+// The elements that share a root mean square: one head, or all heads of a token.
 enum class NormOver { head, all_heads };
 
 struct QkNormRotaryArgs {
     RotaryArgs rotary;
-    // Contiguous, of the heads' dtype and where they are: head_dim weights, or heads * head_dim over all heads.
+    // Contiguous, with the heads' dtype and memory space: head_dim weights, or heads * head_dim with all_heads.
     const void* q_weight = nullptr;
-    const void* k_weight = nullptr;  // no k: unused
+    const void* k_weight = nullptr;  // unused without k
     double eps = 0.0;                // added to the mean square
-    double weight_offset = 0.0;      // 1 where weights are kept as what they differ from 1 by
+    double weight_offset = 0.0;      // 1 for models that store weight - 1, such as Gemma
     NormOver over = NormOver::head;
 };
 
 void qk_norm_rotary_cpu(const QkNormRotaryArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
-// Asynchronous on `stream` of the current device. Throws std::runtime_error where the launch fails. In mrrope::cuda.
+// In mrrope::cuda. Asynchronous on `stream` of the current device. Throws std::runtime_error if the launch fails.
 void qk_norm_rotary_cuda(const QkNormRotaryArgs& args, CUstream_st* stream);
 
-// The gradient of what came out for q or k, and room for its weights' gradient.
+// The gradient of the rotated q or k, and memory for the gradient of its weights.
 struct OutputGradient {
     const void* data = nullptr;
     HeadStrides strides;
-    // Rows of sums, as many as weight_sum_rows_* tells, that add up to the gradient of the weights; float, or double
-    // for float64. nullptr: not wanted.
+    // weight_sum_rows_* rows of partial sums, whose sum is the gradient of the weights; double for float64, else float.
+    // nullptr skips it.
     void* weight_sums = nullptr;
 };
 
-// The backward pass. In `call`, in is what the forward pass read, and out is where the gradient of that goes.
+// The backward pass. In `call`, `in` is the input of the forward pass and `out` receives its gradient.
 struct QkNormRotaryGradientArgs {
     QkNormRotaryArgs call;
     OutputGradient q;
@@ -48,11 +47,11 @@ struct WeightSumRows {
     int64_t k = 0;
 };
 
-// Of these arguments, whose weight_sums need not be there yet.
+// The number of rows of partial sums for these arguments; weight_sums is not read.
 WeightSumRows weight_sum_rows_cpu(const QkNormRotaryGradientArgs& args);
 void qk_norm_rotary_gradient_cpu(const QkNormRotaryGradientArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
-// For fewer than 2^31 heads in all tokens together.
+// In mrrope::cuda, for fewer than 2^31 heads over all tokens.
 WeightSumRows weight_sum_rows_cuda(const QkNormRotaryGradientArgs& args);
 void qk_norm_rotary_gradient_cuda(const QkNormRotaryGradientArgs& args, CUstream_st* stream);
 

@@ -5,19 +5,21 @@
 
 #include "mrrope/rotary.h"
 
-// Turning cached keys from one frequency table to another, in place. Rotations compose, so that one rotation by the
-// difference of two tables makes keys rotated by the one into keys rotated by the other.
+// Re-rotates cached keys from one frequency table to another, in place. Rotations compose: rotating by the difference
+// of two tables takes keys from one to the other.
 
 namespace mrrope {
 
 struct RescaleCacheArgs {
-    std::span<void* const> keys;  // of every layer, all of one shape, each where the tables are
+    std::span<void* const> keys;  // one pointer per layer, all of one shape, in the tables' memory space
     HeadStrides strides;
-    PositionsView positions;           // one a token
-    const uint64_t* tables = nullptr;  // packed, one after the other
+    PositionsView positions;           // one per token
+    const uint64_t* tables = nullptr;  // packed(FrequencyTable), contiguous
     int64_t table_count = 0;
-    const int32_t* from = nullptr;  // of every sequence: the table that its keys are rotated by,
-    const int32_t* to = nullptr;  // and the one they shall be rotated by; sequences where both are one are not touched
+    // Per sequence, the index of the table that its keys are rotated by, and of the one to re-rotate them to. Sequences
+    // with equal indices are not touched.
+    const int32_t* from = nullptr;
+    const int32_t* to = nullptr;
     int64_t batch = 0;
     int64_t tokens = 0;
     int heads = 0;
@@ -28,8 +30,8 @@ struct RescaleCacheArgs {
 
 void rescale_cache_cpu(const RescaleCacheArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
-// Asynchronous on `stream` of the current device. Whether a sequence has to be turned is decided on the device, so that
-// a decoding step can ask every time. Throws std::runtime_error where the launch fails. In mrrope::cuda.
+// In mrrope::cuda. Asynchronous on `stream` of the current device. The device compares `from` and `to`, so a decode
+// step can launch this unconditionally without a synchronization. Throws std::runtime_error if the launch fails.
 void rescale_cache_cuda(const RescaleCacheArgs& args, CUstream_st* stream);
 
 }  // namespace mrrope

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <functional>
 
-// Rotary position embedding on plain pointers: what torch's ops call, and what a program without torch can call.
+// Rotary position embedding on plain pointers, for the torch ops and for programs without torch.
 
 struct CUstream_st;  // cudaStream_t, without CUDA's headers
 
@@ -13,17 +13,17 @@ enum class DType { float64, float32, float16, bfloat16 };
 
 int size_of(DType);
 
-// Which two components are rotated together: (i, i + rotary_dim / 2), or (2i, 2i + 1).
+// Pair i is components (i, i + rotary_dim / 2), or (2i, 2i + 1).
 enum class Pairing { halves, interleaved };
 
-// In elements. The last dimension is contiguous.
+// In elements. head_dim is contiguous.
 struct HeadStrides {
     int64_t batch = 0;
     int64_t token = 0;
     int64_t head = 0;
 };
 
-// q or k: `heads` heads of every token of every sequence. In place where out is in, with the same strides.
+// q or k, [batch, tokens, heads, head_dim]. In place if `out` equals `in`, with equal strides.
 struct HeadsView {
     const void* in = nullptr;
     void* out = nullptr;
@@ -32,9 +32,8 @@ struct HeadsView {
     HeadStrides out_strides;
 };
 
-// int32 or int64 positions of [batch, tokens]; stride 0 broadcasts. Where a token has several positions (time, height
-// and width, say), of [rows, batch, tokens], and row_of_pair tells which of them turns each pair; a number past the
-// last row is the last.
+// int32 or int64 positions, [batch, tokens]; stride 0 broadcasts. Tokens with several positions, such as time, height
+// and width, have [rows, batch, tokens], and row_of_pair names the row for each pair; it is clamped to the last row.
 struct PositionsView {
     const void* data = nullptr;
     bool is_int64 = true;
@@ -42,41 +41,40 @@ struct PositionsView {
     int64_t token_stride = 1;
     int64_t rows = 1;
     int64_t row_stride = 0;
-    const uint64_t* row_of_pair = nullptr;  // where the table is; of several tables, the first one's
+    const uint64_t* row_of_pair = nullptr;  // in the table's memory space; with several tables, that of the first
 };
 
-// Which of `count` tables, `stride` words apart, a token is rotated by: the one that its int32 index names, or, without
-// an index, the one of its sequence; of one table there is no choice. Stride 0 broadcasts an index. All are
-// of 32 bits: every thread of a GPU multiplies by them.
+// Selects a token's table among `count` tables with a distance of `stride` words: by `index`, or without one by its
+// sequence. Stride 0 broadcasts the index. 32-bit members, because every GPU thread multiplies by them.
 struct TableChoice {
     int32_t count = 1;
     int32_t stride = 0;
-    const int32_t* index = nullptr;  // where the tables are
+    const int32_t* index = nullptr;  // in the tables' memory space
     int32_t batch_stride = 0;
     int32_t token_stride = 0;
 };
 
 struct RotaryArgs {
     HeadsView q;
-    HeadsView k;  // no heads: q alone
+    HeadsView k;  // 0 heads: q only
     PositionsView positions;
-    // packed(FrequencyTable), where the heads are: host or device memory. Negated, word by word, it rotates backwards,
-    // by the same row_of_pair and attention factor.
+    // packed(FrequencyTable), in the heads' memory space. A table negated word by word rotates backwards with the same
+    // row_of_pair and attention factor.
     const uint64_t* table = nullptr;
     TableChoice choice;
     int64_t batch = 0;
     int64_t tokens = 0;
     int head_dim = 0;
-    int rotary_dim = 0;  // the first components of a head; the rest is copied
+    int rotary_dim = 0;  // leading components of a head; the rest is copied
     DType dtype = DType::float32;
     Pairing pairing = Pairing::halves;
-    bool conjugate = false;  // rotates by the negated angle, with the same attention factor: the backward pass
+    bool conjugate = false;  // negate the angle, keep the attention factor: the backward pass
 };
 
-// The part of `args` that holds these sequences and tokens.
+// `args` restricted to these sequences and tokens.
 RotaryArgs slice(const RotaryArgs& args, int64_t first_batch, int64_t batch, int64_t first_token, int64_t tokens);
 
-// Calls body(begin, end) for ranges that make up [0, count), none needlessly smaller than `grain`, in any order.
+// Calls body(begin, end) on a partition of [0, count), in any order, with at least about `grain` items per range.
 using RangeBody = std::function<void(int64_t begin, int64_t end)>;
 using ParallelFor = std::function<void(int64_t count, int64_t grain, const RangeBody& body)>;
 
@@ -84,7 +82,7 @@ void on_all_cores(int64_t count, int64_t grain, const RangeBody& body);
 
 void rotary_cpu(const RotaryArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
-// Asynchronous on `stream` of the current device. Throws std::runtime_error where the launch fails. In mrrope::cuda.
+// In mrrope::cuda. Asynchronous on `stream` of the current device. Throws std::runtime_error if the launch fails.
 void rotary_cuda(const RotaryArgs& args, CUstream_st* stream);
 
 }  // namespace mrrope

@@ -4,13 +4,13 @@
 
 #include "mrrope/rotary.h"
 
-// Rotation on the way to a cache: q is rotated, and k, rotated, and v are written to where a cache keeps them.
+// Fused rotation and KV-cache write: rotates q, and writes the rotated k and v to their cache slots.
 
 namespace mrrope {
 
-// Which slot of a cache every token goes to. A cache is `blocks` blocks of `block_size` slots each. Paged, slots count
-// through all the blocks; else block i is sequence i's, and its slots count from 0. Tokens whose slot is not there,
-// those of padding have a negative one, are not written.
+// The cache slot of each token. A cache is `blocks` blocks of `block_size` slots. Paged, a slot is block * block_size +
+// offset; else block i belongs to sequence i, and a slot is an offset in it. Tokens with a slot out of range, such as
+// the -1 of padding, are not written.
 struct CacheSlots {
     PositionsView of_tokens;
     bool paged = true;
@@ -20,33 +20,33 @@ struct CacheSlots {
     int64_t count() const { return paged ? blocks * block_size : block_size; }
 };
 
-// k or v, and as its `out` the cache: out_strides.batch leads from block to block, out_strides.token from slot to slot
-// within a block.
+// k or v. Its `out` is the cache: out_strides.batch is the stride of blocks, out_strides.token that of slots in a
+// block.
 struct CachedHeads {
     HeadsView view;
-    // For caches of float8, where the heads are: x / scale is written. Without one, x.
+    // For float8 caches, in the heads' memory space: x / scale is written. nullptr is scale 1.
     const float* scale = nullptr;
-    int64_t scale_stride = 0;  // from head to head; 0: one for all
+    int64_t scale_stride = 0;  // between heads; 0 for one scale
 };
 
 struct RotaryAndCacheArgs {
-    RotaryArgs rotary;  // of q alone; k is rotated with it
+    RotaryArgs rotary;  // of q only; k below is rotated by the same arguments
     CachedHeads k;
-    CachedHeads v;  // as many heads as k
+    CachedHeads v;  // with as many heads as k
     CacheSlots slots;
-    // The caches are float8_e4m3fn, saturating, rounded once from the float32 result; else of the heads' dtype. Not for
-    // heads of float64.
+    // The caches are float8_e4m3fn, rounded once from the float32 result and saturated; else they have the heads'
+    // dtype. float64 heads are not supported.
     bool float8 = false;
 };
 
-// The part of `args` that holds these sequences and tokens.
+// `args` restricted to these sequences and tokens.
 RotaryAndCacheArgs slice(const RotaryAndCacheArgs& args, int64_t first_batch, int64_t batch, int64_t first_token,
                          int64_t tokens);
 
 void rotary_and_cache_cpu(const RotaryAndCacheArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
-// Asynchronous on `stream` of the current device; of fewer than 2^31 slots. Throws std::runtime_error where the launch
-// fails. In mrrope::cuda.
+// In mrrope::cuda, for fewer than 2^31 slots. Asynchronous on `stream` of the current device. Throws std::runtime_error
+// if the launch fails.
 void rotary_and_cache_cuda(const RotaryAndCacheArgs& args, CUstream_st* stream);
 
 }  // namespace mrrope

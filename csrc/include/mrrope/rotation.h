@@ -4,8 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-// The arithmetic of one rotation, written once for host and device, so that testing it on a CPU tests the GPU's
-// formula.
+// The arithmetic of one rotation, shared by host and device, so that CPU tests cover the GPU's formula.
 
 #if defined(__CUDACC__)
 #define MRROPE_HOST_DEVICE __host__ __device__ __forceinline__
@@ -27,14 +26,14 @@ struct Pair {
     Real second;
 };
 
-// The angle of a pair at a position, as a 64-bit fixed-point fraction of a full circle. The product wraps exactly as
-// angles do, so no position, negative or huge, loses a bit.
-MRROPE_HOST_DEVICE uint64_t phase_of(int64_t position, uint64_t turns) {
-    return static_cast<uint64_t>(position) * turns;
+// The phase of a pair at a position, in 64-bit fixed-point revolutions. Integer overflow drops whole revolutions, so
+// the phase is exact at every position, negative or huge.
+MRROPE_HOST_DEVICE uint64_t phase_of(int64_t position, uint64_t phase_step) {
+    return static_cast<uint64_t>(position) * phase_step;
 }
 
-// A word of a packed table that is no phase step. Negating a table word by word, to rotate backwards, negates it too,
-// and it is read as it was. Its sign therefore belongs to the table: the bits of -1.0 read as those of 4.0, negated.
+// Reads a word of a packed table that is no phase step. Negating a table word by word, to rotate backwards, negates
+// this word, too, and this undoes it. The top bit therefore marks negation: the bits of -1.0 would read as 4.0.
 MRROPE_HOST_DEVICE uint64_t without_negation(uint64_t word) {
     return word >> 63 ? 0 - word : word;
 }
@@ -44,14 +43,14 @@ MRROPE_HOST_DEVICE double attention_factor_of(uint64_t word) {
     return std::bit_cast<double>(without_negation(word));
 }
 
-// Which of `rows` positions of a token turns a pair. No word, however wrong, leads past the last.
+// The row of positions for a pair. Clamped, so that no word leads out of bounds.
 MRROPE_HOST_DEVICE int64_t position_row_of(uint64_t word, int64_t rows) {
     const uint64_t row = without_negation(word);
     const auto last = static_cast<uint64_t>(rows - 1);
     return static_cast<int64_t>(row < last ? row : last);
 }
 
-// Cosine and sine of the angle quarter * pi/2 + x * pi/4, given those of x * pi/4.
+// Cosine and sine of quarter * pi/2 + x, given those of x.
 template <class Real>
 MRROPE_HOST_DEVICE CosSin<Real> rotated_by_quarters(uint32_t quarter, Real cosine, Real sine) {
     const bool odd = quarter & 1;
@@ -60,8 +59,8 @@ MRROPE_HOST_DEVICE CosSin<Real> rotated_by_quarters(uint32_t quarter, Real cosin
     return {(quarter + 1) & 2 ? -c : c, quarter & 2 ? -s : s};
 }
 
-// Of the phase's top half alone: 2^-32 of a circle is 1.5e-9 radians, far below float's rounding. The nearest quarter
-// circle is split off exactly, in integers; minimax polynomials (error below 3e-9) do the rest.
+// Takes the phase's top 32 bits: 2^-32 revolutions are 1.5e-9 radians, far below float's rounding. Integer arithmetic
+// reduces the argument exactly to within pi/4; minimax polynomials (error below 3e-9) do the rest.
 MRROPE_HOST_DEVICE CosSin<float> cos_sin(uint32_t phase_top) {
     const uint32_t quarter = (phase_top + 0x20000000u) >> 30;
     const auto rest = static_cast<int32_t>(phase_top - (quarter << 30));
@@ -74,7 +73,7 @@ MRROPE_HOST_DEVICE CosSin<float> cos_sin(uint32_t phase_top) {
     return rotated_by_quarters(quarter & 3, cosine, sine);
 }
 
-// The same in double, by Taylor series of the angle, which is at most pi/4.
+// In double, by Taylor series of the reduced argument.
 MRROPE_HOST_DEVICE CosSin<double> cos_sin(uint64_t phase) {
     const uint64_t quarter = (phase + (uint64_t{1} << 61)) >> 62;
     const auto rest = static_cast<int64_t>(phase - (quarter << 62));
@@ -101,8 +100,7 @@ MRROPE_HOST_DEVICE CosSin<double> cos_sin(uint64_t phase) {
     return rotated_by_quarters(static_cast<uint32_t>(quarter) & 3, cosine, sine);
 }
 
-// What the rotation of one pair at one position needs, in the precision of the computation. `gain` is the attention
-// factor; `direction` is 1, or -1 to rotate by the negated angle.
+// Cosine and sine of a phase, times the attention factor `gain`; `direction` is 1, or -1 to negate the angle.
 MRROPE_HOST_DEVICE CosSin<float> scaled_cos_sin(uint64_t phase, float gain, float direction) {
     const CosSin<float> unit = cos_sin(static_cast<uint32_t>(phase >> 32));
     return {gain * unit.cos, gain * direction * unit.sin};
@@ -113,7 +111,7 @@ MRROPE_HOST_DEVICE CosSin<double> scaled_cos_sin(uint64_t phase, double gain, do
     return {gain * unit.cos, gain * direction * unit.sin};
 }
 
-// a * b + c, rounded once wherever that is one instruction.
+// a * b + c, as an FMA where the processor has one.
 template <class Real>
 MRROPE_HOST_DEVICE Real multiply_add(Real a, Real b, Real c) {
 #if defined(__CUDA_ARCH__) || defined(__FP_FAST_FMA)
@@ -123,8 +121,8 @@ MRROPE_HOST_DEVICE Real multiply_add(Real a, Real b, Real c) {
 #endif
 }
 
-// Of two products the compiler may round either, and would choose differently from kernel to kernel. Said outright, so
-// that a token is rotated to the same bits in whatever batch, layout and call it comes.
+// FMA contraction is explicit; otherwise kernels may contract different products and differ in the last bit. A token
+// rotates to the same bits in every batch, layout and op.
 template <class Real>
 MRROPE_HOST_DEVICE Pair<Real> rotate(Pair<Real> x, CosSin<Real> by) {
     return {multiply_add(x.first, by.cos, -(x.second * by.sin)), multiply_add(x.second, by.cos, x.first * by.sin)};

@@ -1,4 +1,4 @@
-"""Frequency tables: right to the last bit, right at the edges, and the same after every journey."""
+"""Frequency tables: exact values, edge cases, relative tables and round trips."""
 
 import copy
 import json
@@ -45,7 +45,7 @@ def assert_same_frequencies(actual: FrequencyTable, expected: FrequencyTable) ->
     assert torch.equal(actual.inv_freq, expected.inv_freq)
 
 
-def journeys(table: FrequencyTable, folder) -> dict[str, FrequencyTable]:
+def round_trips(table: FrequencyTable, folder) -> dict[str, FrequencyTable]:
     table.save(folder / "table.json")
     return {
         "dict": FrequencyTable.from_dict(table.to_dict()),
@@ -58,7 +58,7 @@ def journeys(table: FrequencyTable, folder) -> dict[str, FrequencyTable]:
     }
 
 
-# --- against other people's numbers ---
+# --- against golden values, mpmath and transformers ---
 
 
 def test_golden_tables(golden):
@@ -78,16 +78,16 @@ def test_golden_phases(golden, device):
         keys = ("rotary_dim", "base", "original_max_position", "scale", "alpha", "beta")
         table = frequency_table(entry["method"], **{key: entry[key] for key in keys}, attention_factor=1.0)
         half = table.rotary_dim // 2
-        # (1, 0) turns into (cos, sin).
+        # (1, 0) rotates to (cos, sin).
         one = torch.cat([torch.ones(half), torch.zeros(half)]).double().to(device)
         for phase in entry.get("phases", []):
             position = torch.tensor([phase["position"]], device=device)
-            turned, _ = mrrope.rotary(one[None, None], None, position, table, "thd")
+            rotated, _ = mrrope.rotary(one[None, None], None, position, table, "thd")
             expected = torch.tensor(phase["cos"] + phase["sin"], dtype=torch.float64)
-            # Half of the turns' last bit, at every step.
-            of_turns = math.pi * phase["position"] * 2.0**-64
-            allowed = TOLERANCES[torch.float64].arithmetic + of_turns
-            assert (turned.cpu().flatten() - expected).abs().max() <= allowed
+            # The phase step is off by half a unit at most, times the position.
+            phase_error = math.pi * phase["position"] * 2.0**-64
+            allowed = TOLERANCES[torch.float64].arithmetic + phase_error
+            assert (rotated.cpu().flatten() - expected).abs().max() <= allowed
             checked += 1
     assert checked == 48
 
@@ -99,8 +99,8 @@ def test_exact_tables(method, settings):
     assert table.bounds == exact.bounds
     assert_close(table.inv_freq, [float(x) for x in exact.inv_freq], 3e-16)
     assert_close(table.cumulative_scale, [float(x) for x in exact.cumulative_scale], 3e-16)
-    # Correctly rounded: the nearest of the 2^64 fractions, every time.
-    assert [turn % 2**64 for turn in table.turns.tolist()] == exact.turns
+    # Phase steps are correctly rounded.
+    assert [step % 2**64 for step in table.turns.tolist()] == exact.turns
 
 
 def transformers_table(rope_type: str, **parameters) -> tuple[torch.Tensor, float]:
@@ -183,7 +183,7 @@ def test_the_power_of_a_method_gives_its_table(method):
 
 
 def test_lower_bound_is_clamped_to_the_first_pair():
-    # So short a training length that even the fastest pair turns less than 32 times.
+    # The fastest pair makes fewer than 32 rotations over the training length.
     table = frequency_table("mrrope_pro", rotary_dim=64, base=1e4, original_max_position=100, scale=4.0)
     assert table.bounds[0] == 0
     assert table.cumulative_scale[0] == 1.0
@@ -192,7 +192,7 @@ def test_lower_bound_is_clamped_to_the_first_pair():
 
 @pytest.mark.parametrize("method", TABLES_BY_BOUNDS)
 def test_upper_bound_beyond_the_last_pair(method):
-    # So long a training length that even the slowest pair turns more than once.
+    # The slowest pair makes more than one rotation over the training length.
     table = frequency_table(method, rotary_dim=64, base=1e4, original_max_position=1e6, scale=4.0)
     d_l, d_h = table.bounds
     assert d_l < 31 < d_h
@@ -236,7 +236,7 @@ def test_radix_factors_rebuild_their_table():
     scales = table.cumulative_scale
     assert_close(table.radix_factors, scales[1:] / scales[:-1], 0)
     again = frequency_table("radix", **LLAMA, factors=table.radix_factors)
-    # Every lambda was rounded once.
+    # Every radix factor is rounded once.
     assert_close(again.cumulative_scale, scales, 64 * 2.0**-53)
 
 
@@ -264,7 +264,7 @@ def test_attributes_are_copies():
     assert table.to_dict() == before
 
 
-# --- arithmetic of tables ---
+# --- relative tables ---
 
 
 @pytest.mark.parametrize(("first", "second"), [("rope", "mrrope_pro"), ("yarn", "pi"), ("mrrope_pro", "mrrope_pro")])
@@ -315,7 +315,7 @@ def test_attention_factors_past_float32_are_refused(factor):
         mrrope.FrequencyTable.from_dict(data)
 
 
-def test_tables_too_far_apart_are_refused():
+def test_relative_attention_factors_past_float32_are_refused():
     small, large = with_attention_factor(1e-30), with_attention_factor(1e30)
     message = "attention_factor of one table relative to another must be .* in float32's range, got"
     for to, from_ in ((small, large), (large, small)):
@@ -342,13 +342,13 @@ def test_inverse_negates():
     assert inverse.inverse().attention_factor == pytest.approx(table.attention_factor, rel=3e-16)
 
 
-# --- journeys ---
+# --- round trips ---
 
 
 @pytest.mark.parametrize(("method", "settings"), REQUESTS, ids=NAMES)
 def test_round_trips_are_exact(tmp_path, method, settings):
     table = frequency_table(method, **settings)
-    for name, copied in journeys(table, tmp_path).items():
+    for name, copied in round_trips(table, tmp_path).items():
         assert copied == table, name
         assert hash(copied) == hash(table), name
         assert_same_frequencies(copied, table)
@@ -357,7 +357,7 @@ def test_round_trips_are_exact(tmp_path, method, settings):
 def test_round_trips_of_derived_tables_are_exact(tmp_path):
     a, b = frequency_table("yarn", **LLAMA), frequency_table("mrrope_pro", **LLAMA)
     for table in (b.relative_to(a), a.relative_to(b), a.inverse()):
-        assert all(copied == table for copied in journeys(table, tmp_path).values())
+        assert all(copied == table for copied in round_trips(table, tmp_path).values())
 
 
 def test_tables_differ_when_anything_does():
@@ -380,9 +380,8 @@ def test_dicts_hold_nothing_but_json(tmp_path):
     assert json.loads((tmp_path / "table.json").read_text()) == table.to_dict()
 
 
-def test_turns_of_mpmath_are_what_inv_freq_means():
-    # The one place where the two public forms of a frequency meet: radians and fractions of a circle.
+def test_turns_are_inv_freq_in_revolutions():
     table = frequency_table("mrrope_pro", **LLAMA)
-    for radians, turn in zip(table.inv_freq.tolist(), table.turns.tolist(), strict=True):
-        of_turn = mpmath.mpf(turn % 2**64) / 2**64 * 2 * mpmath.pi
-        assert abs(of_turn - radians) <= radians * 2.0**-53 + math.pi * 2.0**-64
+    for radians, step in zip(table.inv_freq.tolist(), table.turns.tolist(), strict=True):
+        angle = mpmath.mpf(step % 2**64) / 2**64 * 2 * mpmath.pi
+        assert abs(angle - radians) <= radians * 2.0**-53 + math.pi * 2.0**-64
