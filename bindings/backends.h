@@ -13,7 +13,7 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
-// Where ops run: on torch's own threads, or on its current stream of the tensors' device.
+// Backend::run(args, heads) runs an op on torch's threads, or on the current stream of heads' device.
 
 namespace mrrope {
 
@@ -35,26 +35,22 @@ private:
 
 struct Cuda {
 #ifdef MRROPE_WITH_CUDA
-    static void run(const RotaryArgs& args, const at::Tensor& heads) { on_stream(rotary_cuda, args, heads); }
-    static void run(const RescaleCacheArgs& args, const at::Tensor& heads) {
-        on_stream(rescale_cache_cuda, args, heads);
-    }
+    static void run(const RotaryArgs& args, const at::Tensor& heads) { launch(rotary_cuda, args, heads); }
+    static void run(const RescaleCacheArgs& args, const at::Tensor& heads) { launch(rescale_cache_cuda, args, heads); }
     static void run(const RotaryAndCacheArgs& args, const at::Tensor& heads) {
-        on_stream(rotary_and_cache_cuda, args, heads);
+        launch(rotary_and_cache_cuda, args, heads);
     }
-    static void run(const QkNormRotaryArgs& args, const at::Tensor& heads) {
-        on_stream(qk_norm_rotary_cuda, args, heads);
-    }
+    static void run(const QkNormRotaryArgs& args, const at::Tensor& heads) { launch(qk_norm_rotary_cuda, args, heads); }
     static void run(const QkNormRotaryGradientArgs& args, const at::Tensor& heads) {
-        on_stream(qk_norm_rotary_gradient_cuda, args, heads);
+        launch(qk_norm_rotary_gradient_cuda, args, heads);
     }
     static WeightSumRows weight_sum_rows(const QkNormRotaryGradientArgs& args) { return weight_sum_rows_cuda(args); }
 
 private:
     template <class Args>
-    static void on_stream(void (*launch)(const Args&, CUstream_st*), const Args& args, const at::Tensor& heads) {
+    static void launch(void (*kernel)(const Args&, CUstream_st*), const Args& args, const at::Tensor& heads) {
         const c10::cuda::CUDAGuard guard(heads.device());
-        launch(args, c10::cuda::getCurrentCUDAStream(heads.device().index()).stream());
+        kernel(args, c10::cuda::getCurrentCUDAStream(heads.device().index()).stream());
     }
 #else
     template <class Args>

@@ -1,18 +1,12 @@
 #include <ATen/Functions.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/autograd.h>
-#include <torch/library.h>
 
 #include <cmath>
 #include <limits>
-#include <string>
 #include <vector>
 
-#include "backends.h"
-#include "gradients.h"
 #include "mrrope/torch_ops.h"
+#include "registration.h"
 #include "rotary_args.h"
-#include "tensor_views.h"
 
 namespace mrrope {
 namespace {
@@ -20,407 +14,297 @@ namespace {
 using at::Tensor;
 using at::TensorList;
 
-using Index = std::optional<Tensor>;
-
-using NormSignature = std::vector<Tensor>(TensorList, TensorList, const Tensor&, const Tensor&, double, double,
-                                          c10::string_view, c10::string_view, c10::string_view, bool, const Index&);
-using NormInPlaceSignature = void(TensorList, TensorList, const Tensor&, const Tensor&, double, double,
-                                  c10::string_view, c10::string_view, c10::string_view, bool, const Index&);
-using NormBackwardSignature = std::vector<Tensor>(TensorList, TensorList, TensorList, const Tensor&, const Tensor&,
-                                                  double, double, c10::string_view, c10::string_view, c10::string_view,
-                                                  bool, const Index&, bool);
-
-template <class Signature>
-auto op_named(const char* name) {
-    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
-const auto& norm_op() {
-    static const auto op = op_named<NormSignature>("mrrope::qk_norm_rotary");
-    return op;
-}
-
-const auto& norm_in_place_op() {
-    static const auto op = op_named<NormInPlaceSignature>("mrrope::qk_norm_rotary_");
-    return op;
-}
-
-const auto& norm_backward_op() {
-    static const auto op = op_named<NormBackwardSignature>("mrrope::qk_norm_rotary_backward");
-    return op;
-}
-
-// What a call says of the norm, beside its weights.
-struct NormOptions {
+struct QkNormRotaryCall {
+    TensorList heads;
+    TensorList weights;
+    const Tensor& positions;
+    const Tensor& table;
     double eps;
     double weight_offset;
-    c10::string_view over;
+    std::string_view over;
+    std::string_view layout;
+    std::string_view pairing;
+    bool conjugate;
+    const OptionalTensor& table_index;
+
+    RotaryCall rotary() const { return {heads, positions, table, layout, pairing, conjugate, table_index}; }
+    NamedTensor head(size_t index) const { return rotary().head(index); }
+    NamedTensor weight(size_t index) const { return {index == 0 ? "q_weight" : "k_weight", weights[index]}; }
+
+    void each_input(const auto& visit) const {
+        rotary().each_head(visit);
+        for (size_t i = 0; i < weights.size(); ++i) visit(weight(i));
+    }
 };
 
-const char* weight_name(size_t index) {
-    return index == 0 ? "q_weight" : "k_weight";
-}
+struct QkNormRotaryBackwardCall {
+    TensorList gradients;
+    QkNormRotaryCall forward;
+    bool wants_weights;
 
-NormOver over_named(c10::string_view name) {
+    NamedTensor gradient(size_t index) const {
+        return {{"gradients", static_cast<int64_t>(index)}, gradients[index]};
+    }
+};
+
+NormOver over_named(std::string_view name) {
     if (name == "head") return NormOver::head;
     if (name == "all_heads") return NormOver::all_heads;
     TORCH_CHECK_VALUE(false, "over must be one of head, all_heads, got '", name, "'");
 }
 
-// The checks that need no sizes, for tensors that have none yet.
-void check_norm_kinds(TensorList heads, TensorList weights, const RotaryOptions& rotary, const NormOptions& norm) {
-    check_kinds(heads, rotary);
-    over_named(norm.over);
-    TORCH_CHECK_VALUE(std::isfinite(norm.eps) && norm.eps >= 0.0, "eps must be finite and not negative, got ",
-                      norm.eps);
-    TORCH_CHECK_VALUE(std::isfinite(norm.weight_offset), "weight_offset must be finite, got ", norm.weight_offset);
-    TORCH_CHECK_VALUE(weights.size() == heads.size(), "weights must be one tensor for each of the ", heads.size(),
-                      " tensors of heads, got ", weights.size());
-    for (size_t i = 0; i < weights.size(); ++i) {
-        const Tensor& weight = weights[i];
-        TORCH_CHECK_VALUE(weight.dim() == 1, weight_name(i), " must have one dimension, got ", weight.dim());
-        TORCH_CHECK_TYPE(weight.scalar_type() == heads[0].scalar_type(), weight_name(i), " must have q's dtype ",
-                         heads[0].scalar_type(), ", got ", weight.scalar_type());
-        TORCH_CHECK(weight.device() == heads[0].device(), weight_name(i), " must be on q's device ", heads[0].device(),
-                    ", got ", weight.device());
+void check_kinds(const QkNormRotaryCall& call) {
+    check_kinds(call.rotary());
+    over_named(call.over);
+    TORCH_CHECK_VALUE(std::isfinite(call.eps) && call.eps >= 0.0, "eps must be finite and not negative, got ",
+                      call.eps);
+    TORCH_CHECK_VALUE(std::isfinite(call.weight_offset), "weight_offset must be finite, got ", call.weight_offset);
+    TORCH_CHECK_VALUE(call.weights.size() == call.heads.size(), "weights must be one tensor for each of the ",
+                      call.heads.size(), " tensors of heads, got ", call.weights.size());
+    for (size_t i = 0; i < call.weights.size(); ++i) {
+        const NamedTensor weight = call.weight(i);
+        TORCH_CHECK_VALUE(weight.tensor.dim() == 1, weight.name, " must have one dimension, got ", weight.tensor.dim());
+        check_like(weight, call.head(0));
     }
 }
 
-void check_weight_sizes(TensorList heads, TensorList weights, const NormOptions& norm, const Layout& layout) {
-    for (size_t i = 0; i < weights.size(); ++i) {
-        const int64_t head_dim = heads[i].size(-1);
-        const bool per_head = over_named(norm.over) == NormOver::head;
-        const int64_t expected = per_head ? head_dim : heads[i].size(layout.head) * head_dim;
-        TORCH_CHECK_VALUE(weights[i].size(0) == expected, weight_name(i), " must be [", expected, "], ",
-                          per_head ? "head_dim" : "heads * head_dim", " for ", head_name(i), " of ", heads[i].sizes(),
-                          ", got ", weights[i].sizes());
+void check_weight_sizes(const QkNormRotaryCall& call) {
+    const Layout layout = layout_named(call.layout);
+    const bool per_head = over_named(call.over) == NormOver::head;
+    for (size_t i = 0; i < call.weights.size(); ++i) {
+        const NamedTensor heads = call.head(i);
+        const NamedTensor weight = call.weight(i);
+        const int64_t expected = heads.tensor.size(-1) * (per_head ? 1 : heads.tensor.size(layout.head));
+        TORCH_CHECK_VALUE(weight.tensor.size(0) == expected, weight.name, " must be [", expected, "], ",
+                          per_head ? "head_dim" : "heads * head_dim", " for ", heads.name, " of ", heads.tensor.sizes(),
+                          ", got ", weight.tensor.sizes());
     }
-}
-
-// `weights` must be contiguous, and outlive the result.
-QkNormRotaryArgs norm_args(TensorList heads, TensorList out, TensorList weights, const RotaryOptions& rotary,
-                           const NormOptions& norm) {
-    check_norm_kinds(heads, weights, rotary, norm);
-    QkNormRotaryArgs args;
-    args.rotary = rotary_args(heads, out, rotary);
-    check_weight_sizes(heads, weights, norm, layout_named(rotary.layout));
-    args.q_weight = weights[0].const_data_ptr();
-    if (weights.size() == 2) args.k_weight = weights[1].const_data_ptr();
-    args.eps = norm.eps;
-    args.weight_offset = norm.weight_offset;
-    args.over = over_named(norm.over);
-    return args;
 }
 
 std::vector<Tensor> contiguous(TensorList tensors) {
     std::vector<Tensor> result;
+    result.reserve(tensors.size());
     for (const Tensor& x : tensors) result.push_back(x.contiguous());
     return result;
 }
 
-// --- backends
-// ----------------------------------------------------------------------------------------------------------
-
-template <class Backend>
-std::vector<Tensor> norm_on(TensorList heads, TensorList weights, const Tensor& positions, const Tensor& table,
-                            double eps, double weight_offset, c10::string_view over, c10::string_view layout,
-                            c10::string_view pairing, bool conjugate, const Index& table_index) {
-    const RotaryOptions rotary{positions, table, layout, pairing, conjugate, table_index};
-    check_norm_kinds(heads, weights, rotary, {eps, weight_offset, over});
-    std::vector<Tensor> out = like(heads);
-    const std::vector<Tensor> dense = contiguous(weights);
-    Backend::run(norm_args(heads, out, dense, rotary, {eps, weight_offset, over}), heads[0]);
-    return out;
+// `weights` are the call's, contiguous, and must outlive the result.
+QkNormRotaryArgs qk_norm_rotary_args(const QkNormRotaryCall& call, TensorList out, TensorList weights) {
+    QkNormRotaryArgs args;
+    args.rotary = rotary_args(call.rotary(), out);
+    check_weight_sizes(call);
+    args.q_weight = weights[0].const_data_ptr();
+    if (weights.size() == 2) args.k_weight = weights[1].const_data_ptr();
+    args.eps = call.eps;
+    args.weight_offset = call.weight_offset;
+    args.over = over_named(call.over);
+    return args;
 }
 
-template <class Backend>
-void norm_in_place_on(TensorList heads, TensorList weights, const Tensor& positions, const Tensor& table, double eps,
-                      double weight_offset, c10::string_view over, c10::string_view layout, c10::string_view pairing,
-                      bool conjugate, const Index& table_index) {
-    const std::vector<Tensor> dense = contiguous(weights);
-    const QkNormRotaryArgs args = norm_args(
-        heads, heads, dense, {positions, table, layout, pairing, conjugate, table_index}, {eps, weight_offset, over});
-    for (size_t i = 0; i < heads.size(); ++i) {
-        for (size_t j = 0; j < dense.size(); ++j) check_apart({head_name(i), heads[i]}, {weight_name(j), dense[j]});
+struct QkNormRotaryBackward {
+    static constexpr const char* name = "qk_norm_rotary_backward";
+    using Call = QkNormRotaryBackwardCall;
+    using Signature = std::vector<Tensor>(TensorList, TensorList, TensorList, const Tensor&, const Tensor&, double,
+                                          double, std::string_view, std::string_view, std::string_view, bool,
+                                          const OptionalTensor&, bool);
+
+    static void each_input(const Call& call, const auto& visit) {
+        for (size_t i = 0; i < call.gradients.size(); ++i) visit(call.gradient(i));
+        call.forward.each_input(visit);
     }
-    Backend::run(args, heads[0]);
-}
 
-void check_gradient_kinds(TensorList gradients, TensorList heads) {
-    TORCH_CHECK_VALUE(gradients.size() == heads.size(), "gradients must be one for each of the ", heads.size(),
-                      " tensors of heads, got ", gradients.size());
-    for (size_t i = 0; i < heads.size(); ++i) {
-        TORCH_CHECK_VALUE(gradients[i].dim() == heads[i].dim(), "gradients[", i, "] must have the heads' ",
-                          heads[i].dim(), " dimensions, got ", gradients[i].dim());
-        TORCH_CHECK_TYPE(gradients[i].scalar_type() == heads[i].scalar_type(), "gradients[", i,
-                         "] must have the dtype of the heads, ", heads[i].scalar_type(), ", got ",
-                         gradients[i].scalar_type());
-        TORCH_CHECK(gradients[i].device() == heads[i].device(), "gradients[", i, "] must be on the heads' device ",
-                    heads[i].device(), ", got ", gradients[i].device());
+    static std::vector<Tensor> differentiate(const Call&, const auto&) {
+        TORCH_CHECK_NOT_IMPLEMENTED(false,
+                                    "qk_norm_rotary cannot be differentiated twice: its backward pass has no gradient");
     }
-}
 
-void check_gradient_sizes(TensorList gradients, TensorList heads) {
-    for (size_t i = 0; i < heads.size(); ++i) {
-        TORCH_CHECK_VALUE(
-            gradients[i].sizes() == heads[i].sizes() && (gradients[i].numel() == 0 || gradients[i].stride(-1) == 1),
-            "gradients[", i, "] must be ", heads[i].sizes(), " with a contiguous last dimension, got ",
-            gradients[i].sizes(), " with strides ", gradients[i].strides());
-    }
-}
-
-template <class Backend>
-std::vector<Tensor> norm_backward_on(TensorList gradients, TensorList heads, TensorList weights,
-                                     const Tensor& positions, const Tensor& table, double eps, double weight_offset,
-                                     c10::string_view over, c10::string_view layout_name, c10::string_view pairing,
-                                     bool conjugate, const Index& table_index, bool wants_weights) {
-    const RotaryOptions rotary{positions, table, layout_name, pairing, conjugate, table_index};
-    check_norm_kinds(heads, weights, rotary, {eps, weight_offset, over});
-    check_gradient_kinds(gradients, heads);
-    check_gradient_sizes(gradients, heads);
-    const Layout layout = layout_named(layout_name);
-    std::vector<Tensor> result = like(heads);
-    const std::vector<Tensor> dense = contiguous(weights);
-    QkNormRotaryGradientArgs args;
-    args.call = norm_args(heads, result, dense, rotary, {eps, weight_offset, over});
-    const int64_t all_heads =
-        args.call.rotary.batch * args.call.rotary.tokens * (args.call.rotary.q.heads + args.call.rotary.k.heads);
-    TORCH_CHECK_VALUE(all_heads < std::numeric_limits<int>::max(),
-                      "q and k must have fewer than 2^31 heads in all tokens for their gradients, got ", all_heads);
-    for (size_t i = 0; i < heads.size(); ++i) {
-        OutputGradient& gradient = i == 0 ? args.q : args.k;
-        gradient.data = gradients[i].const_data_ptr();
-        gradient.strides = strides_of(gradients[i], layout);
-    }
-    const WeightSumRows rows = Backend::weight_sum_rows(args);
-    std::vector<Tensor> sums;
-    for (size_t i = 0; wants_weights && i < heads.size(); ++i) {
-        const auto precision = heads[i].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-        const int64_t size = weights[i].size(0);
-        sums.push_back(at::empty({i == 0 ? rows.q : rows.k, size}, heads[i].options().dtype(precision)));
-        (i == 0 ? args.q : args.k).weight_sums = sums[i].data_ptr();
-    }
-    Backend::run(args, heads[0]);
-    for (size_t i = 0; i < sums.size(); ++i) result.push_back(sums[i].sum(0).to(weights[i].scalar_type()));
-    return result;
-}
-
-std::vector<Tensor> norm_meta(TensorList heads, TensorList weights, const Tensor& positions, const Tensor& table,
-                              double eps, double weight_offset, c10::string_view over, c10::string_view layout,
-                              c10::string_view pairing, bool conjugate, const Index& table_index) {
-    check_norm_kinds(heads, weights, {positions, table, layout, pairing, conjugate, table_index},
-                     {eps, weight_offset, over});
-    return like(heads);
-}
-
-void norm_in_place_meta(TensorList heads, TensorList weights, const Tensor& positions, const Tensor& table, double eps,
-                        double weight_offset, c10::string_view over, c10::string_view layout, c10::string_view pairing,
-                        bool conjugate, const Index& table_index) {
-    check_norm_kinds(heads, weights, {positions, table, layout, pairing, conjugate, table_index},
-                     {eps, weight_offset, over});
-}
-
-std::vector<Tensor> norm_backward_meta(TensorList gradients, TensorList heads, TensorList weights,
-                                       const Tensor& positions, const Tensor& table, double eps, double weight_offset,
-                                       c10::string_view over, c10::string_view layout, c10::string_view pairing,
-                                       bool conjugate, const Index& table_index, bool wants_weights) {
-    check_norm_kinds(heads, weights, {positions, table, layout, pairing, conjugate, table_index},
-                     {eps, weight_offset, over});
-    check_gradient_kinds(gradients, heads);
-    std::vector<Tensor> result = like(heads);
-    for (const Tensor& weight : weights) {
-        if (wants_weights) result.push_back(at::empty_symint(weight.sym_sizes(), weight.options()));
-    }
-    return result;
-}
-
-// --- autograd
-// ----------------------------------------------------------------------------------------------------------
-
-// Keeps q and k, not what came out of their norm: the backward pass reads them anyway, and gets the norm from them.
-struct NormFunction : torch::autograd::Function<NormFunction> {
-    static constexpr bool is_traceable = true;
-
-    // q, its weight, k, its weight: in this order, so that those that are there are numbered alike without k.
-    static std::vector<Tensor> forward(torch::autograd::AutogradContext* context, const Tensor& q,
-                                       const Tensor& q_weight, const std::optional<Tensor>& k,
-                                       const std::optional<Tensor>& k_weight, const Tensor& positions,
-                                       const Tensor& table, double eps, double weight_offset, const std::string& over,
-                                       const std::string& layout, const std::string& pairing, bool conjugate,
-                                       const Index& table_index) {
-        const at::AutoDispatchBelowADInplaceOrView below_autograd;
-        context->set_materialize_grads(false);
-        context->save_for_backward({q, q_weight, k.value_or(Tensor()), k_weight.value_or(Tensor()), positions, table,
-                                    table_index.value_or(Tensor())});
-        context->saved_data["eps"] = eps;
-        context->saved_data["weight_offset"] = weight_offset;
-        context->saved_data["over"] = over;
-        context->saved_data["layout"] = layout;
-        context->saved_data["pairing"] = pairing;
-        context->saved_data["conjugate"] = conjugate;
-        std::vector<Tensor> heads{q};
-        std::vector<Tensor> weights{q_weight};
-        if (k) {
-            heads.push_back(*k);
-            weights.push_back(*k_weight);
+    static void check(const Call& call) {
+        check_kinds(call.forward);
+        const TensorList heads = call.forward.heads;
+        TORCH_CHECK_VALUE(call.gradients.size() == heads.size(), "gradients must be one for each of the ", heads.size(),
+                          " tensors of heads, got ", call.gradients.size());
+        for (size_t i = 0; i < heads.size(); ++i) {
+            const NamedTensor gradient = call.gradient(i);
+            TORCH_CHECK_VALUE(gradient.tensor.dim() == heads[i].dim(), gradient.name, " must have the heads' ",
+                              heads[i].dim(), " dimensions, got ", gradient.tensor.dim());
+            check_like(gradient, {{"heads", static_cast<int64_t>(i)}, heads[i]});
         }
-        return norm_op().call(heads, weights, positions, table, eps, weight_offset, over, layout, pairing, conjugate,
-                              table_index);
     }
 
-    static std::vector<Tensor> backward(torch::autograd::AutogradContext* context, std::vector<Tensor> gradients) {
-        constexpr size_t inputs = 13;
-        std::vector<Tensor> result(inputs);
-        const auto saved = context->get_saved_variables();
-        std::vector<size_t> wanted;
-        std::vector<Tensor> given, heads, weights;
-        bool wants_weights = false;
+    static void check_sizes(const Call& call) {
+        for (size_t i = 0; i < call.gradients.size(); ++i) {
+            const auto& [name, x] = call.gradient(i);
+            const Tensor& heads = call.forward.heads[i];
+            TORCH_CHECK_VALUE(x.sizes() == heads.sizes() && (x.numel() == 0 || x.stride(-1) == 1), name, " must be ",
+                              heads.sizes(), " with a contiguous last dimension, got ", x.sizes(), " with strides ",
+                              x.strides());
+        }
+    }
+
+    template <class Backend>
+    static std::vector<Tensor> run(const Call& call) {
+        const auto& [gradients, forward, wants_weights] = call;
+        check_sizes(call);
+        const Layout layout = layout_named(forward.layout);
+        std::vector<Tensor> result = empty_like_heads(forward.heads);
+        const std::vector<Tensor> weights = contiguous(forward.weights);
+        QkNormRotaryGradientArgs args;
+        args.call = qk_norm_rotary_args(forward, result, weights);
+        const RotaryArgs& rotary = args.call.rotary;
+        const int64_t all_heads = rotary.batch * rotary.tokens * (rotary.q.heads + rotary.k.heads);
+        TORCH_CHECK_VALUE(all_heads < std::numeric_limits<int>::max(),
+                          "q and k must have fewer than 2^31 heads in all tokens for their gradients, got ", all_heads);
         for (size_t i = 0; i < gradients.size(); ++i) {
-            const bool wants_weight = context->needs_input_grad(2 * i + 1);
-            if (!gradients[i].defined() || !(context->needs_input_grad(2 * i) || wants_weight)) continue;
-            wanted.push_back(i);
-            given.push_back(with_contiguous_last_dimension(gradients[i]));
-            heads.push_back(saved[2 * i]);
-            weights.push_back(saved[2 * i + 1]);
-            wants_weights = wants_weights || wants_weight;
+            OutputGradient& gradient = i == 0 ? args.q : args.k;
+            gradient.data = gradients[i].const_data_ptr();
+            gradient.strides = head_strides(gradients[i], layout);
         }
-        if (heads.empty()) return result;
-        auto& data = context->saved_data;
-        const std::vector<Tensor> found = norm_backward_op().call(
-            given, heads, weights, saved[4], saved[5], data["eps"].toDouble(), data["weight_offset"].toDouble(),
-            data["over"].toStringRef(), data["layout"].toStringRef(), data["pairing"].toStringRef(),
-            data["conjugate"].toBool(), saved[6].defined() ? Index(saved[6]) : std::nullopt, wants_weights);
-        for (size_t i = 0; i < wanted.size(); ++i) {
-            result[2 * wanted[i]] = found[i];
-            if (wants_weights) result[2 * wanted[i] + 1] = found[heads.size() + i];
+        const WeightSumRows rows = Backend::weight_sum_rows(args);
+        std::vector<Tensor> sums;
+        for (size_t i = 0; wants_weights && i < weights.size(); ++i) {
+            const auto precision = weights[i].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+            sums.push_back(
+                at::empty({i == 0 ? rows.q : rows.k, weights[i].size(0)}, weights[i].options().dtype(precision)));
+            (i == 0 ? args.q : args.k).weight_sums = sums[i].data_ptr();
+        }
+        Backend::run(args, forward.heads[0]);
+        for (size_t i = 0; i < sums.size(); ++i) result.push_back(sums[i].sum(0).to(weights[i].scalar_type()));
+        return result;
+    }
+
+    static std::vector<Tensor> meta(const Call& call) {
+        std::vector<Tensor> result = empty_like_heads(call.forward.heads);
+        if (!call.wants_weights) return result;
+        for (const Tensor& weight : call.forward.weights) {
+            result.push_back(at::empty_symint(weight.sym_sizes(), weight.options()));
         }
         return result;
     }
 };
 
-std::vector<Tensor> norm_autograd(TensorList heads, TensorList weights, const Tensor& positions, const Tensor& table,
-                                  double eps, double weight_offset, c10::string_view over, c10::string_view layout,
-                                  c10::string_view pairing, bool conjugate, const Index& table_index) {
-    if (!needs_gradient(heads) && !needs_gradient(weights)) {
-        const at::AutoDispatchBelowADInplaceOrView below_autograd;
-        return norm_op().call(heads, weights, positions, table, eps, weight_offset, over, layout, pairing, conjugate,
-                              table_index);
-    }
-    check_norm_kinds(heads, weights, {positions, table, layout, pairing, conjugate, table_index},
-                     {eps, weight_offset, over});
-    const bool has_k = heads.size() == 2;
-    const std::optional<Tensor> k = has_k ? std::optional<Tensor>(heads[1]) : std::nullopt;
-    const std::optional<Tensor> k_weight = has_k ? std::optional<Tensor>(weights[1]) : std::nullopt;
-    return NormFunction::apply(heads[0], weights[0], k, k_weight, positions, table, eps, weight_offset,
-                               std::string(over), std::string(layout), std::string(pairing), conjugate, table_index);
-}
+// Saves q and k, not their norms: the backward pass reads q and k in any case and recomputes the norms from them.
+struct QkNormRotaryFunction : torch::autograd::Function<QkNormRotaryFunction> {
+    static constexpr bool is_traceable = true;
 
-void norm_in_place_autograd(TensorList heads, TensorList weights, const Tensor& positions, const Tensor& table,
-                            double eps, double weight_offset, c10::string_view over, c10::string_view layout,
-                            c10::string_view pairing, bool conjugate, const Index& table_index) {
-    for (const auto& [tensors, name_of] : {std::pair(heads, &head_name), std::pair(weights, &weight_name)}) {
-        for (size_t i = 0; i < tensors.size(); ++i) {
-            TORCH_CHECK(!needs_gradient(tensors[i]), name_of(i),
-                        " requires grad, and its gradient needs what would be overwritten in place: use qk_norm_rotary,"
-                        " or torch.no_grad()");
+    static std::vector<Tensor> forward(torch::autograd::AutogradContext* context, TensorList heads, TensorList weights,
+                                       const QkNormRotaryCall& call, const auto& below) {
+        context->set_materialize_grads(false);
+        std::vector<Tensor> saved{call.positions, call.table, call.table_index.value_or(Tensor())};
+        saved.insert(saved.end(), heads.begin(), heads.end());
+        saved.insert(saved.end(), weights.begin(), weights.end());
+        context->save_for_backward(std::move(saved));
+        context->saved_data["eps"] = call.eps;
+        context->saved_data["weight_offset"] = call.weight_offset;
+        context->saved_data["over"] = call.over;
+        context->saved_data["layout"] = call.layout;
+        context->saved_data["pairing"] = call.pairing;
+        context->saved_data["conjugate"] = call.conjugate;
+        return below();
+    }
+
+    static std::vector<Tensor> backward(torch::autograd::AutogradContext* context, std::vector<Tensor> gradients) {
+        const size_t count = gradients.size();
+        std::vector<Tensor> result(2 * count + 2);  // heads, weights, and none for call and below
+        const auto saved = context->get_saved_variables();
+        std::vector<size_t> wanted;
+        std::vector<Tensor> given, heads, weights;
+        bool wants_weights = false;
+        for (size_t i = 0; i < count; ++i) {
+            const bool wants_weight = context->needs_input_grad(count + i);
+            if (!gradients[i].defined() || !(context->needs_input_grad(i) || wants_weight)) continue;
+            wanted.push_back(i);
+            given.push_back(with_contiguous_last_dimension(gradients[i]));
+            heads.push_back(saved[3 + i]);
+            weights.push_back(saved[3 + count + i]);
+            wants_weights = wants_weights || wants_weight;
         }
+        if (heads.empty()) return result;
+        auto& data = context->saved_data;
+        const std::vector<Tensor> found = dispatched<QkNormRotaryBackward>().call(
+            given, heads, weights, saved[0], saved[1], data["eps"].toDouble(), data["weight_offset"].toDouble(),
+            data["over"].toStringRef(), data["layout"].toStringRef(), data["pairing"].toStringRef(),
+            data["conjugate"].toBool(), saved[2].defined() ? OptionalTensor(saved[2]) : std::nullopt, wants_weights);
+        for (size_t i = 0; i < wanted.size(); ++i) {
+            result[wanted[i]] = found[i];
+            if (wants_weights) result[count + wanted[i]] = found[heads.size() + i];
+        }
+        return result;
     }
-    const at::AutoDispatchBelowAutograd below_autograd;
-    norm_in_place_op().call(heads, weights, positions, table, eps, weight_offset, over, layout, pairing, conjugate,
-                            table_index);
-}
+};
 
-void norm_in_place_versioned(TensorList heads, TensorList weights, const Tensor& positions, const Tensor& table,
-                             double eps, double weight_offset, c10::string_view over, c10::string_view layout,
-                             c10::string_view pairing, bool conjugate, const Index& table_index) {
-    for (size_t i = 0; i < heads.size(); ++i) {
-        TORCH_CHECK(!heads[i].is_inference() || c10::InferenceMode::is_enabled(), head_name(i),
-                    " was made in inference mode and cannot be rotated in place outside it: clone it first");
-    }
-    {
-        const at::AutoDispatchBelowADInplaceOrView below_autograd;
-        norm_in_place_op().call(heads, weights, positions, table, eps, weight_offset, over, layout, pairing, conjugate,
-                                table_index);
-    }
-    for (const Tensor& x : heads) torch::autograd::impl::bump_version(x);
-}
+template <class Result>
+struct QkNormRotaryTraits {
+    using Call = QkNormRotaryCall;
+    using Signature = Result(TensorList, TensorList, const Tensor&, const Tensor&, double, double, std::string_view,
+                             std::string_view, std::string_view, bool, const OptionalTensor&);
 
-std::vector<Tensor> norm_backward_autograd(TensorList gradients, TensorList heads, TensorList weights,
-                                           const Tensor& positions, const Tensor& table, double eps,
-                                           double weight_offset, c10::string_view over, c10::string_view layout,
-                                           c10::string_view pairing, bool conjugate, const Index& table_index,
-                                           bool wants_weights) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!needs_gradient(gradients) && !needs_gradient(heads) && !needs_gradient(weights),
-                                "qk_norm_rotary cannot be differentiated twice: its backward pass has no gradient");
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return norm_backward_op().call(gradients, heads, weights, positions, table, eps, weight_offset, over, layout,
-                                   pairing, conjugate, table_index, wants_weights);
-}
+    static void check(const Call& call) { check_kinds(call); }
+    static void each_input(const Call& call, const auto& visit) { call.each_input(visit); }
+};
+
+struct QkNormRotary : QkNormRotaryTraits<std::vector<Tensor>> {
+    static constexpr const char* name = "qk_norm_rotary";
+
+    template <class Backend>
+    static std::vector<Tensor> run(const Call& call) {
+        std::vector<Tensor> out = empty_like_heads(call.heads);
+        const std::vector<Tensor> weights = contiguous(call.weights);
+        Backend::run(qk_norm_rotary_args(call, out, weights), call.heads[0]);
+        return out;
+    }
+
+    static std::vector<Tensor> meta(const Call& call) { return empty_like_heads(call.heads); }
+
+    static std::vector<Tensor> differentiate(const Call& call, const auto& below) {
+        return QkNormRotaryFunction::apply(call.heads, call.weights, call, below);
+    }
+};
+
+struct QkNormRotaryInPlace : QkNormRotaryTraits<void> {
+    static constexpr const char* name = "qk_norm_rotary_";
+    static constexpr const char* written = "rotated in place";
+    static constexpr const char* no_gradient =
+        "its gradient needs what would be overwritten in place: use qk_norm_rotary, or torch.no_grad()";
+
+    static void each_written(const Call& call, const auto& visit) { call.rotary().each_head(visit); }
+
+    template <class Backend>
+    static void run(const Call& call) {
+        const std::vector<Tensor> weights = contiguous(call.weights);
+        const QkNormRotaryArgs args = qk_norm_rotary_args(call, call.heads, weights);
+        for (size_t i = 0; i < call.heads.size(); ++i) {
+            for (size_t j = 0; j < weights.size(); ++j) {
+                check_no_overlap(call.head(i), {call.weight(j).name, weights[j]});
+            }
+        }
+        Backend::run(args, call.heads[0]);
+    }
+};
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(mrrope, m) {
-    const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-    m.def(
-        "qk_norm_rotary(Tensor[] heads, Tensor[] weights, Tensor positions, Tensor table, float eps, "
-        "float weight_offset=0.0, str over='head', str layout='bhsd', str pairing='halves', bool conjugate=False, "
-        "Tensor? table_index=None) -> Tensor[]",
-        tags);
-    m.def(
-        "qk_norm_rotary_(Tensor(a!)[] heads, Tensor[] weights, Tensor positions, Tensor table, float eps, "
-        "float weight_offset=0.0, str over='head', str layout='bhsd', str pairing='halves', bool conjugate=False, "
-        "Tensor? table_index=None) -> ()",
-        tags);
-    m.def(
-        "qk_norm_rotary_backward(Tensor[] gradients, Tensor[] heads, Tensor[] weights, Tensor positions, Tensor table, "
-        "float eps, float weight_offset=0.0, str over='head', str layout='bhsd', str pairing='halves', "
-        "bool conjugate=False, Tensor? table_index=None, bool wants_weights=True) -> Tensor[]",
-        tags);
+TORCH_LIBRARY_FRAGMENT(mrrope, library) {
+    const std::string options =
+        "Tensor[] weights, Tensor positions, Tensor table, float eps, float weight_offset=0.0, str over='head', "
+        "str layout='bhsd', str pairing='halves', bool conjugate=False, Tensor? table_index=None";
+    register_op<QkNormRotary>(library, "(Tensor[] heads, " + options + ") -> Tensor[]");
+    register_op<QkNormRotaryInPlace>(library, "(Tensor(a!)[] heads, " + options + ") -> ()");
+    register_op<QkNormRotaryBackward>(
+        library, "(Tensor[] gradients, Tensor[] heads, " + options + ", bool wants_weights=True) -> Tensor[]");
 }
-
-TORCH_LIBRARY_IMPL(mrrope, CPU, m) {
-    m.impl("qk_norm_rotary", norm_on<Cpu>);
-    m.impl("qk_norm_rotary_", norm_in_place_on<Cpu>);
-    m.impl("qk_norm_rotary_backward", norm_backward_on<Cpu>);
-}
-
-TORCH_LIBRARY_IMPL(mrrope, CUDA, m) {
-    m.impl("qk_norm_rotary", norm_on<Cuda>);
-    m.impl("qk_norm_rotary_", norm_in_place_on<Cuda>);
-    m.impl("qk_norm_rotary_backward", norm_backward_on<Cuda>);
-}
-
-TORCH_LIBRARY_IMPL(mrrope, Meta, m) {
-    m.impl("qk_norm_rotary", norm_meta);
-    m.impl("qk_norm_rotary_", norm_in_place_meta);
-    m.impl("qk_norm_rotary_backward", norm_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(mrrope, Autograd, m) {
-    m.impl("qk_norm_rotary", norm_autograd);
-    m.impl("qk_norm_rotary_", norm_in_place_autograd);
-    m.impl("qk_norm_rotary_backward", norm_backward_autograd);
-}
-
-TORCH_LIBRARY_IMPL(mrrope, ADInplaceOrView, m) {
-    m.impl("qk_norm_rotary_", norm_in_place_versioned);
-}
-
-// --- for C++
-// -----------------------------------------------------------------------------------------------------------
 
 std::vector<Tensor> qk_norm_rotary(TensorList heads, TensorList weights, const Tensor& positions, const Tensor& table,
                                    double eps, double weight_offset, std::string_view over, std::string_view layout,
-                                   std::string_view pairing, const Index& table_index) {
-    return norm_op().call(heads, weights, positions, table, eps, weight_offset, over, layout, pairing, false,
-                          table_index);
+                                   std::string_view pairing, const OptionalTensor& table_index) {
+    return dispatched<QkNormRotary>().call(heads, weights, positions, table, eps, weight_offset, over, layout, pairing,
+                                           /*conjugate=*/false, table_index);
 }
 
 void qk_norm_rotary_(TensorList heads, TensorList weights, const Tensor& positions, const Tensor& table, double eps,
                      double weight_offset, std::string_view over, std::string_view layout, std::string_view pairing,
-                     const Index& table_index) {
-    norm_in_place_op().call(heads, weights, positions, table, eps, weight_offset, over, layout, pairing, false,
-                            table_index);
+                     const OptionalTensor& table_index) {
+    dispatched<QkNormRotaryInPlace>().call(heads, weights, positions, table, eps, weight_offset, over, layout, pairing,
+                                           /*conjugate=*/false, table_index);
 }
 
 }  // namespace mrrope

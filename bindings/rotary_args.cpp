@@ -1,29 +1,17 @@
 #include "rotary_args.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <c10/util/Exception.h>
 
 #include <limits>
 
 #include "mrrope/rotation.h"
-#include "tensor_views.h"
 
 namespace mrrope {
 namespace {
 
-NamedHeads named(at::TensorList heads, size_t index) {
-    return {head_name(index), heads[index]};
-}
-
-void check_heads(at::TensorList heads, const Layout& layout) {
-    for (size_t i = 0; i < heads.size(); ++i) check_last_dimension(named(heads, i), layout);
-    if (heads.size() == 1) return;
-    const at::Tensor& q = heads[0];
-    const at::Tensor& k = heads[1];
-    const bool agree = layout.batch_of(q) == layout.batch_of(k) && q.size(layout.token) == k.size(layout.token) &&
-                       q.size(-1) == k.size(-1);
-    TORCH_CHECK_VALUE(agree, "k must be ", layout.shape, " and differ from q in the number of heads only, got k of ",
-                      k.sizes(), " for q of ", q.sizes());
+void check_heads(const RotaryCall& call, const Layout& layout) {
+    call.each_head([&](NamedTensor x) { check_last_dimension(x, layout); });
+    if (call.heads.size() == 2) check_k_matches_q(call.heads[0], call.heads[1], layout);
 }
 
 void check_table_shape(const at::Tensor& table) {
@@ -35,8 +23,10 @@ void check_table_shape(const at::Tensor& table) {
                       table.sizes(), " with strides ", table.strides());
 }
 
-TableChoice choice_of(const at::Tensor& table, const std::optional<at::Tensor>& index, const at::Tensor& q,
-                      const Layout& layout) {
+TableChoice table_choice(const RotaryCall& call, const Layout& layout) {
+    const at::Tensor& q = call.heads[0];
+    const at::Tensor& table = call.table;
+    const OptionalTensor& index = call.table_index;
     if (table.dim() == 1) {
         TORCH_CHECK_VALUE(!index, "table_index must come with a stack of tables, got one table");
         return {};
@@ -55,18 +45,20 @@ TableChoice choice_of(const at::Tensor& table, const std::optional<at::Tensor>& 
     TORCH_CHECK_VALUE(index->dim() == 1 && index->size(0) == expected, "table_index must be [", expected, "], one ",
                       layout.batch < 0 ? "a token" : "a sequence", ", for q of ", q.sizes(), " in layout ", layout.name,
                       ", got ", index->sizes());
-    const int64_t apart = step(*index, 0);
-    TORCH_CHECK_VALUE(apart <= most, "table_index must have its elements less than 2^31 apart, got a stride of ",
-                      apart);
-    check_range("table_index", *index, count);
+    const int64_t stride = stride_or_zero(*index, 0);
+    TORCH_CHECK_VALUE(stride <= most, "table_index must have its elements less than 2^31 apart, got a stride of ",
+                      stride);
+    check_range({"table_index", *index}, count);
     choice.index = static_cast<const int32_t*>(index->const_data_ptr());
-    (layout.batch < 0 ? choice.token_stride : choice.batch_stride) = static_cast<int32_t>(apart);
+    (layout.batch < 0 ? choice.token_stride : choice.batch_stride) = static_cast<int32_t>(stride);
     return choice;
 }
 
-// positions of [rows, batch, tokens], and which row turns each pair.
-PositionsView position_rows_of(const at::Tensor& positions, const at::Tensor& table, const at::Tensor& q,
-                               const Layout& layout) {
+// Positions of [rows, batch, tokens]; the table's second rows name the row of each pair.
+PositionsView position_rows_view(const RotaryCall& call, const Layout& layout) {
+    const at::Tensor& q = call.heads[0];
+    const at::Tensor& positions = call.positions;
+    const at::Tensor& table = call.table;
     const int64_t tokens = q.size(layout.token);
     const int64_t batch = layout.batch_of(q);
     TORCH_CHECK_VALUE(layout.batch >= 0 && positions.size(0) >= 1 && positions.size(2) == tokens &&
@@ -86,78 +78,62 @@ PositionsView position_rows_of(const at::Tensor& positions, const at::Tensor& ta
     }
     return {.data = positions.const_data_ptr(),
             .is_int64 = positions.scalar_type() == at::kLong,
-            .batch_stride = step(positions, 1),
-            .token_stride = step(positions, 2),
+            .batch_stride = stride_or_zero(positions, 1),
+            .token_stride = stride_or_zero(positions, 2),
             .rows = positions.size(0),
-            .row_stride = step(positions, 0),
+            .row_stride = stride_or_zero(positions, 0),
             .row_of_pair = row_of_pair};
-}
-
-HeadsView view_of(NamedHeads in, const at::Tensor& out, const Layout& layout) {
-    return {.in = in.tensor.const_data_ptr(),
-            .out = out.data_ptr(),
-            .heads = heads_of(in, layout),
-            .in_strides = strides_of(in.tensor, layout),
-            .out_strides = strides_of(out, layout)};
 }
 
 }  // namespace
 
-void check_writable(at::TensorList heads, std::string_view layout) {
-    check_heads(heads, layout_named(layout));
-    for (size_t i = 0; i < heads.size(); ++i) check_own_memory(named(heads, i));
-    if (heads.size() == 1) return;
-    check_apart(named(heads, 0), named(heads, 1), " to be rotated in place");
+void check_kinds(const RotaryCall& call) {
+    TORCH_CHECK_VALUE(call.heads.size() == 1 || call.heads.size() == 2, "heads must be [q] or [q, k], got ",
+                      call.heads.size(), " tensors");
+    const Layout layout = layout_named(call.layout);
+    pairing_named(call.pairing);
+    const NamedTensor q = call.head(0);
+    dtype_of(q);
+    call.each_head([&](NamedTensor x) {
+        check_rank(x, layout);
+        check_like(x, q);
+    });
+    check_positions_kind({"positions", call.positions}, q);
+    check_table_kind(call.table, q);
+    if (call.table_index) check_index_kind({"table_index", *call.table_index}, q);
 }
 
-const char* head_name(size_t index) {
-    return index == 0 ? "q" : "k";
+void check_writable(const RotaryCall& call) {
+    check_heads(call, layout_named(call.layout));
+    call.each_head(check_no_internal_overlap);
+    if (call.heads.size() == 2) check_no_overlap(call.head(0), call.head(1), " to be rotated in place");
 }
 
-void check_kinds(at::TensorList heads, const RotaryOptions& options) {
-    TORCH_CHECK_VALUE(heads.size() == 1 || heads.size() == 2, "heads must be [q] or [q, k], got ", heads.size(),
-                      " tensors");
-    const Layout layout = layout_named(options.layout);
-    pairing_named(options.pairing);
-    const at::Tensor& q = heads[0];
-    dtype_of(named(heads, 0));
-    for (size_t i = 0; i < heads.size(); ++i) {
-        const at::Tensor& x = heads[i];
-        check_rank(named(heads, i), layout);
-        TORCH_CHECK_TYPE(x.scalar_type() == q.scalar_type(), "k must have q's dtype ", q.scalar_type(), ", got ",
-                         x.scalar_type());
-        TORCH_CHECK(x.device() == q.device(), "k must be on q's device ", q.device(), ", got ", x.device());
+RotaryArgs rotary_args(const RotaryCall& call, at::TensorList out) {
+    const Layout layout = layout_named(call.layout);
+    const NamedTensor q = call.head(0);
+    if (q.tensor.is_same(out[0])) {
+        check_writable(call);
+    } else {
+        check_heads(call, layout);
     }
-    check_positions_kind(options.positions, named(heads, 0));
-    check_table_kind(options.table, named(heads, 0));
-    if (options.table_index) check_index_kind("table_index", *options.table_index, named(heads, 0));
-}
-
-RotaryArgs rotary_args(at::TensorList in, at::TensorList out, const RotaryOptions& options) {
-    check_kinds(in, options);
-    const Layout layout = layout_named(options.layout);
-    check_heads(in, layout);
-    if (in[0].is_same(out[0])) check_writable(in, options.layout);
-
-    const at::Tensor& q = in[0];
-    const at::Tensor& table = options.table;
-    check_table_shape(table);
-    check_attention_factors(table);
+    check_table_shape(call.table);
+    check_attention_factors(call.table);
     RotaryArgs args;
-    args.rotary_dim = rotary_dim_of(table, named(in, 0));
-    args.positions = table.dim() == 3 && options.positions.dim() == 3
-                         ? position_rows_of(options.positions, table, q, layout)
-                         : positions_of(options.positions, named(in, 0), layout);
-    args.table = static_cast<const uint64_t*>(table.const_data_ptr());
-    args.choice = choice_of(table, options.table_index, q, layout);
-    args.batch = layout.batch_of(q);
-    args.tokens = q.size(layout.token);
-    args.head_dim = static_cast<int>(q.size(-1));
-    args.dtype = dtype_of(named(in, 0));
-    args.pairing = pairing_named(options.pairing);
-    args.conjugate = options.conjugate;
-    args.q = view_of(named(in, 0), out[0], layout);
-    if (in.size() == 2) args.k = view_of(named(in, 1), out[1], layout);
+    args.rotary_dim = rotary_dim_of(call.table, q);
+    args.positions = call.table.dim() == 3 && call.positions.dim() == 3
+                         ? position_rows_view(call, layout)
+                         : positions_view({"positions", call.positions}, q, layout);
+    args.table = static_cast<const uint64_t*>(call.table.const_data_ptr());
+    args.choice = table_choice(call, layout);
+    args.batch = layout.batch_of(q.tensor);
+    args.tokens = q.tensor.size(layout.token);
+    args.head_dim = static_cast<int>(q.tensor.size(-1));
+    args.dtype = dtype_of(q);
+    args.pairing = pairing_named(call.pairing);
+    args.conjugate = call.conjugate;
+    args.q = heads_view(q, out[0], layout, layout);
+    if (out.size() == 2) args.k = heads_view(call.head(1), out[1], layout, layout);
     const int64_t per_token = (static_cast<int64_t>(args.q.heads) + args.k.heads) * args.head_dim;
     TORCH_CHECK_VALUE(per_token <= std::numeric_limits<int>::max(),
                       "q and k must have fewer than 2^31 components a token, got ", per_token);

@@ -2,33 +2,37 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
 #include <string_view>
 
 #include "mrrope/rotary.h"
+#include "tensor_views.h"
 
 namespace mrrope {
 
-// What a call says beside its heads.
-struct RotaryOptions {
+// The arguments of rotary and rotary_, in their schema's order. Ops that contain a rotation build one for its checks.
+struct RotaryCall {
+    at::TensorList heads;
     const at::Tensor& positions;
     const at::Tensor& table;
     std::string_view layout;
     std::string_view pairing;
     bool conjugate;
-    const std::optional<at::Tensor>& table_index;
+    const OptionalTensor& table_index;
+
+    NamedTensor head(size_t index) const { return {index == 0 ? "q" : "k", heads[index]}; }
+
+    void each_head(const auto& visit) const {
+        for (size_t i = 0; i < heads.size(); ++i) visit(head(i));
+    }
 };
 
-// Checks everything a call promises, naming the argument that breaks it, then fills the struct that the backends take.
-// `out` is `in` for a rotation in place.
-RotaryArgs rotary_args(at::TensorList in, at::TensorList out, const RotaryOptions& options);
+// Checks rank, dtype and device.
+void check_kinds(const RotaryCall& call);
 
-// The part of those checks that needs no sizes, for tensors that have none yet.
-void check_kinds(at::TensorList heads, const RotaryOptions& options);
+// Checks sizes, strides and values, then fills the backends' struct. In place, `out` is `call.heads`.
+RotaryArgs rotary_args(const RotaryCall& call, at::TensorList out);
 
-// That q and k are laid out as they should be and have memory of their own, to be rotated in place.
-void check_writable(at::TensorList heads, std::string_view layout);
-
-const char* head_name(size_t index);
+// Checks that q and k can be written in place.
+void check_writable(const RotaryCall& call);
 
 }  // namespace mrrope

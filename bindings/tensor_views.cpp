@@ -3,13 +3,12 @@
 #include <ATen/Functions.h>
 #include <ATen/MemoryOverlap.h>
 #include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <numeric>
 #include <utility>
-#include <vector>
 
 #include "mrrope/frequency_table.h"
 #include "mrrope/rotation.h"
@@ -23,30 +22,30 @@ constexpr std::array layouts{
     Layout{"thd", "[tokens, heads, head_dim]", -1, 0, 1},
 };
 
-// Sorted by stride, each dimension must step over all the ones below it.
-bool has_own_memory(const at::Tensor& tensor) {
-    if (tensor.numel() == 0) return true;
-    std::vector<int64_t> dims(tensor.dim());
-    std::iota(dims.begin(), dims.end(), 0);
-    std::sort(dims.begin(), dims.end(), [&](int64_t a, int64_t b) { return tensor.stride(a) < tensor.stride(b); });
-    int64_t reach = 1;
-    for (const int64_t dim : dims) {
-        if (tensor.size(dim) == 1) continue;
-        if (tensor.stride(dim) < reach) return false;
-        reach += tensor.stride(dim) * (tensor.size(dim) - 1);
+// (stride, size) of the dimensions longer than 1, innermost first.
+auto sorted_dims(const at::Tensor& tensor) {
+    c10::SmallVector<std::pair<int64_t, int64_t>, 4> dims;
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+        if (tensor.size(dim) > 1) dims.emplace_back(tensor.stride(dim), tensor.size(dim));
     }
-    return true;
+    std::sort(dims.begin(), dims.end());
+    return dims;
 }
 
-// The bytes from a tensor's first element on that are all its own, without a gap.
-std::pair<const char*, const char*> first_run(const at::Tensor& tensor) {
-    std::vector<std::pair<int64_t, int64_t>> steps;
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-        if (tensor.size(dim) > 1) steps.emplace_back(tensor.stride(dim), tensor.size(dim));
+bool has_internal_overlap(const at::Tensor& tensor) {
+    if (tensor.numel() == 0) return false;
+    int64_t extent = 1;
+    for (const auto& [stride, size] : sorted_dims(tensor)) {
+        if (stride < extent) return true;
+        extent += stride * (size - 1);
     }
-    std::sort(steps.begin(), steps.end());
+    return false;
+}
+
+// The bytes of the contiguous run that starts with the first element.
+std::pair<const char*, const char*> first_run(const at::Tensor& tensor) {
     int64_t run = 1;
-    for (const auto& [stride, size] : steps) {
+    for (const auto& [stride, size] : sorted_dims(tensor)) {
         if (stride != run) break;
         run *= size;
     }
@@ -54,7 +53,7 @@ std::pair<const char*, const char*> first_run(const at::Tensor& tensor) {
     return {start, start + run * tensor.element_size()};
 }
 
-// Of views with gaps, such as q and k in one packed projection, torch does not tell; their first heads do.
+// torch answers TooHard for views with gaps, such as q and k of one packed projection; their first heads decide.
 bool share_memory(const at::Tensor& a, const at::Tensor& b) {
     if (a.numel() == 0 || b.numel() == 0) return false;
     const at::MemOverlapStatus status = at::get_overlap_status(a, b);
@@ -64,12 +63,23 @@ bool share_memory(const at::Tensor& a, const at::Tensor& b) {
     return a_start < b_end && b_start < a_end;
 }
 
-void check_device(const char* name, const at::Tensor& tensor, NamedHeads heads) {
-    TORCH_CHECK(tensor.device() == heads.tensor.device(), name, " must be on ", heads.name, "'s device ",
-                heads.tensor.device(), ", got ", tensor.device());
+// "q's dtype ", or "the dtype of keys[0], ".
+struct PropertyOf {
+    const char* property;
+    ArgumentName owner;
+};
+
+std::ostream& operator<<(std::ostream& stream, const PropertyOf& of) {
+    if (of.owner.index < 0) return stream << of.owner << "'s " << of.property << " ";
+    return stream << "the " << of.property << " of " << of.owner << ", ";
 }
 
 }  // namespace
+
+std::ostream& operator<<(std::ostream& stream, ArgumentName name) {
+    stream << name.text;
+    return name.index < 0 ? stream : stream << "[" << name.index << "]";
+}
 
 Layout layout_named(std::string_view name) {
     for (const Layout& layout : layouts) {
@@ -84,7 +94,7 @@ Pairing pairing_named(std::string_view name) {
     TORCH_CHECK_VALUE(false, "pairing must be one of halves, interleaved, got '", name, "'");
 }
 
-DType dtype_of(NamedHeads heads) {
+DType dtype_of(NamedTensor heads) {
     switch (heads.tensor.scalar_type()) {
         case at::kDouble: return DType::float64;
         case at::kFloat: return DType::float32;
@@ -96,51 +106,72 @@ DType dtype_of(NamedHeads heads) {
                      heads.tensor.scalar_type());
 }
 
-void check_rank(NamedHeads heads, const Layout& layout) {
+void check_rank(NamedTensor heads, const Layout& layout) {
     TORCH_CHECK_VALUE(heads.tensor.dim() == layout.rank(), heads.name, " must be ", layout.shape, " for layout ",
                       layout.name, ", got a tensor of ", heads.tensor.dim(), " dimensions");
 }
 
-void check_positions_kind(const at::Tensor& positions, NamedHeads heads, const char* name) {
-    TORCH_CHECK_TYPE(positions.scalar_type() == at::kInt || positions.scalar_type() == at::kLong, name,
-                     " must be int32 or int64, got ", positions.scalar_type());
-    check_device(name, positions, heads);
+void check_device(NamedTensor x, NamedTensor reference) {
+    TORCH_CHECK(x.tensor.device() == reference.tensor.device(), x.name, " must be on ", reference.name, "'s device ",
+                reference.tensor.device(), ", got ", x.tensor.device());
 }
 
-void check_table_kind(const at::Tensor& table, NamedHeads heads) {
+void check_like(NamedTensor x, NamedTensor reference) {
+    TORCH_CHECK_TYPE(x.tensor.scalar_type() == reference.tensor.scalar_type(), x.name, " must have ",
+                     (PropertyOf{"dtype", reference.name}), reference.tensor.scalar_type(), ", got ",
+                     x.tensor.scalar_type());
+    TORCH_CHECK(x.tensor.device() == reference.tensor.device(), x.name, " must be on ",
+                (PropertyOf{"device", reference.name}), reference.tensor.device(), ", got ", x.tensor.device());
+}
+
+void check_positions_kind(NamedTensor positions, NamedTensor reference) {
+    const at::ScalarType dtype = positions.tensor.scalar_type();
+    TORCH_CHECK_TYPE(dtype == at::kInt || dtype == at::kLong, positions.name, " must be int32 or int64, got ", dtype);
+    check_device(positions, reference);
+}
+
+void check_table_kind(const at::Tensor& table, NamedTensor reference) {
     TORCH_CHECK_TYPE(table.scalar_type() == at::kLong, "table must be an int64 tensor, got ", table.scalar_type());
-    check_device("table", table, heads);
+    check_device({"table", table}, reference);
 }
 
-void check_index_kind(const char* name, const at::Tensor& index, NamedHeads heads) {
-    TORCH_CHECK_TYPE(index.scalar_type() == at::kInt, name, " must be int32, got ", index.scalar_type());
-    check_device(name, index, heads);
+void check_index_kind(NamedTensor index, NamedTensor reference) {
+    TORCH_CHECK_TYPE(index.tensor.scalar_type() == at::kInt, index.name, " must be int32, got ",
+                     index.tensor.scalar_type());
+    check_device(index, reference);
 }
 
-void check_last_dimension(NamedHeads heads, const Layout& layout) {
+void check_last_dimension(NamedTensor heads, const Layout& layout) {
     const at::Tensor& x = heads.tensor;
     TORCH_CHECK_VALUE(x.numel() == 0 || x.stride(-1) == 1, heads.name, " must be ", layout.shape,
                       " with a contiguous last dimension, got strides ", x.strides());
 }
 
-void check_own_memory(NamedHeads heads) {
-    TORCH_CHECK(has_own_memory(heads.tensor), heads.name,
+void check_k_matches_q(const at::Tensor& q, const at::Tensor& k, const Layout& layout) {
+    TORCH_CHECK_VALUE(layout.batch_of(q) == layout.batch_of(k) && q.size(layout.token) == k.size(layout.token) &&
+                          q.size(-1) == k.size(-1),
+                      "k must be ", layout.shape, " and differ from q in the number of heads only, got k of ",
+                      k.sizes(), " for q of ", q.sizes());
+}
+
+void check_no_internal_overlap(NamedTensor heads) {
+    TORCH_CHECK(!has_internal_overlap(heads.tensor), heads.name,
                 " must not overlap itself in memory to be written, got strides ", heads.tensor.strides(), " for shape ",
                 heads.tensor.sizes(), " (an expanded tensor? clone it first)");
 }
 
-void check_apart(NamedHeads a, NamedHeads b, const char* why) {
-    TORCH_CHECK(!share_memory(a.tensor, b.tensor), a.name, " and ", b.name, " must not share memory", why,
+void check_no_overlap(NamedTensor a, NamedTensor b, const char* purpose) {
+    TORCH_CHECK(!share_memory(a.tensor, b.tensor), a.name, " and ", b.name, " must not share memory", purpose,
                 ", got overlapping tensors of ", a.tensor.sizes(), " and ", b.tensor.sizes());
 }
 
-void check_range(const char* name, const at::Tensor& index, int64_t count) {
-    if (!index.is_cpu()) return;
-    const auto* values = static_cast<const int32_t*>(index.const_data_ptr());
-    for (int64_t i = 0; i < index.size(0); ++i) {
-        const int32_t value = values[i * step(index, 0)];
-        TORCH_CHECK_INDEX(0 <= value && value < count, name, " must name one of ", count, " tables, 0 to ", count - 1,
-                          ", got ", value, " at ", i);
+void check_range(NamedTensor index, int64_t count) {
+    if (!index.tensor.is_cpu()) return;
+    const auto* values = static_cast<const int32_t*>(index.tensor.const_data_ptr());
+    for (int64_t i = 0; i < index.tensor.size(0); ++i) {
+        const int32_t value = values[i * stride_or_zero(index.tensor, 0)];
+        TORCH_CHECK_INDEX(0 <= value && value < count, index.name, " must name one of ", count, " tables, 0 to ",
+                          count - 1, ", got ", value, " at ", i);
     }
 }
 
@@ -156,15 +187,16 @@ void check_attention_factors(const at::Tensor& table) {
     }
 }
 
-int64_t step(const at::Tensor& tensor, int dim) {
+int64_t stride_or_zero(const at::Tensor& tensor, int dim) {
     return dim < 0 || tensor.size(dim) <= 1 ? 0 : tensor.stride(dim);
 }
 
-std::vector<at::Tensor> like(at::TensorList heads) {
+std::vector<at::Tensor> empty_like_heads(at::TensorList heads) {
     std::vector<at::Tensor> out;
+    out.reserve(heads.size());
     for (const at::Tensor& x : heads) {
         out.push_back(at::empty_like(x));
-        // It keeps the order of the strides, which need not end with the last dimension where x overlaps itself.
+        // empty_like keeps the order of the strides, whose innermost dimension may be another where x overlaps itself.
         if (out.back().sym_stride(-1) != 1) out.back() = at::empty_like(x, at::MemoryFormat::Contiguous);
     }
     return out;
@@ -174,39 +206,49 @@ at::Tensor with_contiguous_last_dimension(const at::Tensor& gradient) {
     return gradient.sym_stride(-1) == 1 ? gradient : gradient.contiguous();
 }
 
-HeadStrides strides_of(const at::Tensor& heads, const Layout& layout) {
-    return {step(heads, layout.batch), step(heads, layout.token), step(heads, layout.head)};
+HeadStrides head_strides(const at::Tensor& heads, const Layout& layout) {
+    return {stride_or_zero(heads, layout.batch), stride_or_zero(heads, layout.token),
+            stride_or_zero(heads, layout.head)};
 }
 
-int heads_of(NamedHeads heads, const Layout& layout) {
+HeadsView heads_view(NamedTensor in, const at::Tensor& out, const Layout& in_layout, const Layout& out_layout) {
+    return {.in = in.tensor.const_data_ptr(),
+            .out = out.data_ptr(),
+            .heads = head_count(in, in_layout),
+            .in_strides = head_strides(in.tensor, in_layout),
+            .out_strides = head_strides(out, out_layout)};
+}
+
+PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Layout& layout) {
+    const at::Tensor& x = heads.tensor;
+    const at::Tensor& p = positions.tensor;
+    const int64_t tokens = x.size(layout.token);
+    const int64_t batch = layout.batch_of(x);
+    const bool is_row = p.dim() == 1 && p.size(0) == tokens;
+    const bool is_matrix =
+        layout.batch >= 0 && p.dim() == 2 && p.size(1) == tokens && (p.size(0) == batch || p.size(0) == 1);
+    if (layout.batch >= 0) {
+        TORCH_CHECK_VALUE(is_row || is_matrix, positions.name, " must be [", tokens, "], [1, ", tokens, "] or [", batch,
+                          ", ", tokens, "] for ", heads.name, " of ", x.sizes(), " in layout ", layout.name, ", got ",
+                          p.sizes());
+    } else {
+        TORCH_CHECK_VALUE(is_row, positions.name, " must be [", tokens, "] for ", heads.name, " of ", x.sizes(),
+                          " in layout ", layout.name, ", got ", p.sizes());
+    }
+    return {.data = p.const_data_ptr(),
+            .is_int64 = p.scalar_type() == at::kLong,
+            .batch_stride = is_matrix ? stride_or_zero(p, 0) : 0,
+            .token_stride = stride_or_zero(p, p.dim() - 1)};
+}
+
+int head_count(NamedTensor heads, const Layout& layout) {
     const int64_t count = heads.tensor.size(layout.head);
     TORCH_CHECK_VALUE(count <= std::numeric_limits<int>::max(), heads.name, " must have fewer than 2^31 heads, got ",
                       count);
     return static_cast<int>(count);
 }
 
-PositionsView positions_of(const at::Tensor& positions, NamedHeads heads, const Layout& layout, const char* name) {
-    const at::Tensor& x = heads.tensor;
-    const int64_t tokens = x.size(layout.token);
-    const int64_t batch = layout.batch_of(x);
-    const bool is_row = positions.dim() == 1 && positions.size(0) == tokens;
-    const bool is_matrix = layout.batch >= 0 && positions.dim() == 2 && positions.size(1) == tokens &&
-                           (positions.size(0) == batch || positions.size(0) == 1);
-    if (layout.batch >= 0) {
-        TORCH_CHECK_VALUE(is_row || is_matrix, name, " must be [", tokens, "], [1, ", tokens, "] or [", batch, ", ",
-                          tokens, "] for ", heads.name, " of ", x.sizes(), " in layout ", layout.name, ", got ",
-                          positions.sizes());
-    } else {
-        TORCH_CHECK_VALUE(is_row, name, " must be [", tokens, "] for ", heads.name, " of ", x.sizes(), " in layout ",
-                          layout.name, ", got ", positions.sizes());
-    }
-    return {.data = positions.const_data_ptr(),
-            .is_int64 = positions.scalar_type() == at::kLong,
-            .batch_stride = is_matrix ? step(positions, 0) : 0,
-            .token_stride = step(positions, positions.dim() - 1)};
-}
-
-int rotary_dim_of(const at::Tensor& table, NamedHeads heads) {
+int rotary_dim_of(const at::Tensor& table, NamedTensor heads) {
     const int64_t rotary_dim = 2 * (table.size(-1) - 1);
     TORCH_CHECK_VALUE(rotary_dim <= heads.tensor.size(-1),
                       "table.rotary_dim must be at most head_dim, the last dimension of ", heads.name, " (",

@@ -2,16 +2,35 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+#include <ostream>
 #include <string_view>
 #include <vector>
 
 #include "mrrope/rotary.h"
 
-// Tensors as the backends see them, and the checks that all ops share on the way there. Errors name the argument.
+// Tensors as the views that backends take, and the checks that ops share. Every error names the argument.
 
 namespace mrrope {
 
-// Which dimension of a tensor of heads is which; -1 where there is none.
+using OptionalTensor = std::optional<at::Tensor>;
+
+// An argument in an error message: `text`, or `text[index]` for an element of a list.
+struct ArgumentName {
+    ArgumentName(const char* text, int64_t index = -1) : text(text), index(index) {}
+
+    const char* text;
+    int64_t index;
+};
+
+std::ostream& operator<<(std::ostream& stream, ArgumentName name);
+
+struct NamedTensor {
+    ArgumentName name;
+    const at::Tensor& tensor;
+};
+
+// The dimensions of a tensor of heads; batch is -1 in packed layouts.
 struct Layout {
     const char* name;
     const char* shape;
@@ -27,54 +46,58 @@ Layout layout_named(std::string_view name);
 
 Pairing pairing_named(std::string_view name);
 
-// A tensor of heads under the name that its caller knows it by.
-struct NamedHeads {
-    const char* name;
-    const at::Tensor& tensor;
-};
+DType dtype_of(NamedTensor heads);
 
-DType dtype_of(NamedHeads heads);
+// --- checks of rank, dtype and device, which also hold for tensors with symbolic sizes ---
 
-// The checks that need no sizes, for tensors that have none yet.
-void check_rank(NamedHeads heads, const Layout& layout);
-void check_positions_kind(const at::Tensor& positions, NamedHeads heads, const char* name = "positions");
-void check_table_kind(const at::Tensor& table, NamedHeads heads);
-void check_index_kind(const char* name, const at::Tensor& index, NamedHeads heads);
+void check_rank(NamedTensor heads, const Layout& layout);
+void check_device(NamedTensor x, NamedTensor reference);
+// dtype and device.
+void check_like(NamedTensor x, NamedTensor reference);
+void check_positions_kind(NamedTensor positions, NamedTensor reference);
+void check_table_kind(const at::Tensor& table, NamedTensor reference);
+void check_index_kind(NamedTensor index, NamedTensor reference);
 
-void check_last_dimension(NamedHeads heads, const Layout& layout);
+// --- checks of sizes, strides and values ---
 
-// That every element has memory of its own, as writing in place needs.
-void check_own_memory(NamedHeads heads);
+void check_last_dimension(NamedTensor heads, const Layout& layout);
 
-// That two tensors, one of which is written, share no memory; as far as can be told at once. `why` ends the sentence.
-void check_apart(NamedHeads a, NamedHeads b, const char* why = "");
+// k has q's sequences, tokens and head_dim.
+void check_k_matches_q(const at::Tensor& q, const at::Tensor& k, const Layout& layout);
 
-// That an index, on the CPU, names only what is there. On a GPU that is not known before the kernel runs, which keeps
-// within the tables whatever it says.
-void check_range(const char* name, const at::Tensor& index, int64_t count);
+// No two elements share memory, as writing requires.
+void check_no_internal_overlap(NamedTensor heads);
 
-// That the attention factors of one table or a stack, on the CPU, are such. On a GPU they are not known before the
-// kernel runs, which multiplies by whatever they are.
+// Two tensors, one of them written, share no memory. Catches what strides and the first contiguous runs show without a
+// search; `purpose` follows "must not share memory".
+void check_no_overlap(NamedTensor a, NamedTensor b, const char* purpose = "");
+
+// Reads a CPU tensor; kernels clamp indices instead, since reading them here would synchronize.
+void check_range(NamedTensor index, int64_t count);
+
+// Reads a CPU table, or a stack of them; kernels multiply by whatever the word holds.
 void check_attention_factors(const at::Tensor& table);
 
-// The stride of a dimension, 0 where it is never stepped along: of one element, torch leaves anything at all.
-int64_t step(const at::Tensor& tensor, int dim);
+// --- views ---
 
-// New tensors for the results, with the strides of the heads where those are dense, and a contiguous last dimension.
-std::vector<at::Tensor> like(at::TensorList heads);
+// 0 for dimensions of size 1, whose stride torch leaves unspecified.
+int64_t stride_or_zero(const at::Tensor& tensor, int dim);
 
-// Gradients come with any strides, those of a sum even with none.
+// Results with the strides of dense heads and a contiguous last dimension.
+std::vector<at::Tensor> empty_like_heads(at::TensorList heads);
+
+// Gradients may have any strides; that of a sum is expanded.
 at::Tensor with_contiguous_last_dimension(const at::Tensor& gradient);
 
-HeadStrides strides_of(const at::Tensor& heads, const Layout& layout);
+HeadStrides head_strides(const at::Tensor& heads, const Layout& layout);
 
-int heads_of(NamedHeads heads, const Layout& layout);
+HeadsView heads_view(NamedTensor in, const at::Tensor& out, const Layout& in_layout, const Layout& out_layout);
 
-// positions of [tokens], [1, tokens] or [batch, tokens].
-PositionsView positions_of(const at::Tensor& positions, NamedHeads heads, const Layout& layout,
-                           const char* name = "positions");
+// Positions of [tokens], [1, tokens] or [batch, tokens].
+PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Layout& layout);
 
-// The rotary_dim that tables of these many words are for.
-int rotary_dim_of(const at::Tensor& table, NamedHeads heads);
+int head_count(NamedTensor heads, const Layout& layout);
+
+int rotary_dim_of(const at::Tensor& table, NamedTensor heads);
 
 }  // namespace mrrope
