@@ -42,9 +42,7 @@ struct QkNormRotaryBackwardCall {
     QkNormRotaryCall forward;
     bool wants_weights;
 
-    NamedTensor gradient(size_t index) const {
-        return {{"gradients", static_cast<int64_t>(index)}, gradients[index]};
-    }
+    NamedTensor gradient(size_t index) const { return {{"gradients", static_cast<int64_t>(index)}, gradients[index]}; }
 };
 
 NormOver over_named(std::string_view name) {

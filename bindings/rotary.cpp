@@ -37,9 +37,9 @@ struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
         if (heads.empty()) return result;
         const auto saved = context->get_saved_variables();
         auto& data = context->saved_data;
-        const std::vector<Tensor> rotated = rotary(heads, saved[0], saved[1], data["layout"].toStringRef(),
-                                                   data["pairing"].toStringRef(), !data["conjugate"].toBool(),
-                                                   saved[2].defined() ? OptionalTensor(saved[2]) : std::nullopt);
+        const std::vector<Tensor> rotated =
+            rotary(heads, saved[0], saved[1], data["layout"].toStringRef(), data["pairing"].toStringRef(),
+                   !data["conjugate"].toBool(), saved[2].defined() ? OptionalTensor(saved[2]) : std::nullopt);
         for (size_t i = 0; i < wanted.size(); ++i) result[wanted[i]] = rotated[i];
         return result;
     }

@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <vector>
 
-// Three vectors of ones at positions 0, 7 and 100000, rotated on the CPU.
+// Rotates vectors of ones at positions 0, 7 and 100000 on the CPU and compares with cos and sin in double.
 int main() {
     mrrope::FrequencyTable t = mrrope::build_table({.method = mrrope::Method::mrrope_pro,
                                                     .rotary_dim = 128,

@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <vector>
 
-// The same rotation on both processors. Linking is the test where there is no GPU.
+// Compares the CUDA rotation with the CPU's. Without a GPU it only tests that the program links.
 int main() {
     const mrrope::FrequencyTable t = mrrope::build_table({.rotary_dim = 64, .original_max_position = 4096});
     std::vector<uint64_t> table = mrrope::packed(t);
@@ -38,15 +38,15 @@ int main() {
     args.positions.data = on_device(positions);
     args.table = static_cast<const uint64_t*>(on_device(table));
     mrrope::rotary_cuda(args, nullptr);
-    std::vector<float> turned(heads.size());
-    cudaMemcpy(turned.data(), args.q.out, turned.size() * sizeof(float), cudaMemcpyDeviceToHost);
+    std::vector<float> rotated(heads.size());
+    cudaMemcpy(rotated.data(), args.q.out, rotated.size() * sizeof(float), cudaMemcpyDeviceToHost);
 
     args.q.in = args.q.out = heads.data();
     args.positions.data = positions.data();
     args.table = table.data();
     mrrope::rotary_cpu(args);
     float worst = 0.0f;
-    for (size_t i = 0; i < heads.size(); ++i) worst = std::fmax(worst, std::abs(turned[i] - heads[i]));
+    for (size_t i = 0; i < heads.size(); ++i) worst = std::fmax(worst, std::abs(rotated[i] - heads[i]));
     std::printf("mrrope::cuda: largest difference to the CPU %.1e\n", worst);
     return worst < 1e-6f ? 0 : 1;
 }

@@ -1,4 +1,4 @@
-# Installs a build of mrrope, moves the installation elsewhere, then configures, builds and runs the consumer against it.
+# Installs a build of mrrope, relocates the prefix, then configures, builds and runs the consumer against it.
 #   cmake -D SOURCE=… -D MRROPE_BUILD=… -D WORK=… -D GENERATOR=… -D MAKE_PROGRAM=… -D COMPILER=…
 #         -D WITH_TORCH=… -D WITH_CUDA=… [-D TORCH_PREFIX=…] -P install_and_build.cmake
 function(run)
@@ -9,7 +9,7 @@ file(REMOVE_RECURSE ${WORK})
 run(${CMAKE_COMMAND} --install ${MRROPE_BUILD} --prefix ${WORK}/installed)
 file(RENAME ${WORK}/installed ${WORK}/moved)
 
-# Without Python in sight, LibTorch has to be found where torch.utils.cmake_prefix_path says.
+# Python is disabled, so FindLibTorch depends on CMAKE_PREFIX_PATH (torch.utils.cmake_prefix_path).
 set(prefix_path "${WORK}/moved\\;${TORCH_PREFIX}")
 run(${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/build -G ${GENERATOR} -D CMAKE_MAKE_PROGRAM=${MAKE_PROGRAM} -D
     CMAKE_CXX_COMPILER=${COMPILER} -D CMAKE_BUILD_TYPE=Release -D "CMAKE_PREFIX_PATH=${prefix_path}" -D

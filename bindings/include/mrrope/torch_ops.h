@@ -9,66 +9,81 @@
 
 #include "mrrope/frequency_table.h"
 
-// The ops torch.ops.mrrope.*, callable from C++. Linking mrrope::torch registers them.
+// C++ interface of the ops torch.ops.mrrope.*. Linking mrrope::torch registers them.
+//
+// Arguments that several ops share:
+//   heads        {q} or {q, k}.
+//   positions    int32 or int64, [tokens], [1, tokens] or [batch, tokens]; or [rows, batch, tokens] with a table of
+//                two rows.
+//   table        int64 packed table, see packed_tensor, or a stack of them.
+//   table_index  int32 index of each sequence's table in the stack, [batch]; in layout thd of each token's, [tokens].
+//                Without it, a stack holds one table, or one per sequence.
+//   layout       bhsd: [batch, heads, tokens, head_dim]; bshd: [batch, tokens, heads, head_dim]; thd: [tokens, heads,
+//                head_dim].
+//   pairing      halves: components i and i + rotary_dim / 2 form a pair; interleaved: 2i and 2i + 1.
 
 namespace mrrope {
 
-// A table as the ops take it: an int64 tensor of rotary_dim / 2 turns and the attention factor's bits. Negated, it
-// rotates backwards, by the same factor; the sign of the last word is therefore the table's, never the factor's, which
-// is positive and in float32's range. Words on a CPU that say otherwise are refused; a GPU multiplies by them. A stack
-// of such tables, [count, ...], holds one for each sequence, or those that table_index picks from: int32, [batch], or
-// [tokens] in layout thd. Positions of [rows, batch, tokens] take a stack [count, 2, ...] whose second rows name the
-// row of positions that turns each pair, negated with the first.
+// Packs a table into an int64 tensor: rotary_dim / 2 phase steps, then the bits of the attention factor.
+//
+// A negated table rotates by the negated angle with the same factor: the sign of the last word is the table's, since
+// the factor is positive. On a CPU the ops reject a factor that is not a positive finite float32; on a GPU they
+// multiply by it unchecked. Tables stack to [count, words]. For positions of [rows, batch, tokens], each table has a
+// second row, [count, 2, words], with the row of positions of each pair; it is negated with the first.
 at::Tensor packed_tensor(const FrequencyTable& table, at::Device device);
 
-// Rotates q, or q and k, given as `heads`; differentiable. layout: bhsd, bshd or thd; pairing: halves or interleaved;
-// conjugate: by the negated angle, with the same attention factor.
+// Rotates q, or q and k. Differentiable. conjugate: rotate by the negated angle, with the same attention factor.
 std::vector<at::Tensor> rotary(at::TensorList heads, const at::Tensor& positions, const at::Tensor& table,
                                std::string_view layout = "bhsd", std::string_view pairing = "halves",
                                bool conjugate = false, const std::optional<at::Tensor>& table_index = std::nullopt);
 
-// The same, in place.
+// rotary in place.
 void rotary_(at::TensorList heads, const at::Tensor& positions, const at::Tensor& table,
              std::string_view layout = "bhsd", std::string_view pairing = "halves", bool conjugate = false,
              const std::optional<at::Tensor>& table_index = std::nullopt);
 
-// RMSNorm of q, or of q and k, by a tensor of weights for each, then their rotation, rounded once; differentiable.
-// over: head, or all_heads; weight_offset: what is added to every weight.
+// RMSNorm of q, or of q and k, then rotation, rounded once. Differentiable once.
+//   weights        one tensor per tensor of heads
+//   weight_offset  added to every weight
+//   over           head: one mean square per head; all_heads: one per token
 std::vector<at::Tensor> qk_norm_rotary(at::TensorList heads, at::TensorList weights, const at::Tensor& positions,
                                        const at::Tensor& table, double eps, double weight_offset = 0.0,
                                        std::string_view over = "head", std::string_view layout = "bhsd",
                                        std::string_view pairing = "halves",
                                        const std::optional<at::Tensor>& table_index = std::nullopt);
 
-// The same, in place, without gradients.
+// qk_norm_rotary in place, without gradients.
 void qk_norm_rotary_(at::TensorList heads, at::TensorList weights, const at::Tensor& positions, const at::Tensor& table,
                      double eps, double weight_offset = 0.0, std::string_view over = "head",
                      std::string_view layout = "bhsd", std::string_view pairing = "halves",
                      const std::optional<at::Tensor>& table_index = std::nullopt);
 
-// x weight^T + bias for x of [batch, tokens, inputs] or [tokens, inputs], whose rows hold the heads of q, of k and of
-// v, with those of q and k rotated; differentiable. On GPUs of sm_90 one matrix product, where that is faster.
+// x weight^T + bias with the heads of q and k rotated. Differentiable. x is [batch, tokens, inputs] or [tokens,
+// inputs]; a row of the result holds the heads of q, k and v. On sm_90 one fused GEMM, where it is faster than
+// at::linear and rotary_.
 at::Tensor qkv_rotary(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                       const at::Tensor& positions, const at::Tensor& table, int64_t num_q_heads, int64_t num_kv_heads,
                       std::string_view pairing = "halves");
 
-// Turns cached keys, a tensor of every layer, from one table of a stack to another, in place: those of sequence i from
-// tables[from[i]] to tables[to[i]].
+// Re-rotates cached keys in place from one table of a stack to another: those of sequence i from tables[from[i]] to
+// tables[to[i]]. keys holds one tensor per layer; from and to are int32, [batch].
 void rescale_cache_(at::TensorList keys, const at::Tensor& positions, const at::Tensor& tables, const at::Tensor& from,
                     const at::Tensor& to, std::string_view layout = "bhsd", std::string_view pairing = "halves");
 
-// What a call of rotary_and_cache_ may say besides. cache_layout: nhd or hnd.
+// Options of rotary_and_cache_. cache_layout: nhd ([blocks, block_size, heads, head_dim]) or hnd ([blocks, heads,
+// block_size, head_dim]). Scales are for caches of float8_e4m3fn: float32, one element or one per head of k.
 struct CacheOptions {
     std::string_view layout = "bhsd";
     std::string_view cache_layout = "nhd";
     std::string_view pairing = "halves";
-    std::optional<at::Tensor> key_scale = std::nullopt;    // float32, of one element or one a head of k,
-    std::optional<at::Tensor> value_scale = std::nullopt;  // for caches of float8_e4m3fn
+    std::optional<at::Tensor> key_scale = std::nullopt;
+    std::optional<at::Tensor> value_scale = std::nullopt;
     std::optional<at::Tensor> table_index = std::nullopt;
 };
 
-// Rotates q in place, or into q_out, and writes k, rotated, and v to the slots of their caches. Paged, slots count
-// through all blocks of the caches; else each sequence has a block of its own, and they count from its start.
+// Rotates q in place, or into q_out, and writes rotated k and v to the slots of their caches. paged: slots count
+// through all blocks of the cache; otherwise each sequence owns one block, and slots count from its start. Tokens with
+// a negative slot are not written.
 void rotary_and_cache_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& positions,
                        const at::Tensor& table, const at::Tensor& key_cache, const at::Tensor& value_cache,
                        const at::Tensor& slots, bool paged, const CacheOptions& options = {},
