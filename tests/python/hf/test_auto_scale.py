@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 
 import tiny_models
 import transformers
-from test_patch_families import turns_in_local_layers_alone
+from patched_models import turns_in_local_layers_alone
 
 NATIVE, MAX_SCALE = 32, 4.0
 

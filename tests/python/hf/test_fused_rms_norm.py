@@ -21,9 +21,16 @@ from mrrope.hf.rope_config import rotary_embeddings
 
 pytest.importorskip("transformers")
 
-from model_tolerance import tolerance
-from test_patch import Snapshot, assert_same, logits, relative
-from test_patch_in_use import assert_same_gradients, assert_same_text, generated, gradients
+from model_tolerance import relative, tolerance
+from patched_models import (
+    Snapshot,
+    assert_same,
+    assert_same_gradients,
+    assert_same_text,
+    generated,
+    gradients,
+    logits,
+)
 from tiny_models import causal_lm_families, inputs, tiny_model, tokens
 from transformers import PreTrainedModel
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm

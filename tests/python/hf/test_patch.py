@@ -14,82 +14,33 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import mrrope
 
 pytest.importorskip("transformers")
 
+from model_tolerance import relative
+from patched_models import (
+    CONVENTIONS,
+    IN_A_FRESH_PROCESS,
+    LENGTH,
+    LLAMA,
+    TOLERANCE,
+    Snapshot,
+    assert_same,
+    logits,
+    packed_tables,
+    ready,
+    rotary_embedding,
+    unfused,
+)
 from safetensors.torch import load_file
 from tiny_models import tiny_model, tokens
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-# Relative error of the logits in the Frobenius norm. Stock code computes angles in float32, whatever the dtype.
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-LENGTH = 64  # what the tiny models say they were trained on
-LLAMA = {"rotary_dim": 16, "base": 1e4, "original_max_position": LENGTH}
 RADIX_FACTORS = [1.0, 1.0, 1.2, 1.1, 1.3, 1.0, 1.5]
 CUMULATIVE_SCALES = [1.0, 1.0, 1.1, 1.5, 2.0, 3.0, 4.0, 4.0]
-
-
-def rotary_embedding(model: nn.Module) -> nn.Module:
-    return next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
-
-
-def unfused(model: PreTrainedModel, table: mrrope.FrequencyTable, layer_type: str = "") -> PreTrainedModel:
-    """Stock code with a table's frequencies, set by hand."""
-    rotary = rotary_embedding(model)
-    prefix = layer_type and f"{layer_type}_"
-    for name in ("inv_freq", "original_inv_freq"):
-        getattr(rotary, prefix + name).copy_(table.inv_freq)
-    setattr(rotary, f"{prefix}attention_scaling", table.attention_factor)
-    return model
-
-
-@torch.no_grad()
-def logits(model: nn.Module, **inputs: Any) -> Tensor:
-    return model(**({"input_ids": tokens(2, 24)} | inputs)).logits
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    return float((got - want).double().norm() / want.double().norm())
-
-
-def assert_same(got: Tensor, want: Tensor) -> None:
-    assert relative(got, want) < TOLERANCE[want.dtype]
-
-
-def packed_tables(model: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("packed_table")}
-
-
-class Snapshot:
-    """Everything of a model that patching could touch, to be compared by identity."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.modules = dict(model.named_modules())
-        self.classes = {name: type(module) for name, module in self.modules.items()}
-        self.attributes = {name: dict(vars(module)) for name, module in self.modules.items()}
-        self.tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        self.values = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        self.keys = list(model.state_dict())
-        self.functions = dict(vars(sys.modules[type(model).__module__]))
-
-    def assert_untouched(self) -> None:
-        now = Snapshot(self.model)
-        for before, after in (
-            (self.modules, now.modules),
-            (self.classes, now.classes),
-            (self.tensors, now.tensors),
-            (self.functions, now.functions),
-            *((self.attributes[name], now.attributes[name]) for name in self.modules),
-        ):
-            assert before.keys() == after.keys()
-            assert [name for name in before if before[name] is not after[name]] == []
-        assert self.keys == now.keys
-        assert all(torch.equal(now.values[name], value) for name, value in self.values.items())
 
 
 @pytest.fixture
@@ -173,10 +124,6 @@ def test_types_that_recompute_their_frequencies_do_not_undo_the_patch() -> None:
     reference = unfused(copy.deepcopy(model), table)
     reference.model.rotary_emb.rope_type = "default"
     assert_same(logits(mrrope.patch(model, table), input_ids=ids), logits(reference, input_ids=ids))
-
-
-def ready() -> mrrope.FrequencyTable:
-    return mrrope.frequency_table("mrrope_pro", **LLAMA, scale=4.0)
 
 
 def other_model(**settings: float) -> mrrope.FrequencyTable:
@@ -404,18 +351,6 @@ def test_patched_on_a_model_that_comes_patched(family: str) -> None:
     assert torch.equal(logits(mrrope.unpatch(model)), plain)
 
 
-# What the tiny models of other conventions rotate: rotary_dim and base.
-CONVENTIONS = {
-    "gpt_neox": (8, 1e4),  # a quarter of each head
-    "phi": (8, 1e4),  # half of each head, split by the caller
-    "cohere": (16, 5e5),  # interleaved
-    "glm": (8, 1e4),  # interleaved, half of each head
-    "deepseek_v3": (16, 1e4),  # MLA: interleaved in, halves out, one key head
-    "llama4_text": (16, 5e5),  # complex numbers
-    "qwen3_5_text": (8, 1e4),  # M-RoPE
-}
-
-
 @pytest.mark.parametrize("family", CONVENTIONS)
 def test_conventions(family: str, recwarn: pytest.WarningsRecorder) -> None:
     rotary_dim, base = CONVENTIONS[family]
@@ -532,22 +467,6 @@ def test_an_unpatched_copy_of_a_model_that_is_patched_later(llama: PreTrainedMod
     clone, plain = copy.deepcopy(llama), logits(llama)
     mrrope.patch(llama, "pi", scale=4.0)
     assert torch.equal(logits(clone), plain)
-
-
-IN_A_FRESH_PROCESS = """
-import pickle, sys
-with open(sys.argv[1], "rb") as file:
-    cases = pickle.load(file)
-import torch
-import mrrope
-for name, (model, ids, want, plain) in cases.items():
-    with torch.no_grad():
-        got = model(ids).logits
-        assert torch.allclose(got, want, rtol=0, atol=1e-5 * want.abs().max().item()), name
-        mrrope.unpatch(model)
-        got = model(ids).logits
-        assert torch.allclose(got, plain, rtol=0, atol=1e-5 * plain.abs().max().item()), name
-"""
 
 
 def test_unpickled_in_a_fresh_process(tmp_path: Path) -> None:

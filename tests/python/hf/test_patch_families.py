@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 import tiny_models
 from model_tolerance import relative, tolerance
+from patched_models import turns_in_local_layers_alone
 
 TOKENS = 16
 TRAINED_LENGTH = 64
@@ -29,12 +30,6 @@ rows: dict[str, tuple[str, str]] = {}
 def logits(model, tokens):
     with torch.no_grad():
         return model(**tiny_models.inputs(model, tokens)).logits
-
-
-def turns_in_local_layers_alone(model):
-    """Whether layers that see all have no RoPE: then nothing would change, were the local ones left alone."""
-    rotaries = rope_config.rotary_embeddings(model)
-    return all(rope_config.is_local(kind) for rotary in rotaries for kind in rope_config.layer_types(rotary))
 
 
 def unfused(model, *, local_layers, **options):

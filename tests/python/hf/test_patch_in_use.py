@@ -14,21 +14,34 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mrrope
 
 pytest.importorskip("transformers")
 
 import transformers
-from test_patch import CONVENTIONS, LENGTH, assert_same, logits, packed_tables, ready, relative, unfused
-from test_patch_families import turns_in_local_layers_alone
-from test_tiny_models import KNOWN, decoded
+from model_tolerance import relative
+from patched_models import (
+    CONVENTIONS,
+    KNOWN,
+    LENGTH,
+    assert_same,
+    assert_same_gradients,
+    assert_same_text,
+    decoded,
+    generated,
+    gradients,
+    logits,
+    packed_tables,
+    ready,
+    turns_in_local_layers_alone,
+    unfused,
+)
 from tiny_models import causal_lm_families, inputs, tiny_model, tokens
 from transformers import PreTrainedModel
 from two_processes import results_of
 
-NEW = {"max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0}
 SLIDING_WINDOW = 8
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -56,17 +69,6 @@ def pair(family: str = "llama", **config: Any) -> tuple[PreTrainedModel, PreTrai
         for name, value in config.items():
             setattr(model.config, name, value)
     return mrrope.patch(models[0], table_for(family)), unfused(models[1], table_for(family))
-
-
-def generated(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return model.generate(input_ids, **NEW | {"return_dict_in_generate": True, "output_logits": True} | options)
-
-
-def assert_same_text(got: Any, want: Any) -> None:
-    assert torch.equal(got.sequences, want.sequences)
-    assert_same(torch.stack(got.logits), torch.stack(want.logits))
 
 
 STRATEGIES = {
@@ -220,21 +222,6 @@ def test_compiled_decoding_with_a_static_cache(dynamo: Any) -> None:
         counts.append(counter.frame_count)
     assert_same_text(*found)
     assert counts[0] <= counts[1], "no more graphs than stock: decoding must not compile anew at every position"
-
-
-def gradients(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
-    ids = tokens(2, 24)
-    model(input_ids=ids, labels=ids, **inputs).loss.backward()
-    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-
-
-def assert_same_gradients(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert got.keys() == want.keys()
-    assert want
-    largest = max(float(gradient.norm()) for gradient in want.values())
-    for name, gradient in want.items():
-        # Relative, but no finer than rounding of the largest: some gradients are all but zero.
-        assert (got[name] - gradient).norm() < 2e-5 * gradient.norm() + 1e-6 * largest, name
 
 
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
@@ -395,7 +382,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 import mrrope
-from test_patch import logits, packed_tables, ready
+from patched_models import logits, packed_tables, ready
 from tiny_models import tiny_model, tokens
 
 folder = Path(sys.argv[1])

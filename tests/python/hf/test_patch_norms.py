@@ -25,8 +25,16 @@ from mrrope.hf.fusion.qk_norm import norms_wait_in
 
 pytest.importorskip("transformers")
 
-from test_patch import IN_A_FRESH_PROCESS, Snapshot, assert_same, logits, relative
-from test_patch_in_use import assert_same_gradients, generated, gradients
+from model_tolerance import relative
+from patched_models import (
+    IN_A_FRESH_PROCESS,
+    Snapshot,
+    assert_same,
+    assert_same_gradients,
+    generated,
+    gradients,
+    logits,
+)
 from tiny_models import tiny_model, tokens
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from two_processes import results_of
@@ -560,11 +568,16 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import mrrope
-from test_patch import logits
-from test_patch_norms import PATCH, attentions
+from mrrope.hf.fusion.qk_norm import norms_wait_in
+from patched_models import logits
 from tiny_models import tiny_model, tokens
 
+PATCH = {"scale": 4.0, "original_max_position": 64}
 folder = Path(sys.argv[1])
+
+
+def attentions(model):
+    return [module for module in model.modules() if norms_wait_in(module)]
 
 
 def tensor_parallel(family):

@@ -20,8 +20,16 @@ from mrrope.hf.fusion.qkv_projection import SIDE_BY_SIDE, projections_fused_in
 
 pytest.importorskip("transformers")
 
-from test_patch import Snapshot, assert_same, logits, relative
-from test_patch_in_use import assert_same_gradients, assert_same_text, generated, gradients
+from model_tolerance import relative
+from patched_models import (
+    Snapshot,
+    assert_same,
+    assert_same_gradients,
+    assert_same_text,
+    generated,
+    gradients,
+    logits,
+)
 from test_patch_norms import Calls, Quantized
 from tiny_models import tiny_model, tokens
 from transformers import AutoModelForCausalLM, PreTrainedModel

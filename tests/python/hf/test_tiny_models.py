@@ -4,18 +4,18 @@ import re
 
 import pytest
 import torch
+from patched_models import KNOWN, decoded
 from tiny_models import (
     causal_lm_families,
     families_without_rope,
     inputs,
     rope_effects,
-    takes_position_ids,
     tiny_model,
     tokens,
     unbuildable,
 )
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import mrrope
 
@@ -36,12 +36,6 @@ UNUSED = {
     "phimoe": r"rotary_emb\.",  # computes its frequencies from the config at every call
 }
 
-# Why stock transformers, with a cache, does not give the logits of one full forward.
-KNOWN = {
-    "blt": "it hashes groups of bytes within one call only, without those in the cache; not the only cause",
-    "roformer": "its attention is bidirectional even with is_decoder (5.17; causal in 5.22)",
-}
-
 
 @pytest.fixture(scope="module", params=causal_lm_families())
 def family(request: pytest.FixtureRequest) -> str:
@@ -56,23 +50,6 @@ def model(family: str) -> PreTrainedModel:
 @torch.no_grad()
 def logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     return model(**inputs(model, input_ids)).logits
-
-
-@torch.no_grad()
-def decoded(model: PreTrainedModel, input_ids: Tensor, prompt: int) -> Tensor:
-    """The logits of a prefill of the prompt and then of one token at a time, called as `generate` calls the model."""
-    dynamic = DynamicCache(config=model.config.get_text_config(decoder=True))
-    call = {"past_key_values": dynamic if model._supports_default_dynamic_cache() else None, "use_cache": True}
-    positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
-    lengths = [prompt] + [1] * (input_ids.shape[1] - prompt)
-    found = []
-    for step, where in zip(input_ids.split(lengths, dim=1), positions.split(lengths, dim=1), strict=True):
-        if takes_position_ids(model):
-            call["position_ids"] = where
-        output = model(step, **call)
-        call["past_key_values"] = output.get("past_key_values", dynamic)
-        found.append(output.logits)
-    return torch.cat(found, dim=1)
 
 
 def test_every_family_is_accounted_for() -> None:

@@ -18,7 +18,7 @@ from mrrope.ops.decompositions import is_a_step
 
 pytest.importorskip("transformers")
 
-from test_patch import assert_same
+from patched_models import assert_same
 from tiny_models import inputs, tiny_model, tokens
 from transformers import PreTrainedModel, StaticCache
 
