@@ -1,1 +1,1 @@
-"""Extended models for other programs: configurations of transformers, vLLM and SGLang, and GGUF files."""
+"""Exports of extended models: configurations of transformers, vLLM and SGLang, and GGUF files."""

@@ -1,7 +1,7 @@
-"""A frequency table in a GGUF file, for llama.cpp as it is.
+"""Export of a frequency table into a GGUF file, for unmodified llama.cpp.
 
-llama.cpp divides the frequencies of the llama architecture by a tensor ``rope_freqs.weight`` where a file has one, and
-multiplies cosines and sines by ``llama.rope.scaling.attn_factor``. All else in the file is copied byte for byte.
+llama.cpp divides the frequencies of the llama architecture by the tensor ``rope_freqs.weight`` if the file has one, and
+multiplies cos/sin by ``llama.rope.scaling.attn_factor``. The rest of the file is copied byte for byte.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ATTENTION_FACTOR = f"{SCALING}attn_factor"
 ORIGINAL_LENGTH = f"{SCALING}original_context_length"
 LEGACY_SCALE = "llama.rope.scale_linear"
 
-# GGUF's numbers for types of metadata and of tensors.
+# GGUF's type codes of metadata and tensors.
 UINT32, FLOAT32 = 4, 6
 FLOAT32_TENSOR = 0
 
@@ -40,20 +40,26 @@ def export_gguf(
     original_max_position: float | None = None,
     **options: Any,
 ) -> FrequencyTable:
-    """Writes a copy of a GGUF file that llama.cpp reads by another frequency table; returns the table.
+    """Write a copy of a GGUF file with another frequency table, for llama.cpp.
 
     Args:
-        source: a file of the llama architecture, of any quantisation; it stays as it is.
-        destination: the file to write.
-        method: a method's name, for a table that extends the file's own frequencies; or a ready
-            :class:`FrequencyTable`, or the path of its JSON.
-        scale: how many times its context length the file is to read, with a method's name.
-        original_max_position: the trained length; starts over from plain RoPE, whatever factors the file has.
-        options: more arguments of :func:`frequency_table`.
+        source: A file of the llama architecture, of any quantization; it is not modified.
+        destination: The file to write.
+        method: A method's name, which extends the file's own frequencies; a ``FrequencyTable``; or the path of its
+            JSON.
+        scale: Factor by which a method extends the file's context length.
+        original_max_position: The training length. If given, the extension starts from plain RoPE and ignores the
+            file's own factors.
+        **options: More arguments of ``frequency_table``.
+
+    Returns:
+        The table that was written.
 
     Raises:
-        ValueError, TypeError: naming the argument, or saying what llama.cpp cannot express and why.
-        ImportError: where the package ``gguf`` is missing.
+        ValueError: An argument is invalid, or llama.cpp cannot express the result; the message says why.
+        TypeError: An argument has the wrong type.
+        FileNotFoundError: There is no file ``source``.
+        ImportError: The package ``gguf`` is not installed.
     """
     source, destination = Path(source), Path(destination)
     reader = _read(source)
@@ -101,7 +107,10 @@ def _check_architecture(reader: Any) -> None:
 
 
 def _trained(reader: Any, original_max_position: float | None) -> NativeRope:
-    """What the file rotates by: its factors, where it has some, up to its context length; a length starts over."""
+    """Return the file's own RoPE: its factors, if it has any, up to its context length.
+
+    With ``original_max_position`` it is plain RoPE at that length instead.
+    """
     rotary_dim = _value(reader, DIMENSIONS)
     if rotary_dim is None:
         heads = _value(reader, "llama.attention.head_count")
@@ -131,7 +140,7 @@ def _trained(reader: Any, original_max_position: float | None) -> NativeRope:
 
 
 def _write(reader: Any, file: IO[bytes], table: FrequencyTable) -> None:
-    """The file's own bytes, with some metadata in place of other, and the factors after or in place of its tensors."""
+    """Write the file's own bytes with new metadata, and the factors as a new tensor or in place of the old ones."""
     order = ">" if reader.endianess.name == "BIG" else "<"
     raw, alignment = memoryview(reader.data), int(reader.alignment)
     factors = struct.pack(f"{order}{table.rotary_dim // 2}f", *table.cumulative_scale.tolist())
@@ -158,8 +167,8 @@ def _write(reader: Any, file: IO[bytes], table: FrequencyTable) -> None:
     padding = -len(data) % alignment
     old = next((tensor for tensor in reader.tensors if tensor.name == FACTORS), None)
     if old is None:
-        place = len(data) + padding
-        tensors.append(text(FACTORS) + struct.pack(f"{order}IQIQ", 1, table.rotary_dim // 2, FLOAT32_TENSOR, place))
+        offset = len(data) + padding
+        tensors.append(text(FACTORS) + struct.pack(f"{order}IQIQ", 1, table.rotary_dim // 2, FLOAT32_TENSOR, offset))
         parts: list[memoryview | bytes] = [data, bytes(padding), factors, bytes(-len(factors) % alignment)]
     else:
         start = old.data_offset - reader.data_offset

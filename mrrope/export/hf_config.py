@@ -1,8 +1,8 @@
-"""A frequency table as configuration of transformers, vLLM and SGLang.
+"""Export of a frequency table as a configuration of transformers, vLLM and SGLang.
 
-Engines that know nothing of mrrope know ``longrope``, which divides every frequency by a number of its own: a table's
-cumulative scales. Its attention factor goes beside them. What a model does is not looked up but asked of transformers:
-its code, given the configuration, says how the model rotates, and then whether the exported one gives the table.
+Engines without mrrope support ``longrope``, which divides each frequency by a factor: the table's cumulative scales.
+The attention factor is exported beside them. There is no list of models: transformers builds the model from the
+configuration, which shows how it rotates, and builds it again from the exported one to check the frequencies.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ ENGINES = ("transformers", "transformers-longrope", "vllm", "sglang")
 REPLACED = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", *OPTIONS}
 REPLACED |= {"truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"}
 REPLACED |= {"short_factor", "long_factor", "short_mscale", "long_mscale"}
-"""Keys of ``rope_parameters`` that say how RoPE is extended; the others, as ``mrope_section``, stay."""
+"""Keys of ``rope_parameters`` that describe an extension and are replaced; others, such as ``mrope_section``, stay."""
 
 FLOAT_TAG = "__float__"
-"""How transformers writes numbers that JSON lacks: ``{"__float__": "Infinity"}``."""
+"""transformers' encoding of numbers that JSON lacks: ``{"__float__": "Infinity"}``."""
 
 MSCALES_READ = {"phimoe"}
-"""Model types that take the attention factor from ``short_mscale`` and ``long_mscale`` in transformers, too."""
+"""Model types that take the attention factor from ``short_mscale`` and ``long_mscale`` in transformers as well."""
 
 LONGROPE_UNREAD = {
     "vllm": {"gpt_oss": "always builds YaRN", "dbrx": "always builds plain RoPE"},
     "sglang": {"grok": "builds its own scaling"},
 }
-"""Model types whose code in an engine does not look at the ``rope_type`` of the configuration, and what it does."""
+"""Model types whose code in an engine ignores the configuration's ``rope_type``, and what it does instead."""
 
 
 def export_config(
@@ -52,20 +52,25 @@ def export_config(
     local_layers: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """The configuration, as ``config.json`` has it, of a model patched by ``mrrope.patch`` with the same arguments.
+    """Return the ``config.json`` of a model that behaves as if patched by ``mrrope.patch`` with the same arguments.
 
     Args:
-        config: a configuration of transformers, its dict, the path of a ``config.json`` or of its folder, or a model.
-        method: a method's name, a ready :class:`FrequencyTable`, or the path of its JSON.
-        scale: by how much to extend the context, with a method's name.
-        engine: who is to read it. ``transformers`` gives one of mrrope's own rope types, short and readable, for
-            programs that import mrrope; the others give ``longrope`` and need no mrrope: ``transformers-longrope``,
-            ``vllm``, ``sglang``.
-        local_layers: whether layers that see only a window, and have a RoPE of their own, are extended too.
-        options: more arguments of :func:`frequency_table`.
+        config: A configuration of transformers, its dict, the path of a ``config.json`` or its folder, or a model.
+        method: A method's name, a ``FrequencyTable``, or the path of its JSON.
+        scale: Factor by which a method extends the context.
+        engine: The program that reads the configuration. ``transformers`` exports one of mrrope's own rope types,
+            short and readable, for programs that import mrrope. ``transformers-longrope``, ``vllm`` and ``sglang``
+            export ``longrope`` and do not need mrrope.
+        local_layers: Whether to extend layers that attend to a window only and have their own RoPE.
+        **options: More arguments of ``frequency_table``.
+
+    Returns:
+        The configuration as a dict for ``config.json``.
 
     Raises:
-        ValueError, TypeError: naming the argument, or saying what the engine cannot express and why.
+        ValueError: An argument is invalid, or the engine cannot express the result; the message says why.
+        TypeError: An argument has the wrong type.
+        FileNotFoundError: There is no configuration at the path ``config``.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
@@ -81,7 +86,7 @@ def export_config(
         if rope_config.is_local(layer_type) and not local_layers:
             continue
         own = rope_config.settings(rotary, layer_type)
-        if not own.turning.all():
+        if not own.rotated_pairs.all():
             raise ValueError(
                 f"some pairs of {text.model_type} do not rotate, which no rope_type for other frequencies can say; "
                 "use mrrope.patch"
@@ -106,7 +111,7 @@ def export_config(
         new = {key: value for key, value in old.items() if key not in REPLACED}
         new |= _registered_type(table, method, options) if engine == "transformers" else _longrope(table)
         if engine != "transformers" and "original_max_position_embeddings" in old:
-            # Attention may depend on it too, as Ministral 3's does; short and long factors are the same either way.
+            # Attention may depend on it too, as in Ministral 3. Short and long factors are equal, so both lengths work.
             new["original_max_position_embeddings"] = old["original_max_position_embeddings"]
         if text.model_type in MSCALES_READ:
             new |= _mscales(table.attention_factor)
@@ -115,20 +120,20 @@ def export_config(
             continue
         parameters[layer_type] = new
         if engine != "transformers":
-            # Past the original length transformers 5.17 goes over to the long factors, and raises doing so a second
-            # time where each kind of layer has a RoPE. Both are the same here, and the short ones may serve.
+            # Past the original length transformers 5.17 switches to the long factors, and with one RoPE per layer type
+            # the second switch raises. Both factors are equal here, so the original length is set past all texts.
             new |= {"original_max_position_embeddings": length, "factor": 1.0}
 
     legacy = engine != "transformers"
     exported = _with_rope(data, parsed, parameters, length, legacy=legacy)
     _check_exported(_parse(type(parsed), exported).get_text_config(), model, extended)
     if engine in LONGROPE_UNREAD:
-        # They take the factor from these two keys, of which transformers knows nothing.
+        # vLLM and SGLang read the attention factor from these two keys, which transformers does not have.
         parameters |= _mscales(parameters["attention_factor"])
     if engine == "sglang":
-        # It goes from the short factors to the long ones where a position exceeds the original length, but keeps the
-        # short ones for positions below it, so that at the length itself it would rotate by position 0. Both are
-        # the same here, and the short ones may serve all positions.
+        # SGLang switches to the long factors where a position exceeds the original length, and to the short ones below
+        # it, so that exactly at that length it would rotate by position 0. Both factors are equal here, so the short
+        # ones serve all positions.
         parameters["original_max_position_embeddings"] = length
     return _with_rope(data, parsed, parameters, length, legacy=legacy)
 
@@ -136,7 +141,7 @@ def export_config(
 def exportable_table(
     trained: NativeRope, method: str | FrequencyTable | Path, scale: float, options: dict[str, Any]
 ) -> FrequencyTable:
-    """As :func:`resolve_table`; engines know tables by their cumulative scales only."""
+    """Return the table of a method, which must have cumulative scales: engines take tables in that form only."""
     table = resolve_table(trained, method, scale, options)
     if not table.cumulative_scale.numel():
         raise ValueError(f"method must be a table with cumulative scales, and {table!r} has none")
@@ -144,7 +149,7 @@ def exportable_table(
 
 
 def read_config(config: Any) -> tuple[dict[str, Any], Any]:
-    """A configuration as ``config.json`` has it, a copy, and as transformers has it."""
+    """Return a configuration as a dict for ``config.json`` (a copy) and as an object of transformers."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     if isinstance(config, nn.Module):
@@ -173,7 +178,7 @@ def read_config(config: Any) -> tuple[dict[str, Any], Any]:
 
 
 def _strict_json(value: Any) -> Any:
-    """A copy that JSON has a form for, infinities too."""
+    """Return a copy that strict JSON can represent, infinities included."""
     if isinstance(value, dict):
         return {key: _strict_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -184,7 +189,7 @@ def _strict_json(value: Any) -> Any:
 
 
 def _from_strict_json(value: Any) -> Any:
-    """The opposite of :func:`_strict_json`."""
+    """Invert ``_strict_json``."""
     if isinstance(value, dict):
         if value.keys() == {FLOAT_TAG}:
             return float(value[FLOAT_TAG])
@@ -197,20 +202,20 @@ def _from_strict_json(value: Any) -> Any:
 def _parse(config_class: Any, data: dict[str, Any]) -> Any:
     try:
         return config_class.from_dict(_from_strict_json(data))
-    except Exception as error:  # of one of transformers' many kinds
+    except Exception as error:  # transformers raises errors of many kinds
         reason = " ".join(str(error).split())
         raise ValueError(f"transformers refuses this configuration of {data['model_type']}: {reason}") from error
 
 
 def _empty_model(text: Any) -> tuple[nn.Module, nn.Module]:
-    """A model without weights, and its rotary embedding with its frequencies."""
+    """Return a model on the meta device, and its rotary embedding with real frequencies."""
     from transformers import MODEL_MAPPING, AutoModel
 
     try:
         build = AutoModel.from_config if type(text) in MODEL_MAPPING else _class_in_modeling_file(text)
         with torch.device("meta"):
             model = build(text)
-    except Exception as error:  # of one of transformers' many kinds
+    except Exception as error:  # transformers raises errors of many kinds
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"transformers cannot build a {text.model_type} of this configuration: {reason}") from error
     rotaries = list(rope_config.rotary_embeddings(model))
@@ -226,7 +231,7 @@ def _empty_model(text: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def _class_in_modeling_file(text: Any) -> type[nn.Module]:
-    """The model of a configuration that ``AutoModel`` does not know, such as a text model's by itself."""
+    """Return the model class of a configuration that ``AutoModel`` lacks, such as a bare text model's."""
     modeling = importlib.import_module(type(text).__module__.replace("configuration_", "modeling_"))
     for _, found in inspect.getmembers(modeling, inspect.isclass):
         if issubclass(found, nn.Module) and found.__dict__.get("config_class") is type(text):
@@ -235,7 +240,7 @@ def _class_in_modeling_file(text: Any) -> type[nn.Module]:
 
 
 def _check_engine(engine: str, text: Any, model: nn.Module, rotary: nn.Module) -> None:
-    """Raises where the longrope of vLLM or SGLang cannot do what the model does."""
+    """Raise ValueError where the longrope of vLLM or SGLang cannot express the model's rotation."""
 
     def cannot(why: str) -> ValueError:
         return ValueError(f"{engine} cannot run {text.model_type} by another table: {why}")
@@ -245,7 +250,7 @@ def _check_engine(engine: str, text: Any, model: nn.Module, rotary: nn.Module) -
     if getattr(text, "dual_chunk_attention_config", None):
         raise cannot("with dual_chunk_attention_config it always rotates by plain RoPE")
     if rope_config.layer_types(rotary) != [None]:
-        # Some models there read nested rope_parameters, others do not; which is not known here.
+        # Only some models there read nested rope_parameters, and there is no list of them.
         raise ValueError(f"mrrope has no export of {text.model_type} for {engine}: each kind of its layers has a RoPE")
     pairs = getattr(rotary, rope_config.FREQUENCIES).numel()
     if rope_config.position_row(rotary, None, pairs) is not None:
@@ -259,7 +264,7 @@ def _check_engine(engine: str, text: Any, model: nn.Module, rotary: nn.Module) -
 
 
 def _number(value: float) -> float | int:
-    """Whole numbers as configurations have them."""
+    """Return whole numbers as int, as configurations store them."""
     return int(value) if value == int(value) else value
 
 
@@ -281,7 +286,7 @@ def _mscales(attention_factor: float) -> dict[str, float]:
 
 
 def _registered_type(table: FrequencyTable, method: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The table as one of mrrope's rope types; by the options it was made with, or else by its bounds."""
+    """Return the table as one of mrrope's rope types, by the options it was made with or else by its bounds."""
     parameters: dict[str, Any] = {
         "rope_type": table.method,
         "rope_theta": table.base,
@@ -305,7 +310,7 @@ def _registered_type(table: FrequencyTable, method: Any, options: dict[str, Any]
 
 
 def _section(data: dict[str, Any], parsed: Any, text: Any) -> dict[str, Any]:
-    """The part of a configuration's dict that is the text model's."""
+    """Return the text model's section of a configuration's dict."""
     if parsed is text:
         return data
     for name in parsed.sub_configs:
@@ -318,7 +323,7 @@ def _section(data: dict[str, Any], parsed: Any, text: Any) -> dict[str, Any]:
 def _with_rope(
     data: dict[str, Any], parsed: Any, parameters: dict[str, Any], length: int, *, legacy: bool
 ) -> dict[str, Any]:
-    """A configuration's dict with other RoPE: where transformers 5 looks for it, and where 4 does if ``legacy``."""
+    """Return a configuration's dict with other RoPE, in the keys of transformers 5, and of 4 if ``legacy``."""
     exported = copy.deepcopy(data)
     text = parsed.get_text_config()
     section = _section(exported, parsed, text)
@@ -327,7 +332,7 @@ def _with_rope(
     section[text.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = length
     section["rope_parameters"] = copy.deepcopy(parameters)
     if "rope_type" not in parameters:
-        return exported  # One for each kind of layer, of which transformers 4 knows nothing.
+        return exported  # one per layer type, which transformers 4 does not support
     if hasattr(text, "original_max_position_embeddings"):
         section["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
     if legacy:
@@ -341,19 +346,19 @@ def _with_rope(
 
 
 def _check_exported(text: Any, model: nn.Module, tables: dict[str | None, FrequencyTable]) -> None:
-    """Raises where transformers, reading the exported configuration, would do something else than a patched model."""
-    again, rotary = _empty_model(text)
+    """Raise ValueError where the exported configuration gives another rotation than a patched model."""
+    rebuilt, rotary = _empty_model(text)
     for layer_type, table in tables.items():
         found: torch.Tensor = getattr(rotary, rope_config.attribute(layer_type, rope_config.FREQUENCIES))
         factor: float = getattr(rotary, rope_config.attribute(layer_type, "attention_scaling"))
-        right = found.shape == table.inv_freq.shape and torch.allclose(found.double(), table.inv_freq, 1e-5, 0.0)
-        if not right or abs(factor - table.attention_factor) > 1e-6:
+        is_same = found.shape == table.inv_freq.shape and torch.allclose(found.double(), table.inv_freq, 1e-5, 0.0)
+        if not is_same or abs(factor - table.attention_factor) > 1e-6:
             raise ValueError(
                 f"transformers does not take the frequencies of {text.model_type} from rope_parameters alone, so that "
                 "no configuration can replace them; use mrrope.patch"
             )
-    # DeepSeek's YaRN is a factor of the attention's logits, too.
-    before, after = ([getattr(module, "scaling", None) for module in made.modules()] for made in (model, again))
+    # DeepSeek's YaRN scales the attention logits as well.
+    before, after = ([getattr(module, "scaling", None) for module in made.modules()] for made in (model, rebuilt))
     if before != after:
         raise ValueError(
             f"the attention of {text.model_type} is scaled by the rope_parameters that were to be replaced, so that no "

@@ -1,1 +1,1 @@
-"""Models of transformers: what ``patch`` does to them, and how their own RoPE is read."""
+"""Models of transformers: ``patch``, and how a model's own RoPE is read."""

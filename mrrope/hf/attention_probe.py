@@ -1,7 +1,7 @@
-"""Whether a model's attention leaves what the rotary embedding gives to the functions that apply it.
+"""Probe whether a model's attention passes cos/sin on to the functions that apply RoPE.
 
-Custom attention may rotate by code of its own. Each class of attention module is probed: called for a few tokens with
-opaque tensors where cosines and sines go, it may pass them on, but not compute with them.
+Custom attention may rotate with its own code. The probe calls each class of attention module on a few tokens, with
+opaque tensors in place of cos/sin: the module may pass them on, but not compute with them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class ComputedWithError(Exception):
-    """What was called with an opaque tensor."""
+    """An opaque tensor was passed to this function."""
 
 
 class OpaqueTensor(torch.Tensor):
-    """May be passed on and moved, and has a shape."""
+    """A tensor that can be passed on and moved between devices, and raises where it is computed with."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,7 +37,7 @@ class OpaqueTensor(torch.Tensor):
 
 
 def own_rotation(owner: nn.Module, functions: list[RotaryFunction], embedding: tuple[torch.Tensor, ...]) -> str | None:
-    """How an attention module computes with what a rotary embedding gives, if one in its owner does."""
+    """Return how an attention module in ``owner`` computes with cos/sin itself, or None where none does."""
     opaque = tuple(part.as_subclass(OpaqueTensor) for part in embedding)
     rotated: set[type] = set()
     with _functions_take_opaque(functions) as calls:
@@ -48,9 +48,9 @@ def own_rotation(owner: nn.Module, functions: list[RotaryFunction], embedding: t
                 _probe(attention, opaque)
             except ComputedWithError as error:
                 return f"{type(attention).__name__} computes with cosines and sines itself: {error}"
-            except Exception:  # its own code may raise anything where it is not called as it expects
+            except Exception:  # its own code may raise anything when called without its usual arguments
                 logger.debug("%s cannot be probed", type(attention).__name__, exc_info=True)
-            if calls:  # layers of one class may differ in whether they rotate
+            if calls:  # layers of one class may differ in whether they rotate: probe until one does
                 rotated.add(type(attention))
                 calls.clear()
     return None
@@ -60,7 +60,7 @@ def own_rotation(owner: nn.Module, functions: list[RotaryFunction], embedding: t
 def _probe(attention: nn.Module, embedding: tuple[OpaqueTensor, ...]) -> None:
     width = attention_proxy.width_of(attention)
     weight = next((parameter for parameter in attention.parameters() if parameter.is_floating_point()), None)
-    # Its own hooks are not run; those of its parts would be.
+    # forward is called directly, which skips the module's own hooks but not those of its submodules.
     parts = [part for part in attention.modules() if part is not attention]
     is_hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
     if width is None or weight is None or is_hooked:
@@ -73,7 +73,7 @@ def _probe(attention: nn.Module, embedding: tuple[OpaqueTensor, ...]) -> None:
 
 
 def _innermost(owner: nn.Module) -> Iterator[nn.Module]:
-    """Modules that can be called with position_embeddings, and have no such parts."""
+    """Yield the modules that take position_embeddings and contain no other module that does."""
     candidates = [module for module in owner.modules() if attention_proxy.takes_embedding(module)]
     for module in candidates:
         parts = set(module.modules()) - {module}
@@ -83,8 +83,11 @@ def _innermost(owner: nn.Module) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def _functions_take_opaque(functions: list[RotaryFunction]) -> Iterator[list[str]]:
-    """Meanwhile these functions give heads back as they are where they are called with opaque tensors; yields a list
-    that gets their names."""
+    """Monkeypatch the functions to return heads unrotated when called with opaque tensors.
+
+    Yields:
+        A list to which the name of each function is appended when it is called that way.
+    """
     calls: list[str] = []
 
     def opaque(function: RotaryFunction, original: Apply) -> Apply:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from mrrope.ops import decompositions
-from mrrope.ops.decompositions import is_for_the_compiler
+from mrrope.ops.decompositions import should_decompose
 
 Apply = Callable[..., Any]
 
@@ -55,7 +55,7 @@ class Convention:
         turning = [x[..., -rotary_dim:] if self.turns_last else x for x in heads]
         turning = [x if x.stride(-1) == 1 else x.contiguous() for x in turning]
         op = torch.ops.mrrope.rotary.default
-        rotate = decompositions.rotary if is_for_the_compiler(heads, layout) else op
+        rotate = decompositions.rotary if should_decompose(heads, layout) else op
         turned = rotate(turning, positions, table, layout, self.pairing, self.backwards)
         if self.gathers_halves:
             turned = [x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in turned]
@@ -80,7 +80,7 @@ class Convention:
             apart = zip(heads, norms, strict=True)
             return [y for x, norm in apart for y in self.norm_and_rotate([x], [norm], positions, table, layout)]
         op = torch.ops.mrrope.qk_norm_rotary.default
-        norm_and_rotate = decompositions.qk_norm_rotary if is_for_the_compiler(heads, layout) else op
+        norm_and_rotate = decompositions.qk_norm_rotary if should_decompose(heads, layout) else op
         turned: list[torch.Tensor] = norm_and_rotate(
             [x if x.stride(-1) == 1 else x.contiguous() for x in heads],
             [norm.weight for norm in norms],

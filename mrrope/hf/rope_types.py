@@ -1,7 +1,7 @@
 """The methods that transformers lacks, as values of ``rope_type`` in its configurations.
 
-``import mrrope`` is enough for a model saved with one of them to load again: they are registered with transformers as
-soon as that is imported, before or after mrrope.
+``import mrrope`` suffices to load a model saved with one of them. An import hook registers them as soon as transformers
+is imported, before or after mrrope.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from mrrope.tables import METHOD_TRAITS, FrequencyTable, frequency_table
 
 ROPE_TYPES = tuple(name for name, method in METHOD_TRAITS.items() if method.has_temperature and name != "yarn")
-"""What :func:`register_rope_types` adds; the names are those of :func:`mrrope.frequency_table`."""
+"""The values of ``rope_type`` that ``register_rope_types`` adds, named as in ``mrrope.frequency_table``."""
 
 OPTIONS = {
     "beta_slow": "alpha",
@@ -29,19 +29,24 @@ OPTIONS = {
     "power": "power",
     "attention_factor": "attention_factor",
 }
-"""Optional ``rope_parameters``, and the arguments of :func:`mrrope.frequency_table` they stand for."""
+"""Optional ``rope_parameters``, and the arguments of ``mrrope.frequency_table`` that they set."""
 
 TRANSFORMERS_MODULE = "transformers.modeling_rope_utils"
 MIXIN = "RotaryEmbeddingConfigMixin"
-"""What configurations of transformers check their ``rope_parameters`` by, since 5.0."""
+"""Base class of transformers' configurations since 5.0, which validates ``rope_parameters``."""
 
 
 def register_rope_types() -> None:
-    """Lets configurations of transformers name the methods of :data:`ROPE_TYPES` as their ``rope_type``.
+    """Register ``mrrope_pro``, ``mrrope_uni``, ``mrrope_pow`` and ``yarn_ratio`` as a ``rope_type`` of transformers.
 
-    Importing mrrope does this already; calling it again does no harm. The ``rope_parameters`` are ``rope_type``,
-    ``rope_theta``, ``factor``, ``original_max_position_embeddings``, ``power`` for ``mrrope_pow``, and where wanted
-    ``partial_rotary_factor`` and those of :data:`OPTIONS`. Names and meanings are those of transformers' ``yarn``.
+    Importing mrrope does this already; calling it again has no effect. The ``rope_parameters`` are ``rope_type``,
+    ``rope_theta``, ``factor``, ``original_max_position_embeddings``, and ``power`` for ``mrrope_pow``. Optional are
+    ``partial_rotary_factor``, ``beta_slow``, ``beta_fast``, ``bounds`` and ``attention_factor``. Names and meanings
+    are those of transformers' ``yarn``.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: transformers is older than 5.0.
     """
     rope_utils = importlib.import_module(TRANSFORMERS_MODULE)
     expect_rope_parameters()
@@ -49,14 +54,14 @@ def register_rope_types() -> None:
 
 
 def expect_rope_parameters() -> None:
-    """Raises where the transformers that is imported is one of before ``rope_parameters``."""
+    """Raise ValueError where the imported transformers is older than ``rope_parameters``."""
     if TRANSFORMERS_MODULE in sys.modules and not hasattr(sys.modules[TRANSFORMERS_MODULE], MIXIN):
         raise ValueError(f"transformers must be 5.0 or later, got {sys.modules['transformers'].__version__}")
 
 
 def _register(rope_utils: ModuleType) -> None:
     mixin = getattr(rope_utils, MIXIN, None)
-    if mixin is None:  # transformers 4, which has to go on working
+    if mixin is None:  # transformers 4 must still import
         return
     for rope_type in ROPE_TYPES:
         rope_utils.ROPE_INIT_FUNCTIONS[rope_type] = _compute_parameters
@@ -66,15 +71,15 @@ def _register(rope_utils: ModuleType) -> None:
 def _compute_parameters(
     config: Any, device: torch.device | None = None, seq_len: int | None = None, layer_type: str | None = None
 ) -> tuple[torch.Tensor, float]:
-    """What transformers asks of a ``rope_type``: the frequencies, and the factor for cosines and sines."""
+    """Return the frequencies and the attention factor, as an entry of ``ROPE_INIT_FUNCTIONS`` does."""
     table = config_table(config, layer_type)
     return torch.tensor(table.to_dict()["inv_freq"], dtype=torch.float32, device=device), table.attention_factor
 
 
 def config_table(config: Any, layer_type: str | None = None) -> FrequencyTable:
-    """The table that a configuration with one of :data:`ROPE_TYPES` stands for."""
+    """Return the table of a configuration whose ``rope_type`` is in ``ROPE_TYPES``."""
     if layer_type is not None:
-        # Transformers' own types do the same; configurations whose layers are all alike raise.
+        # As in transformers' own types. Configurations with one kind of layer raise.
         with contextlib.suppress(AttributeError, ValueError):
             config = config.per_layer_config[layer_type]
     config.standardize_rope_params()
@@ -91,7 +96,7 @@ def config_table(config: Any, layer_type: str | None = None) -> FrequencyTable:
 
 
 def _validate(config: Any, rope_parameters: dict[str, Any], ignore_keys: set[str] | None = None) -> None:
-    """Checks ``rope_parameters`` when a configuration is made; a method of transformers' configurations."""
+    """Validate ``rope_parameters``; installed as a method of transformers' configurations."""
     rope_type = rope_parameters["rope_type"]
     required = {"rope_type", "factor", "original_max_position_embeddings"}
     if METHOD_TRAITS[rope_type].needs == "power":
@@ -99,10 +104,10 @@ def _validate(config: Any, rope_parameters: dict[str, Any], ignore_keys: set[str
     optional = {"rope_theta", *OPTIONS} - ({"power"} - required)
     config._check_received_keys(rope_type, set(rope_parameters), set(required), optional, ignore_keys=ignore_keys)
 
-    def check(key: str, right: bool, what: str) -> None:
+    def check(key: str, is_valid: bool, expected: str) -> None:
         value = rope_parameters.get(key)
-        if not right and (key in required or value is not None):
-            raise ValueError(f"`rope_parameters`'s {key} field must be {what}, got {value!r}")
+        if not is_valid and (key in required or value is not None):
+            raise ValueError(f"`rope_parameters`'s {key} field must be {expected}, got {value!r}")
 
     numbers = {key: value for key, value in rope_parameters.items() if isinstance(value, (int, float))}
     check("factor", numbers.get("factor", 0) >= 1, "a float or int >= 1")
@@ -116,7 +121,7 @@ def _validate(config: Any, rope_parameters: dict[str, Any], ignore_keys: set[str
 
 
 class _RegisterOnImport(importlib.abc.MetaPathFinder):
-    """Registers the types right after transformers' RoPE module is imported, whoever imports it."""
+    """Import hook that registers the types right after transformers' RoPE module is executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -137,7 +142,7 @@ class _RegisterOnImport(importlib.abc.MetaPathFinder):
 
 
 def register_on_import() -> None:
-    """Registers the types now if transformers is imported, else as soon as it is; imports nothing itself."""
+    """Register the types now if transformers is imported, else through an import hook. Imports nothing itself."""
     if TRANSFORMERS_MODULE in sys.modules:
         _register(sys.modules[TRANSFORMERS_MODULE])
     if not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):

@@ -200,7 +200,7 @@ class SwappedTable:
         self.original: dict[str, Any] = {"rope_type": rotary.rope_type}
         for layer_type, ladder in ladders.items():
             (table,) = ladder.tables
-            turning = rope_config.settings(rotary, layer_type).turning
+            turning = rope_config.settings(rotary, layer_type).rotated_pairs
             for name in (rope_config.FREQUENCIES, f"original_{rope_config.FREQUENCIES}"):
                 self._set(rotary, rope_config.attribute(layer_type, name), table.inv_freq * turning)
             self._set(rotary, rope_config.attribute(layer_type, "attention_scaling"), table.attention_factor)

@@ -1,14 +1,12 @@
-"""The projection to q, k and v with the rotation of q and k in it, where models do one after the other."""
+"""The op ``qkv_rotary``: the projection to q, k and v with the rotation of q and k fused into it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from numbers import Integral
 
 import torch
 
-from mrrope.ops import packed_table
-from mrrope.tables import FrequencyTable
+from mrrope.ops import Tables, packed_table, require_tensors, require_tensors_or_none
 
 LAYOUTS = ("bhsd", "bshd", "thd")
 
@@ -18,39 +16,40 @@ def qkv_rotary(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     positions: torch.Tensor,
-    table: FrequencyTable | Sequence[FrequencyTable],
+    table: Tables,
     num_q_heads: int,
     num_kv_heads: int,
     *,
     layout: str = "bhsd",
     pairing: str = "halves",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Projects x to q, k and v, and rotates q and k by their positions; differentiable.
+    """Project x to q, k and v, and rotate q and k by their positions. Differentiable.
 
-    The same as :func:`torch.nn.functional.linear`, a split into heads, and :func:`rotary`. On a GPU of sm_90, float16
-    and bfloat16 are rotated inside the matrix product, where that is faster, and rounded once; elsewhere it is the two
-    ops after each other. Under autocast x, weight and bias are cast as linear casts them.
+    Equals ``torch.nn.functional.linear``, a split into heads, and ``rotary``. On sm_90 GPUs float16 and bfloat16 are
+    rotated in the epilogue of the matrix product, where that is faster, and rounded once. Elsewhere the fallback runs
+    the two ops one after the other. Under autocast x, weight and bias are cast as ``linear`` casts them.
 
     Args:
         x: ``[batch, tokens, inputs]``; for layout ``thd``, ``[tokens, inputs]``.
-        weight: ``[outputs, inputs]``, the rows of q's heads, then those of k's, then those of v's, as
-            :func:`pack_qkv` puts them together.
+        weight: ``[outputs, inputs]``: the rows of q's heads, then of k's, then of v's, as ``pack_qkv`` returns them.
         bias: ``[outputs]``, or None.
-        positions: int32 or int64, any value: ``[tokens]``, ``[1, tokens]`` or ``[batch, tokens]``.
-        table: the frequencies; its ``rotary_dim`` may be less than the head's. Or one table for each sequence.
-        num_q_heads, num_kv_heads: how many heads q has, and how many each of k and v.
-        layout: of the results: ``bhsd``, ``bshd`` or ``thd``, as :func:`rotary` has them.
-        pairing: which components turn together: ``halves``, as in Llama, or ``interleaved``, as in GPT-J.
-            :func:`interleave_heads` turns weights of the one into weights of the other.
+        positions: As in ``rotary``.
+        table: As in ``rotary``; a list holds one table per sequence.
+        num_q_heads: Number of heads of q.
+        num_kv_heads: Number of heads of k, and of v.
+        layout: Layout of the results, as in ``rotary``.
+        pairing: As in ``rotary``. ``interleave_heads`` converts weights for ``halves`` to weights for ``interleaved``.
 
     Returns:
-        q, k and v: views of one tensor that holds a row ``[outputs]`` for each token.
+        q, k and v: views of one tensor with a row ``[outputs]`` per token.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype. Every message names the argument.
+        ValueError: A shape, a stride or an option is invalid.
+        RuntimeError: The tensors are on different devices.
     """
-    for name, value in (("x", x), ("weight", weight), ("positions", positions)):
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    if bias is not None and not isinstance(bias, torch.Tensor):
-        raise TypeError(f"bias must be a tensor or None, got {type(bias).__name__}")
+    require_tensors(x=x, weight=weight, positions=positions)
+    require_tensors_or_none(bias=bias)
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     rank = 2 if layout == "thd" else 3
@@ -71,16 +70,26 @@ def qkv_rotary(
 def split_qkv(
     packed: torch.Tensor, num_q_heads: int, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The heads of q, of k and of v in rows that hold them all, as views ``[..., heads, head_dim]``."""
+    """Return q, k and v as views ``[..., heads, head_dim]`` of packed rows ``[..., outputs]``."""
     count = num_q_heads + 2 * num_kv_heads
     heads = packed.view(*packed.shape[:-1], count, packed.shape[-1] // count)
-    return _parts(heads, -2, num_q_heads, num_kv_heads)
+    return _narrowed(heads, -2, num_q_heads, num_kv_heads)
 
 
 def pack_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Weights, or biases, of three projections as the one that :func:`qkv_rotary` takes.
+    """Concatenate the weights or biases of three projections into the one that ``qkv_rotary`` takes.
 
-    :func:`unpack_qkv` gives them back.
+    Args:
+        q: Weight ``[outputs, inputs]`` or bias ``[outputs]`` of the projection to q.
+        k: The same for k, with q's inputs, dtype and device.
+        v: The same for v, of k's shape.
+
+    Returns:
+        The rows of q, k and v. ``unpack_qkv`` is the inverse.
+
+    Raises:
+        TypeError: A part is not a tensor, or differs from q in dtype or device.
+        ValueError: A part has no rows or other inputs than q, or k and v differ in shape.
     """
     for name, part in (("q", q), ("k", k), ("v", v)):
         _require_rows(name, part)
@@ -96,7 +105,20 @@ def pack_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def unpack_qkv(
     packed: torch.Tensor, num_q_heads: int, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The three parts of packed weights, or of a packed bias, as views: the inverse of :func:`pack_qkv`."""
+    """Split packed weights or a packed bias into q, k and v; the inverse of ``pack_qkv``.
+
+    Args:
+        packed: Weight or bias as ``pack_qkv`` returns it.
+        num_q_heads: Number of heads of q.
+        num_kv_heads: Number of heads of k, and of v.
+
+    Returns:
+        Views of q's, k's and v's rows.
+
+    Raises:
+        TypeError: ``packed`` is not a tensor, or a number of heads is not an integer.
+        ValueError: The rows of ``packed`` are not a multiple of the number of heads, or a number of heads is below 1.
+    """
     _require_rows("packed", packed)
     _require_heads("num_q_heads", num_q_heads)
     _require_heads("num_kv_heads", num_kv_heads)
@@ -106,30 +128,56 @@ def unpack_qkv(
             f"packed must have a multiple of {num_q_heads + 2 * num_kv_heads} rows for {num_q_heads} heads of q and "
             f"{num_kv_heads} each of k and v, got {packed.shape[0]}"
         )
-    return _parts(packed, 0, num_q_heads * head_dim, num_kv_heads * head_dim)
+    return _narrowed(packed, 0, num_q_heads * head_dim, num_kv_heads * head_dim)
 
 
-def _parts(packed: torch.Tensor, dim: int, q: int, kv: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of q, k and v along ``dim``, that may be written to each by itself: those of torch.split may not."""
+def _narrowed(packed: torch.Tensor, dim: int, q: int, kv: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return views of q, k and v along ``dim``. Views of torch.split could not be written in place under autograd."""
     return packed.narrow(dim, 0, q), packed.narrow(dim, q, kv), packed.narrow(dim, q + kv, kv)
 
 
 def interleave_heads(weight: torch.Tensor, num_heads: int, rotary_dim: int | None = None) -> torch.Tensor:
-    """Weights, or a bias, of q or k whose heads pair halves, reordered so that they pair neighbours.
+    """Permute the weights or bias of q or k from ``pairing="halves"`` to ``pairing="interleaved"``.
 
-    Row i of a head's first half goes to row 2 i, row i of its second half to row 2 i + 1. With q and k reordered alike
-    attention scores do not change, and ``pairing="interleaved"`` rotates what ``pairing="halves"`` rotated before.
-    Rows past ``rotary_dim``, where that is less than a head's, stay. :func:`deinterleave_heads` undoes it.
+    Row i of a head's first half moves to row 2i, row i of its second half to row 2i + 1. With q and k permuted alike
+    attention scores do not change.
+
+    Args:
+        weight: Weight ``[heads * head_dim, inputs]`` or bias ``[heads * head_dim]``.
+        num_heads: Number of heads in ``weight``.
+        rotary_dim: Rows per head that are permuted; all by default.
+
+    Returns:
+        The permuted copy. ``deinterleave_heads`` is the inverse.
+
+    Raises:
+        TypeError: ``weight`` is not a tensor, or a number is not an integer.
+        ValueError: The rows are not a multiple of ``num_heads``, or ``rotary_dim`` is odd or exceeds a head.
     """
-    return _reordered(weight, num_heads, rotary_dim, interleaves=True)
+    return _permuted_heads(weight, num_heads, rotary_dim, to_interleaved=True)
 
 
 def deinterleave_heads(weight: torch.Tensor, num_heads: int, rotary_dim: int | None = None) -> torch.Tensor:
-    """The inverse of :func:`interleave_heads`."""
-    return _reordered(weight, num_heads, rotary_dim, interleaves=False)
+    """Permute the weights or bias of q or k from ``pairing="interleaved"`` to ``pairing="halves"``.
+
+    Args:
+        weight: As in ``interleave_heads``.
+        num_heads: As in ``interleave_heads``.
+        rotary_dim: As in ``interleave_heads``.
+
+    Returns:
+        The permuted copy.
+
+    Raises:
+        TypeError: As in ``interleave_heads``.
+        ValueError: As in ``interleave_heads``.
+    """
+    return _permuted_heads(weight, num_heads, rotary_dim, to_interleaved=False)
 
 
-def _reordered(weight: torch.Tensor, num_heads: int, rotary_dim: int | None, *, interleaves: bool) -> torch.Tensor:
+def _permuted_heads(
+    weight: torch.Tensor, num_heads: int, rotary_dim: int | None, *, to_interleaved: bool
+) -> torch.Tensor:
     _require_rows("weight", weight)
     _require_heads("num_heads", num_heads)
     head_dim, rest = divmod(weight.shape[0], num_heads)
@@ -140,14 +188,13 @@ def _reordered(weight: torch.Tensor, num_heads: int, rotary_dim: int | None, *, 
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(f"rotary_dim must be even and from 2 to {head_dim}, the rows of a head, got {rotary_dim}")
     order = torch.arange(head_dim, device=weight.device)
-    pairs = order[:rotary_dim].view(2, -1) if interleaves else order[:rotary_dim].view(-1, 2)
+    pairs = order[:rotary_dim].view(2, -1) if to_interleaved else order[:rotary_dim].view(-1, 2)
     order = torch.cat([pairs.t().flatten(), order[rotary_dim:]])
     return weight.view(num_heads, head_dim, *weight.shape[1:])[:, order].flatten(0, 1)
 
 
-def _require_rows(name: str, value: object) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+def _require_rows(name: str, value: torch.Tensor) -> None:
+    require_tensors(**{name: value})
     if value.dim() == 0:
         raise ValueError(f"{name} must have rows, got a tensor of 0 dimensions")
 

@@ -1,4 +1,4 @@
-"""Cached keys, turned from one frequency table to another: rotations compose, so that nothing is computed anew."""
+"""The op ``rescale_cache``: re-rotates cached keys from one frequency table to another, without recomputing them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from mrrope.ops import Tables, require_tensors
 from mrrope.tables import FrequencyTable, packed_stack
 
-Tables = FrequencyTable | Sequence[FrequencyTable]
-SHAPES = {"bhsd": "[batch, heads, tokens, head_dim]", "bshd": "[batch, tokens, heads, head_dim]"}
-SHAPES |= {"thd": "[tokens, heads, head_dim]"}
+SHAPES = {
+    "bhsd": "[batch, heads, tokens, head_dim]",
+    "bshd": "[batch, tokens, heads, head_dim]",
+    "thd": "[tokens, heads, head_dim]",
+}
 
 
 def rescale_cache_(
@@ -22,30 +25,34 @@ def rescale_cache_(
     pairing: str = "halves",
     blocks: torch.Tensor | None = None,
 ) -> None:
-    """Turns cached keys that ``old`` rotated into what ``new`` would have made of them, in place.
+    """Re-rotate cached keys in place, from the rotation by ``old`` to the rotation by ``new``.
 
-    Every key is read, turned and written once, with one rounding to its dtype; of a static or dynamic cache all layers
-    in one launch, and sequences that keep their table are not touched.
+    Every key is read and written once, and rounded once to its dtype. All layers of a static or dynamic cache take one
+    launch. Sequences whose table does not change are not touched.
 
     Args:
-        keys: the keys of a layer, or of several layers of one dtype and device.
-        positions: of the cached tokens, int32 or int64: ``[tokens]``, ``[1, tokens]`` or ``[batch, tokens]``.
-        old, new: one table for all sequences, or one for each.
-        layout: of the keys, ``bhsd``, ``bshd`` or ``thd``.
-        pairing: which components turn together, ``halves`` or ``interleaved``.
-        blocks: of a paged cache, whose first dimension counts blocks (``[blocks, heads, slots, head_dim]`` is layout
-            ``bhsd``, ``[blocks, slots, heads, head_dim]`` is ``bshd``): the blocks to turn, int64. ``positions`` and
-            lists of tables are of those blocks, in their order.
+        keys: The keys of one layer, or of several layers of one dtype and device.
+        positions: Positions of the cached tokens, int32 or int64: ``[tokens]``, ``[1, tokens]`` or
+            ``[batch, tokens]``.
+        old: The table the keys are rotated by: one for all sequences, or a list with one per sequence.
+        new: The table to re-rotate to, in the same form.
+        layout: Layout of the keys: ``bhsd``, ``bshd`` or ``thd``.
+        pairing: ``halves`` or ``interleaved``, as in ``rotary``.
+        blocks: Int64 indices of the blocks of a paged cache to re-rotate. The first dimension of such a cache counts
+            blocks: ``[blocks, heads, slots, head_dim]`` is layout ``bhsd``, ``[blocks, slots, heads, head_dim]`` is
+            ``bshd``. ``positions`` and lists of tables then have one row per block named here.
 
     Raises:
-        ValueError, TypeError, IndexError, RuntimeError: naming the argument; no key has changed then.
+        TypeError: An argument has the wrong type or dtype. Every message names the argument, and no key has changed.
+        ValueError: A shape, a table or an option is invalid.
+        IndexError: ``blocks`` is out of range.
+        RuntimeError: The tensors are on different devices or share memory, or were made in inference mode.
     """
-    layers = _layers_of(keys, layout)
-    if not isinstance(positions, torch.Tensor):
-        raise TypeError(f"positions must be a tensor, got {type(positions).__name__}")
-    taken = layers if blocks is None else _blocks_of(layers, layout, blocks)
-    sequences = 1 if layout == "thd" else taken[0].shape[0]
-    olds, news = _each("old", old, sequences), _each("new", new, sequences)
+    layers = _checked_layers(keys, layout)
+    require_tensors(positions=positions)
+    rescaled = layers if blocks is None else _copied_blocks(layers, layout, blocks)
+    sequences = 1 if layout == "thd" else rescaled[0].shape[0]
+    olds, news = _table_per_sequence("old", old, sequences), _table_per_sequence("new", new, sequences)
     distinct: list[FrequencyTable] = []  # no dict: torch.compile cannot hash tables
     for name, side in (("old", olds), ("new", news)):
         for i, table in enumerate(side):
@@ -55,28 +62,29 @@ def rescale_cache_(
             if table not in distinct:
                 distinct.append(table)
     if not distinct:
-        return  # of no sequences there is nothing to turn
+        return  # no sequences
     factors = [table.attention_factor for table in distinct]
     if min(factors) < max(factors) * torch.finfo(torch.float32).smallest_normal:
         raise ValueError(
             f"old and new must have attention factors whose quotients are in float32's range, got {min(factors):g} and "
             f"{max(factors):g}"
         )
-    device = taken[0].device
+    device = rescaled[0].device
     indices = [
         torch.tensor([distinct.index(table) for table in side], dtype=torch.int32, device=device)
         for side in (olds, news)
     ]
     stack = packed_stack(distinct, device)
-    torch.ops.mrrope.rescale_cache_.default(taken, positions, stack, *indices, layout, pairing)
+    torch.ops.mrrope.rescale_cache_.default(rescaled, positions, stack, *indices, layout, pairing)
     if blocks is not None:
-        for layer, part in zip(layers, taken, strict=True):
+        for layer, part in zip(layers, rescaled, strict=True):
             layer.index_copy_(0, blocks, part)
 
 
-def _layers_of(keys: object, layout: str) -> list[torch.Tensor]:
+def _checked_layers(keys: object, layout: str) -> list[torch.Tensor]:
+    """Return the keys of every layer as a list."""
     if isinstance(keys, torch.Tensor):
-        return _layers_of([keys], layout)
+        return _checked_layers([keys], layout)
     if not isinstance(keys, (list, tuple)):
         raise TypeError(f"keys must be a tensor or a list of them, got {type(keys).__name__}")
     if not keys:
@@ -94,8 +102,7 @@ def _layers_of(keys: object, layout: str) -> list[torch.Tensor]:
     return list(keys)
 
 
-def _each(name: str, tables: Tables, sequences: int) -> list[FrequencyTable]:
-    """One table a sequence."""
+def _table_per_sequence(name: str, tables: Tables, sequences: int) -> list[FrequencyTable]:
     if isinstance(tables, FrequencyTable):
         return [tables] * sequences
     if not isinstance(tables, (list, tuple)) or not all(isinstance(table, FrequencyTable) for table in tables):
@@ -105,7 +112,8 @@ def _each(name: str, tables: Tables, sequences: int) -> list[FrequencyTable]:
     return list(tables)
 
 
-def _blocks_of(layers: list[torch.Tensor], layout: str, blocks: object) -> list[torch.Tensor]:
+def _copied_blocks(layers: list[torch.Tensor], layout: str, blocks: object) -> list[torch.Tensor]:
+    """Return copies of the named blocks of every layer."""
     if not isinstance(blocks, torch.Tensor) or blocks.dtype != torch.int64 or blocks.dim() != 1:
         raise TypeError(f"blocks must be an int64 tensor of one dimension, got {blocks!r}")
     if layout == "thd":
@@ -114,7 +122,7 @@ def _blocks_of(layers: list[torch.Tensor], layout: str, blocks: object) -> list[
         if blocks.device != layer.device:
             raise RuntimeError(f"blocks must be on the device of keys[{i}], {layer.device}, got {blocks.device}")
     if not torch.compiler.is_compiling():
-        _check_written_once(layers)
+        _check_overlap(layers)
     try:
         return [layer.index_select(0, blocks) for layer in layers]
     except IndexError:
@@ -122,8 +130,8 @@ def _blocks_of(layers: list[torch.Tensor], layout: str, blocks: object) -> list[
         raise IndexError(f"blocks must name blocks of keys, 0 to {held - 1}, got {blocks.tolist()}") from None
 
 
-def _check_written_once(layers: list[torch.Tensor]) -> None:
-    """The op sees copies of the blocks: what the layers themselves share is looked for here."""
+def _check_overlap(layers: list[torch.Tensor]) -> None:
+    """Raise where layers overlap in memory. The op gets copies of the blocks, so that its own check does not see it."""
     for i, layer in enumerate(layers):
         if torch._debug_has_internal_overlap(layer) == 1:
             raise RuntimeError(

@@ -1,60 +1,66 @@
-"""The rotary op: q and k rotated by their positions, in one pass over memory."""
+"""The op ``rotary``: rotates q and k by their positions, in one pass over memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from mrrope.ops import checked_heads, checked_index
-from mrrope.tables import FrequencyTable
+from mrrope.ops import Tables, checked_heads, checked_index
 
 
 def rotary(
     q: torch.Tensor,
     k: torch.Tensor | None,
     positions: torch.Tensor,
-    table: FrequencyTable | Sequence[FrequencyTable],
+    table: Tables,
     layout: str = "bhsd",
     pairing: str = "halves",
     table_index: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotates q and k by their positions; differentiable.
+    """Rotate q and k by their positions. Differentiable.
 
     Args:
-        q, k: float64, float32, float16 or bfloat16, any strides with a contiguous last dimension; ``k`` may have
-            another number of heads, or be None.
-        positions: int32 or int64, any value: ``[tokens]``, ``[1, tokens]`` or ``[batch, tokens]``.
-        table: the frequencies; its ``rotary_dim`` may be less than the head's, whose remainder is then copied. Or
-            several tables of one ``rotary_dim``: one for each sequence, or those that ``table_index`` picks from.
+        q: Float64, float32, float16 or bfloat16, with a contiguous last dimension; other strides are free.
+        k: Like ``q``, with any number of heads, or None.
+        positions: Int32 or int64, any value: ``[tokens]``, ``[1, tokens]`` or ``[batch, tokens]``.
+        table: The frequencies. Components past its ``rotary_dim`` are copied. A list of tables of one ``rotary_dim``
+            holds one per sequence, or those that ``table_index`` selects from.
         layout: ``bhsd`` ``[batch, heads, tokens, head_dim]``, ``bshd`` ``[batch, tokens, heads, head_dim]``, or
             ``thd`` ``[tokens, heads, head_dim]``.
-        pairing: which components turn together: ``halves`` (i, i + rotary_dim / 2), as in Llama, or
-            ``interleaved`` (2i, 2i + 1), as in GPT-J.
-        table_index: int32, on q's device: which table rotates each sequence, ``[batch]``; in layout ``thd`` each token,
+        pairing: ``halves`` pairs components i and i + rotary_dim / 2, as in Llama; ``interleaved`` pairs 2i and
+            2i + 1, as in GPT-J.
+        table_index: Int32 on q's device, the table of each sequence, ``[batch]``; in layout ``thd`` of each token,
             ``[tokens]``.
 
     Returns:
-        The rotated q and k, with q's and k's strides where those are dense; None for a k of None.
+        The rotated q and k, with the strides of q and k where those are dense. None in place of k where ``k`` is None.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype. Every message names the argument.
+        ValueError: A shape, a stride or an option is invalid.
+        IndexError: ``table_index`` is out of range. On CUDA the indices are not read by the host.
+        RuntimeError: The tensors are on different devices.
     """
-    turned = torch.ops.mrrope.rotary.default(
+    rotated = torch.ops.mrrope.rotary.default(
         *checked_heads(q, k, positions, table), layout, pairing, table_index=checked_index(table_index)
     )
-    return turned[0], None if k is None else turned[1]
+    return rotated[0], None if k is None else rotated[1]
 
 
 def rotary_(
     q: torch.Tensor,
     k: torch.Tensor | None,
     positions: torch.Tensor,
-    table: FrequencyTable | Sequence[FrequencyTable],
+    table: Tables,
     layout: str = "bhsd",
     pairing: str = "halves",
     table_index: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """:func:`rotary` in place: writes the rotated q and k over the given ones, and returns those.
+    """Rotate q and k in place, with the arguments of ``rotary``.
 
-    Where gradients are wanted it is rotary and a copy; a leaf that requires grad is refused.
+    Under autograd this is ``rotary`` and a copy. A leaf that requires grad raises RuntimeError.
+
+    Returns:
+        The given q and k.
     """
     torch.ops.mrrope.rotary_.default(
         *checked_heads(q, k, positions, table), layout, pairing, table_index=checked_index(table_index)

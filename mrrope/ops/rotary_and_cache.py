@@ -1,13 +1,10 @@
-"""Rotation on the way to a cache: q rotated, k rotated and v written where a cache keeps them, in one pass."""
+"""The op ``rotary_and_cache``: rotates q, and writes rotated k and v to a KV cache, in one pass over memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from mrrope.ops import checked_heads, checked_index
-from mrrope.tables import FrequencyTable
+from mrrope.ops import Tables, checked_heads, checked_index, require_tensors, require_tensors_or_none
 
 
 def rotary_and_cache_(
@@ -15,7 +12,7 @@ def rotary_and_cache_(
     k: torch.Tensor,
     v: torch.Tensor,
     positions: torch.Tensor,
-    table: FrequencyTable | Sequence[FrequencyTable],
+    table: Tables,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slots: torch.Tensor | None = None,
@@ -29,54 +26,61 @@ def rotary_and_cache_(
     table_index: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotates q in place, and writes k, rotated, and v straight to their caches; k and v themselves stay as they are.
+    """Rotate q in place, and write rotated k and unrotated v to their caches. k and v are not modified.
 
-    Everything is read once, written once and rounded once, from float32 to the dtype it is kept in. No gradients: under
-    ``torch.no_grad()`` or of tensors that require none.
+    Every element is read once, written once and rounded once, from float32 to the dtype it is stored in. Not
+    differentiable: call it under ``torch.no_grad()`` or with tensors that do not require grad.
 
     Args:
-        q, k, v: as :func:`mrrope.rotary` takes q and k; v has k's shape. Views of one packed projection need no copy.
-        positions, table, pairing, table_index: as :func:`mrrope.rotary` takes them.
-        key_cache, value_cache: of q's dtype, or ``torch.float8_e4m3fn``; any strides with a contiguous last dimension.
-        slots: of a paged cache, where each token goes: ``block * block_size + offset``, int32 or int64, ``[tokens]``,
-            or ``[batch, tokens]`` of several sequences. Tokens with a negative slot, padding, are not written; no two
-            tokens may have the same one. Without slots the cache is a static one.
-        cache_positions: of a static cache, where in its sequence each token goes, shaped as ``positions``; by default
-            those. Tokens at negative ones are not written.
-        layout: of q, k and v, ``bhsd``, ``bshd`` or ``thd``.
-        cache_layout: ``nhd``, ``[blocks, block_size, heads, head_dim]``, as vLLM has it and the default for a paged
-            cache, or ``hnd``, ``[blocks, heads, block_size, head_dim]``, as transformers' static cache has it and the
-            default there. A static cache has a block for each sequence.
-        key_scale, value_scale: float32, of one element or ``[k's heads]``, on q's device: ``x / scale`` is written,
-            saturating, to a cache of float8; 1 where not given. Finite, and so large that the inverse is, too.
-        q_out: where the rotated q goes instead of q's own place; of q's shape and dtype.
+        q: As in ``rotary``. Views of one packed projection need no copy.
+        k: As in ``rotary``, but not None.
+        v: Of k's shape.
+        positions: As in ``rotary``.
+        table: As in ``rotary``.
+        key_cache: Of q's dtype or ``torch.float8_e4m3fn``, with a contiguous last dimension; other strides are free.
+        value_cache: Like ``key_cache``.
+        slots: Destination of each token in a paged cache, ``block * block_size + offset``, int32 or int64:
+            ``[tokens]``, or ``[batch, tokens]`` for several sequences. Tokens with a negative slot (padding) are not
+            written. Slots must be distinct. None selects a static cache.
+        cache_positions: Destination of each token in its sequence of a static cache, shaped like ``positions``, which
+            are the default. Tokens with a negative one are not written.
+        layout: Layout of q, k and v, as in ``rotary``.
+        cache_layout: ``nhd`` ``[blocks, block_size, heads, head_dim]``, as in vLLM and the default for a paged cache,
+            or ``hnd`` ``[blocks, heads, block_size, head_dim]``, as in transformers' static cache and the default for
+            one. A static cache has one block per sequence.
+        pairing: As in ``rotary``.
+        key_scale: Scale of a float8 key cache, float32 on q's device, one element or ``[k's heads]``; 1 by default.
+            ``x / scale`` is stored, saturating. The scale and its inverse must be finite.
+        value_scale: The same for the value cache.
+        table_index: As in ``rotary``.
+        q_out: Destination of the rotated q, of q's shape and dtype; q itself by default.
 
     Returns:
-        The rotated q: q itself, or q_out.
+        The rotated q: ``q`` or ``q_out``.
 
     Raises:
-        ValueError, TypeError, IndexError, RuntimeError: naming the argument; nothing has been written then. On a GPU
-            nobody looks at slots and scales before they are used: tokens whose slot is not there are not written.
+        TypeError: An argument has the wrong type or dtype. Every message names the argument, and nothing is written.
+        ValueError: A shape, a stride or an option is invalid.
+        IndexError: A slot or ``table_index`` is out of range. On CUDA the host reads neither slots nor scales, and
+            tokens whose slot is out of range are not written.
+        RuntimeError: The tensors are on different devices, share memory or require grad.
     """
     _, positions, packed = checked_heads(q, k, positions, table)
-    for name, value in (("k", k), ("v", v), ("key_cache", key_cache), ("value_cache", value_cache)):
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    places = (("slots", slots), ("cache_positions", cache_positions))
-    for name, maybe in (*places, ("key_scale", key_scale), ("value_scale", value_scale), ("q_out", q_out)):
-        if maybe is not None and not isinstance(maybe, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor or None, got {type(maybe).__name__}")
+    require_tensors(k=k, v=v, key_cache=key_cache, value_cache=value_cache)
+    require_tensors_or_none(
+        slots=slots, cache_positions=cache_positions, key_scale=key_scale, value_scale=value_scale, q_out=q_out
+    )
     if slots is not None and cache_positions is not None:
         raise ValueError("cache_positions must come without slots, which say where tokens go, got both")
-    paged = slots is not None
+    is_paged = slots is not None
     if slots is None:
         slots = positions if cache_positions is None else cache_positions
     if cache_layout is None:
-        cache_layout = "nhd" if paged else "hnd"
+        cache_layout = "nhd" if is_paged else "hnd"
     options = (layout, cache_layout, pairing, key_scale, value_scale, checked_index(table_index))
-    written = (key_cache, value_cache, slots, paged, *options)
+    cache_arguments = (key_cache, value_cache, slots, is_paged, *options)
     if q_out is None or q_out is q:
-        torch.ops.mrrope.rotary_and_cache_.default(q, k, v, positions, packed, *written)
+        torch.ops.mrrope.rotary_and_cache_.default(q, k, v, positions, packed, *cache_arguments)
         return q
-    torch.ops.mrrope.rotary_and_cache_.into(q, q_out, k, v, positions, packed, *written)
+    torch.ops.mrrope.rotary_and_cache_.into(q, q_out, k, v, positions, packed, *cache_arguments)
     return q_out

@@ -1,9 +1,9 @@
-"""At which positions the keys of a cache were rotated: noted on the cache when they are written.
+"""The positions that cached keys were rotated at, recorded on the cache when the keys are written.
 
-An attention mask tells padding from text, and not at which positions the text was rotated: every forward call brings
-its own. What is noted holds whatever mask and positions later calls come with. The note is a tensor on the device, a
-row a sequence: of dynamic layers it grows as they do, of static ones it has their slots and is written in place, so
-that CUDA graphs find it where it was.
+An attention mask separates padding from text, but does not tell the positions: each forward call brings its own. The
+record stays valid for any mask and positions of later calls. It is a tensor on the device, one row per sequence. For
+dynamic layers it grows with them. For static layers it has their slots and is written in place, so that its address is
+stable for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -12,73 +12,75 @@ from typing import Any
 
 import torch
 
-CACHE_ATTRIBUTE = "mrrope_positions"
-"""Where a cache keeps positions, ``[batch, slots]``: by kind of layer and ladder, and by the slots of static layers."""
+POSITIONS_ATTRIBUTE = "mrrope_positions"
+"""Attribute of a cache with its recorded positions, ``[batch, slots]``, by ladder and number of static slots."""
 
-Name = tuple[str | None, int]
+LadderKey = tuple[str | None, int]
+"""A layer type and the hash of its ladder's tables: positions recorded for other tables do not apply."""
 
 
-def note_positions(cache: Any, name: Name, layers: list[Any], new: torch.Tensor) -> None:
-    """Notes the positions of the tokens that these layers are about to cache, ``[batch, tokens]``."""
-    notes = _notes_on(cache)
-    # All layers fill alike. A dynamic cache may have none before its first token.
+def record_positions(cache: Any, key: LadderKey, layers: list[Any], new: torch.Tensor) -> None:
+    """Record the positions ``[batch, tokens]`` of the tokens that these layers are about to cache."""
+    records = _records_on(cache)
+    # All layers hold the same number of tokens. A dynamic cache may have no layers before its first token.
     layers = [layer for layer in layers if layer.is_initialized] or layers
     for slots, layer in ({slots_of(layer): layer for layer in layers} or {None: None}).items():
         length = 0 if layer is None else layer.get_seq_length()
         if slots is None:
-            before = notes[name, None][:, :length] if length > 0 else new[:, :0]
-            notes[name, None] = torch.cat([before, new], dim=1)
+            before = records[key, None][:, :length] if length > 0 else new[:, :0]
+            records[key, None] = torch.cat([before, new], dim=1)
             continue
-        if (name, slots) not in notes:
-            notes[name, slots] = _buffer_like(new, slots)
-        noted = notes[name, slots]
+        if (key, slots) not in records:
+            records[key, slots] = _buffer_like(new, slots)
+        recorded = records[key, slots]
         if layer.is_initialized and (isinstance(length, torch.Tensor) or length + new.shape[1] <= slots):
-            # By the layer's own tensor: with the length as a number, every step would need a CUDA graph of its own.
-            at = torch.arange(new.shape[1], device=noted.device) + layer.cumulative_length.to(noted.device)
-            noted.index_copy_(1, at, new)
-        else:  # empty, or a window that moves on
-            window = torch.cat([noted if length >= slots else noted[:, :length], new], dim=1)[:, -slots:]
-            noted[:, : window.shape[1]].copy_(window)
+            # Index by the layer's own tensor: a Python integer would be a constant of the CUDA graph.
+            at = torch.arange(new.shape[1], device=recorded.device) + layer.cumulative_length.to(recorded.device)
+            recorded.index_copy_(1, at, new)
+        else:  # empty, or a sliding window
+            window = torch.cat([recorded if length >= slots else recorded[:, :length], new], dim=1)[:, -slots:]
+            recorded[:, : window.shape[1]].copy_(window)
 
 
-def positions_held(cache: Any, name: Name, layer: Any) -> torch.Tensor:
-    """The positions of what a layer holds, ``[batch, slots]``."""
+def positions_held(cache: Any, key: LadderKey, layer: Any) -> torch.Tensor:
+    """Return the positions of the keys that a layer holds, ``[batch, slots]``."""
     slots = slots_of(layer)
-    noted = _notes_on(cache)[name, slots]
+    recorded = _records_on(cache)[key, slots]
     if slots is not None:
-        return noted
+        return recorded
     length, held = layer.get_seq_length(), layer.keys.shape[-2]
-    return noted[:, length - held : length]
+    return recorded[:, length - held : length]
 
 
-def complete_notes(cache: Any, name: Name, layers: list[Any], new: torch.Tensor, mask: Any) -> None:
-    """Makes the notes cover what these layers hold, for the sequences of a call at ``new`` positions.
+def complete_records(cache: Any, key: LadderKey, layers: list[Any], new: torch.Tensor, mask: Any) -> None:
+    """Make the records cover what these layers hold, for a call whose tokens are at ``new`` positions.
 
-    Where nobody made a note, those and the attention mask tell: positions count the tokens of the mask where those of
-    the call do, as ``generate`` has them, else they are consecutive up to the call's.
+    Keys cached without a record get positions inferred from the call. If the call's positions count the tokens of the
+    attention mask, as in ``generate``, so do the cached ones. Otherwise they are consecutive up to the call's.
     """
-    notes = _notes_on(cache)
+    records = _records_on(cache)
     for slots, layer in {slots_of(layer): layer for layer in layers}.items():
-        noted = notes.get((name, slots))
+        recorded = records.get((key, slots))
         length = layer.get_seq_length()
-        if noted is None:
-            positions = _told_by_call(new, mask, layer)
+        if recorded is None:
+            positions = _inferred_positions(new, mask, layer)
             if slots is None:
-                notes[name, slots] = positions
+                records[key, slots] = positions
             else:
-                notes[name, slots] = _buffer_like(positions, slots)
-                notes[name, slots][:, : min(slots, positions.shape[1])].copy_(positions[:, -slots:])
-        elif slots is None and noted.shape[1] < length:
+                records[key, slots] = _buffer_like(positions, slots)
+                records[key, slots][:, : min(slots, positions.shape[1])].copy_(positions[:, -slots:])
+        elif slots is None and recorded.shape[1] < length:
             raise ValueError(
                 "past_key_values must be filled by the model as it is patched now, got one of "
-                f"{length} tokens, {length - noted.shape[1]} of them cached by others since"
+                f"{length} tokens, {length - recorded.shape[1]} of them cached by others since"
             )
-        elif noted.shape[0] != new.shape[0]:
-            repeated = noted.repeat_interleave(new.shape[0] // noted.shape[0], dim=0)
-            notes[name, slots] = repeated if slots is None else _buffer_like(repeated, slots).copy_(repeated)
+        elif recorded.shape[0] != new.shape[0]:
+            repeated = recorded.repeat_interleave(new.shape[0] // recorded.shape[0], dim=0)
+            records[key, slots] = repeated if slots is None else _buffer_like(repeated, slots).copy_(repeated)
 
 
-def _told_by_call(new: torch.Tensor, mask: Any, layer: Any) -> torch.Tensor:
+def _inferred_positions(new: torch.Tensor, mask: Any, layer: Any) -> torch.Tensor:
+    """Return positions for the keys that a layer holds, inferred from a call's positions and attention mask."""
     length = layer.get_seq_length()
     tokens = length
     if isinstance(length, torch.Tensor):
@@ -93,22 +95,22 @@ def _told_by_call(new: torch.Tensor, mask: Any, layer: Any) -> torch.Tensor:
     return torch.where(is_counted, counted[:, :tokens], consecutive)
 
 
-def _notes_on(cache: Any) -> dict[tuple[Name, int | None], torch.Tensor]:
-    if not hasattr(cache, CACHE_ATTRIBUTE):
-        setattr(cache, CACHE_ATTRIBUTE, {})
-    notes: dict[tuple[Name, int | None], torch.Tensor] = getattr(cache, CACHE_ATTRIBUTE)
-    return notes
+def _records_on(cache: Any) -> dict[tuple[LadderKey, int | None], torch.Tensor]:
+    if not hasattr(cache, POSITIONS_ATTRIBUTE):
+        setattr(cache, POSITIONS_ATTRIBUTE, {})
+    records: dict[tuple[LadderKey, int | None], torch.Tensor] = getattr(cache, POSITIONS_ATTRIBUTE)
+    return records
 
 
 def slots_of(layer: Any) -> int | None:
-    """How many tokens a static layer has memory for; None of a dynamic one."""
+    """Return the number of tokens a static layer has memory for; None for a dynamic layer."""
     return getattr(layer, "max_cache_len", None)
 
 
 def _buffer_like(positions: torch.Tensor, slots: int) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return positions.new_zeros(positions.shape[0], slots)
-    # A tensor made in inference mode could not be written to outside it.
+    # A tensor made in inference mode cannot be written outside it.
     with torch.inference_mode(False):
         buffer = positions.new_zeros(positions.shape[0], slots)
     torch._dynamo.mark_static_address(buffer)

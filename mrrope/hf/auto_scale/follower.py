@@ -1,12 +1,11 @@
-"""The scale follows the text: every sequence is read with the smallest scale of a ladder that covers it.
+"""A scale per sequence: each is read with the smallest scale of a ladder that covers its length.
 
-A patched model's rotary embedding sees the positions of all tokens before any layer does. From them it takes the length
-of every sequence, picks each one's table, and where a sequence has outgrown the table that its cached keys were rotated
-by, it has those keys turned first. All of it is arithmetic on the device: nothing waits for the GPU, and a compiled
-step stays one graph, whether anything has to be turned or not.
+A patched model's rotary embedding sees the positions of all tokens before any layer runs. The follower takes the length
+of every sequence from them and picks its table. Where a sequence has outgrown the table of its cached keys, it
+re-rotates those keys first. All of this is arithmetic on the device, without synchronization, and a compiled step stays
+one graph.
 
-By which table the keys of a cache were rotated, and at which positions, is noted on the cache itself, so that copies of
-it know as well.
+The table and the positions of cached keys are recorded on the cache itself, so that copies of a cache carry them.
 """
 
 from __future__ import annotations
@@ -21,25 +20,29 @@ import torch
 from torch import nn
 
 from mrrope.hf import rope_config
-from mrrope.hf.auto_scale.cache_probe import CachedKeys, turn
-from mrrope.hf.auto_scale.cached_positions import Name, complete_notes, note_positions
+from mrrope.hf.auto_scale.cached_keys import CachedKeys, rescale_parts
+from mrrope.hf.auto_scale.cached_positions import LadderKey, complete_records, record_positions
 from mrrope.hf.auto_scale.ladder import Ladder
 
-CACHE_ATTRIBUTE = "mrrope_tables"
-"""Where a cache keeps, by kind of layer and ladder, which of its tables each sequence's keys are rotated by: int32."""
+TABLES_ATTRIBUTE = "mrrope_tables"
+"""Attribute of a cache with the int32 index, by ladder, of the table that each sequence's keys are rotated by."""
 
 
 class Follower(nn.Module):
-    """Picks a table for every sequence of a batch, and keeps the cached keys in step."""
+    """Picks a table for every sequence of a batch, and re-rotates cached keys to it.
+
+    Forward hooks on the module that calls the rotary embedding pass the arguments of each call to the follower. The
+    state of a call is kept here until the call ends, so that one thread at a time may call the model.
+    """
 
     def __init__(self, owner: nn.Module, ladders: dict[str | None, Ladder], keys: dict[str | None, CachedKeys]) -> None:
         super().__init__()
         self.keys = keys
         self.parameters_of_owner = tuple(inspect.signature(owner.forward).parameters)
-        # A cache is for the tables that it was filled with.
-        self.names = {layer_type: (layer_type, hash(ladder.tables)) for layer_type, ladder in ladders.items()}
+        # The hash rejects caches that were filled with other tables.
+        self.ladder_keys = {layer_type: (layer_type, hash(ladder.tables)) for layer_type, ladder in ladders.items()}
         for layer_type, ladder in ladders.items():
-            # Integers, so that no cast of the model to another dtype touches them.
+            # Integers are not affected by casts of the model to another dtype.
             limits = torch.tensor(ladder.reaches[:-1], device="cpu").floor().long()
             self.register_buffer(rope_config.attribute(layer_type, "limits"), limits, persistent=False)
         self.reserve = next((ladder.reserve for ladder in ladders.values() if not ladder.is_fixed), None)
@@ -51,18 +54,18 @@ class Follower(nn.Module):
         self.chosen: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
         self.hooks = (
             owner.register_forward_pre_hook(self.before_call, with_kwargs=True),
-            # After an error too, so that the cache is let go.
+            # Also after an error, to release the cache.
             owner.register_forward_hook(self.after_call, always_call=True),
         )
 
     def leave(self) -> None:
-        """Takes the hooks off the module they were put on."""
+        """Remove the hooks."""
         for hook in self.hooks:
             hook.remove()
 
-    def take(self) -> None:
-        """Keeps other threads out: what is known of a call is kept here until it ends."""
-        # A compiled call keeps all of it in its graph; and the compiler cannot tell threads apart.
+    def acquire(self) -> None:
+        """Reserve the follower for this thread; raise RuntimeError where another thread is in a call."""
+        # Compiled calls keep their state in the graph, and Dynamo cannot trace thread identifiers.
         if torch.compiler.is_compiling():
             return
         thread = threading.get_ident()
@@ -72,23 +75,23 @@ class Follower(nn.Module):
                 "a call: give each a copy, or patch with a fixed scale"
             )
 
-    def is_taken_by_another(self) -> bool:
-        """Whether a call that ends here is one that was refused."""
+    def is_held_by_other_thread(self) -> bool:
+        """Whether the call that ends now is one that ``acquire`` refused."""
         if torch.compiler.is_compiling() or not self.user:
             return False
         return self.user["thread"] != threading.get_ident()
 
     def release(self) -> None:
-        """Lets other threads in, unless more calls of this one are expected."""
+        """Admit other threads, unless this one is inside ``expecting``."""
         if self.expected_lengths is None and not torch.compiler.is_compiling():
             self.user.clear()
 
     @contextlib.contextmanager
     def expecting(self, lengths: torch.Tensor) -> Iterator[None]:
-        """Reads texts as ones of these lengths."""
-        self.take()
+        """Treat sequences as at least this long inside the context."""
+        self.acquire()
         before = self.expected_lengths
-        if before is not None:  # what was expected around this still is
+        if before is not None:  # nested: the lengths of the outer context still apply
             fits = 1 in (len(before), len(lengths)) or len(before) == len(lengths)
             lengths = torch.maximum(lengths, before if fits else before.max())
         self.expected_lengths = lengths
@@ -99,8 +102,8 @@ class Follower(nn.Module):
             self.release()
 
     def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keeps what the model was called with: a rotary embedding is told positions and no more."""
-        self.take()
+        """Store the arguments of the call, of which the rotary embedding gets only the positions."""
+        self.acquire()
         given = dict(zip(self.parameters_of_owner, args, strict=False)) | kwargs
         if given.get("cache") is not None:
             raise ValueError("cache must not be a paged one where the scale follows the text: patch with a fixed scale")
@@ -111,31 +114,31 @@ class Follower(nn.Module):
         self.attention_mask = given.get("attention_mask")
 
     def after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Notes on a cache that the model made itself what its keys are rotated by."""
-        if self.is_taken_by_another():
+        """Record tables and positions on a cache that the model created during the call."""
+        if self.is_held_by_other_thread():
             return
         parts = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
         for cache in parts if self.cache is None else ():
             if hasattr(cache, "layers"):
                 for layer_type, (index, positions) in self.chosen.items():
-                    note_positions(cache, self.names[layer_type], [], positions)
-                    _note(cache, self.names[layer_type], index)
+                    record_positions(cache, self.ladder_keys[layer_type], [], positions)
+                    _record_tables(cache, self.ladder_keys[layer_type], index)
         self.cache = self.attention_mask = None
         self.chosen = {}
         self.release()
 
     def choose(self, positions: torch.Tensor, tables: torch.Tensor, layer_type: str | None) -> torch.Tensor:
-        """The number of each sequence's table, ``[batch]``, with its cached keys turned to that table."""
+        """Return the table index of each sequence, ``[batch]``, with its cached keys re-rotated to that table."""
         limits = getattr(self, rope_config.attribute(layer_type, "limits")).to(positions.device)
-        wanted: torch.Tensor = (self._lengths(positions)[:, None] > limits).sum(-1, dtype=torch.int32)
+        wanted: torch.Tensor = (self._sequence_lengths(positions)[:, None] > limits).sum(-1, dtype=torch.int32)
         positions = positions.expand(self.batch, -1)
         if self.cache is not None:
-            wanted = self._in_step_with(self.cache, positions, tables, wanted, layer_type)
+            wanted = self._follow_cache(self.cache, positions, tables, wanted, layer_type)
         self.chosen[layer_type] = wanted, positions
         return wanted
 
-    def _lengths(self, positions: torch.Tensor) -> torch.Tensor:
-        """How many tokens of its own each sequence has, or will have where that is known."""
+    def _sequence_lengths(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the length of each sequence without padding, or its expected length if that is larger."""
         mask = self.attention_mask
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
             lengths = mask.to(positions.device).long().sum(-1)
@@ -144,9 +147,10 @@ class Follower(nn.Module):
         lengths = lengths.expand(self.batch)
         if self.expected_lengths is None:
             return lengths
-        return torch.maximum(lengths, _for_batch("lengths", self.expected_lengths.to(positions.device), self.batch))
+        expected = _expanded_to_batch("lengths", self.expected_lengths.to(positions.device), self.batch)
+        return torch.maximum(lengths, expected)
 
-    def _in_step_with(
+    def _follow_cache(
         self,
         cache: Any,
         positions: torch.Tensor,
@@ -154,34 +158,35 @@ class Follower(nn.Module):
         wanted: torch.Tensor,
         layer_type: str | None,
     ) -> torch.Tensor:
-        """Turns what a cache holds. A sequence never goes back to a smaller scale: its last answer was read with it."""
-        name = self.names[layer_type]
+        """Re-rotate what a cache holds, and return each sequence's table index, which never decreases."""
+        key = self.ladder_keys[layer_type]
         parts = self.keys[layer_type].held_by(cache)
         if parts:
-            notes = getattr(cache, CACHE_ATTRIBUTE, {})
-            old = notes.get(name)
-            if notes and old is None:
+            records = getattr(cache, TABLES_ATTRIBUTE, {})
+            old = records.get(key)
+            if records and old is None:
                 raise ValueError("past_key_values must be empty or filled by the tables that the model has now")
-            # Keys that nobody made a note of come from the model as it was.
+            # Keys without a record were cached by the unpatched model, whose table is the first.
             old = (
                 torch.zeros_like(wanted)
                 if old is None
-                else _for_batch("past_key_values", old.to(wanted.device), self.batch)
+                else _expanded_to_batch("past_key_values", old.to(wanted.device), self.batch)
             )
             length = parts[0][1].get_seq_length()
             if isinstance(length, torch.Tensor):
-                # A static cache may have been emptied for another text.
+                # A static cache may have been reset for another text.
                 old = torch.where(length.to(old.device) > 0, old, wanted)
+            # Never back to a smaller scale: the sequence's last answer was read with the larger one.
             wanted = torch.maximum(old, wanted)
-            complete_notes(cache, name, [layer for _, layer in parts], positions, self.attention_mask)
-            turn(cache, name, parts, tables, old, wanted)
-        note_positions(cache, name, self.keys[layer_type].layers_of(cache), positions)
-        _note(cache, name, wanted)
+            complete_records(cache, key, [layer for _, layer in parts], positions, self.attention_mask)
+            rescale_parts(cache, key, parts, tables, old, wanted)
+        record_positions(cache, key, self.keys[layer_type].layers_of(cache), positions)
+        _record_tables(cache, key, wanted)
         return wanted
 
 
-def _for_batch(name: str, values: torch.Tensor, batch: int) -> torch.Tensor:
-    """What is known of every text, for each of its beams or answers: those are neighbours in a batch."""
+def _expanded_to_batch(name: str, values: torch.Tensor, batch: int) -> torch.Tensor:
+    """Repeat per-text values for the beams or samples of each text, which are adjacent in the batch."""
     if values.shape[0] == batch:
         return values
     if batch % values.shape[0] != 0:
@@ -192,37 +197,43 @@ def _for_batch(name: str, values: torch.Tensor, batch: int) -> torch.Tensor:
     return values.repeat_interleave(batch // values.shape[0])
 
 
-def _note(cache: Any, name: Name, index: torch.Tensor) -> None:
-    notes = getattr(cache, CACHE_ATTRIBUTE, None)
-    if notes is None:
-        notes = {}
-        setattr(cache, CACHE_ATTRIBUTE, notes)
-    if name in notes and notes[name].shape == index.shape:
-        # In place: CUDA graphs want the same memory every time.
-        notes[name].copy_(index)
+def _record_tables(cache: Any, key: LadderKey, index: torch.Tensor) -> None:
+    """Record on a cache the table index of each sequence's keys."""
+    records = getattr(cache, TABLES_ATTRIBUTE, None)
+    if records is None:
+        records = {}
+        setattr(cache, TABLES_ATTRIBUTE, records)
+    if key in records and records[key].shape == index.shape:
+        # In place, so that the address is stable for CUDA graphs.
+        records[key].copy_(index)
     elif torch.compiler.is_compiling():
-        notes[name] = index.clone()
+        records[key] = index.clone()
     else:
-        # A tensor made in inference mode could not be written to outside it.
+        # A tensor made in inference mode cannot be written outside it.
         with torch.inference_mode(False):
-            notes[name] = index.clone()
-        torch._dynamo.mark_static_address(notes[name])
+            records[key] = index.clone()
+        torch._dynamo.mark_static_address(records[key])
 
 
 def followers_in(model: nn.Module) -> list[Follower]:
-    """One for each rotary embedding whose scale follows the text."""
+    """Return the followers in a model, one per rotary embedding patched with ``scale="auto"``."""
     return [module for module in model.modules() if isinstance(module, Follower)]
 
 
 @contextlib.contextmanager
 def expecting(model: nn.Module, lengths: int | Sequence[int] | torch.Tensor) -> Iterator[None]:
-    """Tells a model patched with ``scale="auto"`` how long texts will get, so that they cross no step on the way.
+    """Context manager that announces the final length of texts to a model patched with ``scale="auto"``.
 
-    For reading a long text in chunks, say. ``generate`` does so by itself.
+    The model uses the scale for that length from the start, so that no cached keys have to be re-rotated, for example
+    while a long text is read in chunks. ``generate`` announces its lengths itself.
 
     Args:
-        model: the patched model.
-        lengths: in tokens, padding left out: one for all sequences, or one for each.
+        model: The patched model.
+        lengths: Lengths in tokens without padding: one for all sequences, or one per sequence.
+
+    Raises:
+        ValueError: The model is not patched with ``scale="auto"``.
+        RuntimeError: Another thread is in a call of the model.
     """
     followers = followers_in(model)
     if not followers:
@@ -236,7 +247,7 @@ def expecting(model: nn.Module, lengths: int | Sequence[int] | torch.Tensor) -> 
 
 
 class GenerateKnowingLengths:
-    """A model's own ``generate``, which first tells how long the texts will get, so that most never cross a step."""
+    """A model's own ``generate`` inside ``expecting``, so that most sequences never change their scale."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -247,6 +258,7 @@ class GenerateKnowingLengths:
             return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]
 
     def _expected_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """Return the prompt lengths plus the room for new tokens; None without a prompt tensor."""
         given = dict(zip(("inputs", "generation_config"), args, strict=False)) | kwargs
         texts = (given.get(name) for name in ("inputs_embeds", "input_ids", "inputs"))
         text = next((text for text in texts if isinstance(text, torch.Tensor)), None)
@@ -259,7 +271,7 @@ class GenerateKnowingLengths:
 
         mask, pad = given.get("attention_mask"), setting("pad_token_id")
         if mask is None:
-            # As generate itself tells padding from text.
+            # The rule by which generate itself detects padding.
             is_padded = pad is not None and pad != setting("eos_token_id") and text.dim() == 2
             mask = text != pad if is_padded else torch.ones(text.shape[:2], device=text.device)
         room = 0

@@ -1,4 +1,4 @@
-"""Tables for longer and longer texts: which scale a text is read with follows from its length."""
+"""The steps of ``scale="auto"``: tables of increasing scale, and the length up to which each is used."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, NativeRope, resolve_table
 from mrrope.tables import FrequencyTable
 
 DEFAULT_REACH = 16.0
-"""Where ladders end unless told: this many times the native length."""
+"""Default reach of a ladder, in native lengths."""
 
 Step = str | FrequencyTable | Path
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """Tables of one rotary_dim, and how many tokens each reaches. The last takes all that is longer, too."""
+    """Tables of one rotary_dim, and the length in tokens that each reaches. The last also serves longer texts."""
 
     tables: tuple[FrequencyTable, ...]
     reaches: tuple[float, ...]
     reserve: int | None = None
-    """How many new tokens ``generate`` leaves room for; None: as many as it may write."""
+    """Number of new tokens that ``generate`` reserves room for; None for as many as it may write."""
 
     @staticmethod
     def of_one(table: FrequencyTable) -> Ladder:
-        """A fixed table, whatever the length."""
+        """Return a ladder with one table for all lengths."""
         return Ladder((table,), (math.inf,))
 
     @property
     def is_fixed(self) -> bool:
-        """Whether there is nothing to choose."""
+        """Whether there is one table only."""
         return len(self.tables) == 1
 
 
 def scales_up_to(max_scale: float) -> list[float]:
-    """2, 4, 8 and so on, and the largest itself."""
+    """Return the powers of two from 2 to below ``max_scale``, and ``max_scale``."""
     scales = [2.0**i for i in range(1, math.ceil(math.log2(max_scale)))]
     return [*scales, float(max_scale)]
 
@@ -50,8 +50,18 @@ def ladder_for(
     max_scale: float | None,
     options: dict[str, Any],
 ) -> Ladder:
-    """The model's own table up to the length that it reads as it is, then a method's by growing scales, or ready
-    tables, one a step."""
+    """Return a ladder that starts with the model's own table, up to its native length.
+
+    Args:
+        trained: The model's own RoPE.
+        native: The model's own table.
+        method: A method's name, for steps of increasing scale, or a list of ready tables, one per step.
+        max_scale: The largest scale of a method; by default the ladder reaches 16 native lengths.
+        options: More arguments of ``frequency_table``.
+
+    Raises:
+        ValueError: The native length is unknown, an argument is invalid, or no step reaches past the native length.
+    """
     native_length = trained.original_max_position
     if native_length is None:
         raise ValueError("scale must be a number for this model: its configuration does not say how far it reads")

@@ -15,7 +15,7 @@ import torch
 from reference import rotated
 
 import mrrope
-from mrrope.hf.auto_scale.follower import CACHE_ATTRIBUTE, GenerateKnowingLengths
+from mrrope.hf.auto_scale.follower import TABLES_ATTRIBUTE, GenerateKnowingLengths
 from mrrope.hf.auto_scale.ladder import scales_up_to
 from mrrope.hf.rotary_embedding import TableRotaryEmbedding
 
@@ -55,7 +55,7 @@ def fixed(model, ids, scale):
 
 
 def tables_of(cache):
-    (index,) = getattr(cache, CACHE_ATTRIBUTE).values()
+    (index,) = getattr(cache, TABLES_ATTRIBUTE).values()
     return index.tolist()
 
 

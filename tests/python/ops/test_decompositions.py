@@ -1,4 +1,4 @@
-"""The rotation in torch's own operations, which compiled models decode with: right, and where it should be."""
+"""The decompositions: right against float64 and the ops, and emitted where compiled models decode."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ import torch
 from cases import Case, cases
 from hypothesis import given
 from hypothesis import strategies as st
+from norm_reference import EPS, OVERS, assert_normed, weights_of
 from reference import assert_rotated
-from test_qk_norm_rotary import EPS, OVERS, assert_normed, weights_of
-from test_table_index import stack_of, tables_of
+from table_stacks import stack_of, tables_of
 
 import mrrope
 from mrrope.hf import conventions
 from mrrope.ops import decompositions
-from mrrope.ops.decompositions import is_a_step
+from mrrope.ops.decompositions import is_decode_step
 
 pytest.importorskip("transformers")
 
@@ -38,8 +38,8 @@ def test_against_float64(device: str, case: Case, conjugate: bool) -> None:
     heads = [x for x in case.heads_on(device) if x is not None]
     positions, table = case.positions(device), case.table()
     packed = table.packed(heads[0].device)
-    turned = decompositions.rotary(heads, positions, packed, case.layout, case.pairing, conjugate)
-    for x, y in zip(heads, turned, strict=True):
+    result = decompositions.rotary(heads, positions, packed, case.layout, case.pairing, conjugate)
+    for x, y in zip(heads, result, strict=True):
         assert_rotated(y, x, positions, table, case.layout, case.pairing, conjugate)
 
 
@@ -48,11 +48,11 @@ def test_norms_against_float64(device: str, case: Case, over: str, offset: float
     heads, weights = [x for x in case.heads_on(device) if x is not None], weights_of(case, over, device)
     positions, table = case.positions(device), case.table()
     packed = table.packed(heads[0].device)
-    turned = decompositions.qk_norm_rotary(
+    result = decompositions.qk_norm_rotary(
         heads, weights, positions, packed, EPS, offset, over, case.layout, case.pairing, False
     )
     options: dict[str, Any] = {"over": over, "layout": case.layout, "pairing": case.pairing, "offset": offset}
-    for x, weight, y in zip(heads, weights, turned, strict=True):
+    for x, weight, y in zip(heads, weights, result, strict=True):
         assert_normed(y, x, weight, positions, table, **options)
 
 
@@ -60,7 +60,7 @@ def test_norms_against_float64(device: str, case: Case, over: str, offset: float
 @pytest.mark.parametrize("position_rows", [None, False, True])
 @pytest.mark.parametrize("count", [1, 3])
 def test_tables_as_the_op_takes_them(device: str, layout: str, position_rows: bool | None, count: int) -> None:
-    """One for all sequences or one for each, by themselves or with the row of positions that turns each pair."""
+    """One table for all sequences or one per sequence, with and without the row of positions that rotates each pair."""
     case = Case(layout=layout, batch=3, head_dim=20, rotary_dim=16)
     (q, k), generator = case.heads_on(device), torch.Generator().manual_seed(0)
     table = stack_of(tables_of(count, 16), "cpu")
@@ -70,8 +70,8 @@ def test_tables_as_the_op_takes_them(device: str, layout: str, position_rows: bo
     shape = (4, 3, case.tokens) if position_rows else (3, case.tokens)
     positions = torch.randint(0, 2**31, shape, generator=generator).to(device)
     arguments = [q, k], positions, table.to(device), layout, "interleaved", False
-    turned, by_op = decompositions.rotary(*arguments), torch.ops.mrrope.rotary.default(*arguments)
-    for x, y in zip(turned, by_op, strict=True):
+    result, by_op = decompositions.rotary(*arguments), torch.ops.mrrope.rotary.default(*arguments)
+    for x, y in zip(result, by_op, strict=True):
         torch.testing.assert_close(x, y, rtol=0.0, atol=3e-6)
 
 
@@ -82,16 +82,16 @@ def test_rows_of_positions_for_all_sequences_with_a_table_for_each(device: str) 
     table = torch.stack([table, torch.nn.functional.pad(rows, (0, 1))], dim=1).to(device)
     positions = torch.randint(0, 2**31, (4, 1, case.tokens), generator=generator).to(device)
     arguments = [q, k], positions, table, "bhsd", "halves", False
-    turned, by_op = decompositions.rotary(*arguments), torch.ops.mrrope.rotary.default(*arguments)
-    for x, y in zip(turned, by_op, strict=True):
+    result, by_op = decompositions.rotary(*arguments), torch.ops.mrrope.rotary.default(*arguments)
+    for x, y in zip(result, by_op, strict=True):
         torch.testing.assert_close(x, y, rtol=0.0, atol=3e-6)
 
 
-def test_a_negated_table_turns_backwards(device: str) -> None:
+def test_a_negated_table_rotates_backwards(device: str) -> None:
     case = Case(dtype=torch.bfloat16)
     (q, k), positions, table = case.heads_on(device), case.positions(device), case.table()
-    turned = decompositions.rotary([q, k], positions, -table.packed(q.device), case.layout, case.pairing, False)
-    for x, y in zip((q, k), turned, strict=True):
+    result = decompositions.rotary([q, k], positions, -table.packed(q.device), case.layout, case.pairing, False)
+    for x, y in zip((q, k), result, strict=True):
         assert_rotated(y, x, positions, table, conjugate=True)
 
 
@@ -100,8 +100,8 @@ def test_a_negated_table_turns_backwards(device: str) -> None:
 FAMILIES = {
     "llama": "halves",
     "cohere": "interleaved",
-    "deepseek_v3": "interleaved, leaves as halves; a part by the caller",
-    "deepseek_v4": "the last components; and backwards, by a table that its code negates",
+    "deepseek_v3": "interleaved in, halves out; the caller splits off the rotated part",
+    "deepseek_v4": "the last components; backwards by a negated table",
     "gpt_neox": "a part of the head",
     "qwen3": "norms of heads",
     "olmo2": "norms over all heads",
@@ -117,7 +117,7 @@ SCALES = [(family, 4.0) for family in FAMILIES] + [
 
 
 def decoded(model: PreTrainedModel, forward: Any = None, length: int = 1) -> torch.Tensor:
-    """The logits of tokens that follow a prompt."""
+    """Return the logits of tokens that follow a prompt."""
     ids = tokens(2, 8 + length).to(model.device)
     with torch.no_grad():
         cache = model(**inputs(model, ids[:, :8]), use_cache=True).past_key_values
@@ -128,16 +128,16 @@ def decoded(model: PreTrainedModel, forward: Any = None, length: int = 1) -> tor
 
 @pytest.mark.parametrize(("family", "scale"), SCALES)
 @pytest.mark.usefixtures("quiet_transformers")
-def test_models_decode_the_same(family: str, scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decomposed_models_decode_the_same(family: str, scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mrrope.patch(tiny_model(family), "mrrope_pro", **PATCH | {"scale": scale})
     want = decoded(model)
     calls = []
 
     def noted(heads: list[torch.Tensor], layout: str) -> bool:
-        calls.append(is_a_step(heads, layout))
+        calls.append(is_decode_step(heads, layout))
         return calls[-1]
 
-    monkeypatch.setattr(conventions, "is_for_the_compiler", noted)
+    monkeypatch.setattr(conventions, "should_decompose", noted)
     found = decoded(model)
     assert {*calls} == {False, True}
     assert_same(found, want)
@@ -145,15 +145,15 @@ def test_models_decode_the_same(family: str, scale: Any, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v4", "qwen3", "qwen3_5_text"])
 @pytest.mark.usefixtures("quiet_transformers")
-def test_the_compiler_takes_it(family: str, dynamo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_decomposition_compiles(family: str, dynamo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mrrope.patch(tiny_model(family), "mrrope_pro", **PATCH)
     want = decoded(model)
-    monkeypatch.setattr(conventions, "is_for_the_compiler", is_a_step)
+    monkeypatch.setattr(conventions, "should_decompose", is_decode_step)
     assert_same(decoded(model, torch.compile(model, backend="aot_eager")), want)
 
 
 class Graphs:
-    """A compiler that only looks."""
+    """A torch.compile backend that records the targets of the graph's nodes and runs the graph as it is."""
 
     def __init__(self) -> None:
         self.targets: list[str] = []
@@ -169,7 +169,7 @@ class Graphs:
 @pytest.mark.parametrize("length", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.usefixtures("quiet_transformers")
-def test_where_it_is_written_out(device: str, dynamo: Any, family: str, length: int) -> None:
+def test_where_the_decomposition_is_emitted(device: str, dynamo: Any, family: str, length: int) -> None:
     model, graphs = mrrope.patch(tiny_model(family).to(device), "mrrope_pro", **PATCH), Graphs()
     found = decoded(model, torch.compile(model, backend=graphs, fullgraph=True), length)
     assert graphs.has_op() == (device == "cpu" or length == 2)
@@ -178,17 +178,17 @@ def test_where_it_is_written_out(device: str, dynamo: Any, family: str, length: 
 
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("length", [1, 2])
-def test_sizes_that_nobody_knows_are_no_steps(dynamo: Any, length: int, is_known: bool) -> None:
+def test_unbacked_sizes_are_no_decode_steps(dynamo: Any, length: int, is_known: bool) -> None:
     @torch.compile(backend="eager", fullgraph=True)
-    def asked(x: torch.Tensor) -> torch.Tensor:
-        return x + is_a_step([x], "bhsd")
+    def is_step(x: torch.Tensor) -> torch.Tensor:
+        return x + is_decode_step([x], "bhsd")
 
     x = torch.zeros(1, 2, length, 16)
     if is_known:
-        assert (asked(x) == (length == 1)).all()
+        assert (is_step(x) == (length == 1)).all()
     else:
         torch._dynamo.decorators.mark_unbacked(x, 2)
-        assert (asked(x) == 0).all()
+        assert (is_step(x) == 0).all()
 
 
 @pytest.mark.parametrize(

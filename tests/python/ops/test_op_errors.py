@@ -1,4 +1,4 @@
-"""The catalogue of errors: every one names the argument, what came and what was expected, and spoils nothing."""
+"""Errors of the ops and tables: each names the argument, what it got and what it expected, and changes nothing."""
 
 import json
 import math
@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import table_of, whole_memory
 from conftest import needs_cuda
+from op_errors import assert_refused
 
 import mrrope
 from mrrope import FrequencyTable, frequency_table
@@ -27,14 +28,6 @@ def good_call() -> dict:
         "layout": "bhsd",
         "pairing": "halves",
     }
-
-
-def assert_refused(call, error: type[Exception], *texts: str) -> None:
-    with pytest.raises(error) as caught:
-        call()
-    assert type(caught.value) is error
-    for text in texts:
-        assert text in str(caught.value)
 
 
 def assert_refused_untouched(op, arguments: dict, error: type[Exception], *texts: str) -> None:
@@ -57,7 +50,7 @@ def every_other(x: torch.Tensor) -> torch.Tensor:
 
 BHSD = "[batch, heads, tokens, head_dim]"
 CALLS = {
-    # what they are
+    # types
     "q is a list": ({"q": [1.0]}, TypeError, ["q must be a tensor", "got list"]),
     "k is a number": ({"k": 3.0}, TypeError, ["k must be a tensor or None", "got float"]),
     "positions is a range": ({"positions": range(3)}, TypeError, ["positions must be a tensor", "got range"]),
@@ -132,7 +125,7 @@ def test_calls(op, changes, error, texts, requires_grad):
         for name in ("q", "k"):
             x = arguments[name]
             if isinstance(x, torch.Tensor) and x.dtype.is_floating_point:
-                # Not a leaf: in place, those are refused for that alone.
+                # Not a leaf, which the in-place op refuses for that reason.
                 arguments[name] = x.as_strided(x.shape, x.stride()).requires_grad_().view_as(x)
     assert_refused_untouched(op, arguments, error, *texts)
 
@@ -146,7 +139,7 @@ def test_the_good_call_is_good():
 
 
 def sharing(cut) -> dict:
-    """A q and a k cut out of the same memory."""
+    """Return q and k as overlapping views of the same memory."""
     return dict(zip("qk", cut(torch.arange(288.0).view(3, 4, 3, 8)), strict=True))
 
 
@@ -167,7 +160,7 @@ IN_PLACE = {
 @pytest.mark.parametrize(("changes", "texts"), IN_PLACE.values(), ids=IN_PLACE.keys())
 def test_overlapping_memory_in_place(changes, texts):
     assert_refused_untouched(mrrope.rotary_, {**good_call(), **changes}, RuntimeError, *texts)
-    # Out of place it is nobody's business.
+    # Out of place overlapping inputs are allowed.
     mrrope.rotary(**{**good_call(), **changes})
 
 
@@ -188,7 +181,7 @@ def test_inference_tensors_in_place_outside_of_inference_mode(made_inside):
     assert all(torch.equal(arguments[name], x) for name, x in memory.items())
 
 
-# --- the ops without their Python ---
+# --- torch.ops.mrrope called directly ---
 
 
 def op_arguments() -> list:
@@ -323,7 +316,7 @@ def test_missing_fields(field):
     assert_refused(lambda: FrequencyTable.from_dict(data), ValueError, text)
 
 
-# inv_freq has fewer bits than the turns, so it cannot vouch for the last ones.
+# inv_freq has 53 bits and turns have 64, so the last bits of turns cannot be checked against it.
 @pytest.mark.parametrize("bit", range(12, 64))
 def test_a_flipped_bit_of_the_turns(bit):
     data = frequency_table(**SETTINGS).to_dict()

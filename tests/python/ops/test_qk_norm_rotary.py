@@ -1,13 +1,13 @@
-"""qk_norm_rotary: right against float64 and transformers, differentiable, and a good citizen of PyTorch."""
+"""qk_norm_rotary: accuracy against float64 and transformers, gradients, schemas, torch.compile and errors."""
 
-import numpy as np
 import pytest
 import torch
 from cases import DTYPES, LAYOUTS, PAIRINGS, Case, cases, empty_case, table_of
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import TOLERANCES, components_of, pairs_of, rotated
-from test_op_errors import assert_refused
+from norm_reference import EPS, OVERS, assert_normed, normed, weights_of
+from op_errors import assert_refused
+from reference import HEAD_AXIS, TOLERANCES, rotated
 from torch.autograd import gradcheck
 from torch.library import opcheck
 
@@ -16,51 +16,10 @@ import mrrope
 NORM = torch.ops.mrrope.qk_norm_rotary.default
 NORM_ = torch.ops.mrrope.qk_norm_rotary_.default
 BACKWARD = torch.ops.mrrope.qk_norm_rotary_backward.default
-OVERS = ["head", "all_heads"]
-EPS = 1e-6
-HEAD_AXIS = {"bhsd": -3, "bshd": -2, "thd": -2}
-
-
-def weights_of(case: Case, over: str, device: str) -> list[torch.Tensor]:
-    """Weights for q, and for k where there is one."""
-    generator = torch.Generator().manual_seed(case.seed + 1)
-    counts = [heads * case.head_dim if over == "all_heads" else case.head_dim for heads in case.heads if heads]
-    if case.heads[1] is None:
-        counts = counts[:1]
-    return [torch.randn(count, generator=generator, dtype=torch.float64).to(case.dtype).to(device) for count in counts]
-
-
-def normed(x: torch.Tensor, weight: torch.Tensor, over: str, layout: str, offset: float, eps: float = EPS):
-    """RMSNorm of [..., heads, ..., head_dim] in the tensors' own dtype, in plain differentiable PyTorch."""
-    dims = [-1] if over == "head" else [HEAD_AXIS[layout], -1]
-    scale = (x.square().mean(dims, keepdim=True) + eps).rsqrt()
-    weight = weight + offset
-    if over == "all_heads":
-        heads = x.shape[HEAD_AXIS[layout]]
-        weight = weight.view(heads, 1, -1) if layout == "bhsd" else weight.view(heads, -1)
-    return x * scale * weight
-
-
-def assert_normed(actual, x, weight, positions, table, *, over="head", layout="bhsd", pairing="halves", offset=0.0):
-    """Within one rounding of float64, relative to the pair's norm for what the arithmetic adds to it."""
-    assert (actual.shape, actual.dtype, actual.device) == (x.shape, x.dtype, x.device)
-    tolerance = TOLERANCES[x.dtype]
-    exact = normed(x.detach().cpu().double(), weight.detach().cpu().double(), over, layout, offset)
-    expected = rotated(exact, positions, table, layout, pairing)
-    dim = table.rotary_dim
-    norms = np.abs(pairs_of(expected[..., :dim].numpy(), pairing))
-    norms = torch.from_numpy(components_of(norms + 1j * norms, pairing))
-    norms = torch.cat([norms, expected[..., dim:].abs()], dim=-1)
-    smallest = torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps
-    # Sums of squares and an inverse root, in float32 or float64, beside the rotation itself.
-    arithmetic = tolerance.arithmetic + 16 * torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    allowed = arithmetic * norms + tolerance.rounding * expected.abs() + smallest
-    excess = (actual.detach().cpu().double() - expected).abs() - allowed
-    assert (excess <= 0).all(), f"{(excess > 0).sum()} components are off, by up to {excess.max():.3g} too much"
 
 
 def call(case: Case, over: str, device: str, op=mrrope.qk_norm_rotary, **options):
-    """(results, heads, weights, positions, table) of one call."""
+    """Return (results, heads, weights, positions, table) of one call."""
     heads = [x for x in case.heads_on(device) if x is not None]
     weights = weights_of(case, over, device)
     positions, table = case.positions(device), case.table()
@@ -87,7 +46,7 @@ def test_against_float64(device, case, over, offset, in_place):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("over", OVERS)
 def test_one_rounding_in_all(device, over, dtype):
-    """In Frobenius norm, over many components: norm and rotation apart would round two or three times."""
+    """In Frobenius norm over many components. Norm and rotation unfused would round two or three times."""
     case = Case(dtype=dtype, tokens=257, heads=(8, 2), head_dim=128, rotary_dim=128, reach=2**17)
     (q, _), heads, weights, positions, table = call(case, over, device)
     exact = rotated(normed(heads[0].cpu().double(), weights[0].cpu().double(), over, "bhsd", 0.0), positions, table)
@@ -153,14 +112,14 @@ def test_gradients_against_float64(device, over, dtype, rotary_dim):
     found = mrrope.qk_norm_rotary(*leaves, positions, table, eps=EPS, over=over)
     actual = torch.autograd.grad(found, leaves, gradients)
     exact = [x.detach().cpu().double().requires_grad_() for x in (*heads, *weights)]
-    # The gradient of a rotation is the rotation back.
-    turned_back = [rotated(x, positions, table, conjugate=True) for x in gradients]
+    # The gradient of a rotation is the inverse rotation.
+    rotated_back = [rotated(x, positions, table, conjugate=True) for x in gradients]
     plain = [normed(x, weight, over, "bhsd", 0.0) for x, weight in zip(exact[:2], exact[2:], strict=True)]
-    expected = torch.autograd.grad(plain, exact, turned_back)
+    expected = torch.autograd.grad(plain, exact, rotated_back)
     limit = max(1.05 * TOLERANCES[dtype].frobenius, 1e-14)
     for i, (got, want, leaf) in enumerate(zip(actual, expected, leaves, strict=True)):
         assert (got.shape, got.dtype) == (leaf.shape, dtype)
-        # Weights' gradients are sums of few components, which a rounding may hit harder than it does on average.
+        # Gradients of the weights sum few components, so that one rounding may exceed the average.
         assert (got.cpu().double() - want).norm() / want.norm() < limit * (1.0 if i < 2 else 1.3)
 
 
@@ -235,7 +194,7 @@ def test_in_place_is_for_inference(device):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-# --- as PyTorch sees it ---
+# --- schemas, modes and torch.compile ---
 
 
 OPCHECKED = {
@@ -305,14 +264,14 @@ def test_compiled_in_place(device):
     torch._dynamo.reset()
 
 
-# --- as models do it ---
+# --- against transformers ---
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model", ["qwen3", "gemma3", "olmo2"])
 @torch.no_grad()
 def test_against_transformers(model, dtype):
-    """What the model's own norm and its own rotation give, to the rounding in between; and closer to the truth."""
+    """Within the intermediate rounding of the model's own norm and rotation, and closer to float64 than they are."""
     pytest.importorskip("transformers")
     import importlib
 

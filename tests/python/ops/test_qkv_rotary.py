@@ -1,12 +1,12 @@
-"""qkv_rotary: right against float64, differentiable, and a good citizen of PyTorch."""
+"""qkv_rotary: accuracy against float64, gradients, schemas, torch.compile, autocast and errors."""
 
 import math
 
 import pytest
 import torch
 from cases import DTYPES, LAYOUTS, PAIRINGS, table_of
+from op_errors import assert_refused
 from reference import TOLERANCES, rotated
-from test_op_errors import assert_refused
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
@@ -60,7 +60,7 @@ class Call:
         return self.x, self.weight, self.bias, self.positions, packed, *self.heads, pairing
 
     def exact(self, pairing: str = "halves"):
-        """(q, k, v) in float64, and how large what was summed up for each component was."""
+        """Return (q, k, v) in float64, the unrotated projections, and the size of each component's summands."""
         x, weight = (t.detach().cpu().double() for t in (self.x, self.weight))
         bias = torch.zeros(len(weight), dtype=torch.float64) if self.bias is None else self.bias.detach().cpu().double()
         results = []
@@ -70,18 +70,18 @@ class Call:
             )
             results.append([part.transpose(1, 2) if self.layout == "bhsd" else part for part in parts])
         projected, sizes = results
-        turned = [rotated(part, self.positions, self.table, self.layout, pairing) for part in projected[:2]]
-        return [*turned, projected[2]], projected, sizes
+        result = [rotated(part, self.positions, self.table, self.layout, pairing) for part in projected[:2]]
+        return [*result, projected[2]], projected, sizes
 
     def assert_right(self, found, pairing: str = "halves") -> None:
-        """Every component within a rounding of the product, one of the rotation, and what sums are off in float."""
+        """Assert one rounding of the product, one of the rotation, and the float32 summation error, per component."""
         expected, projected, sizes = self.exact(pairing)
         dtype = self.x.dtype
         tolerance = TOLERANCES[dtype]
         arithmetic = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * (self.x.shape[-1] + 16)
         for i, (got, want) in enumerate(zip(found, expected, strict=True)):
             assert (got.shape, got.dtype, got.device) == (want.shape, dtype, self.x.device)
-            # A pair's norm bounds what its rotation makes of the errors of both.
+            # A pair's norm bounds the rotated errors of its two components.
             spread = partner_norm(projected[i], self.table.rotary_dim, pairing) if i < 2 else projected[i].abs()
             size = partner_norm(sizes[i], self.table.rotary_dim, pairing) if i < 2 else sizes[i]
             gain = self.table.attention_factor if i < 2 else 1.0
@@ -92,13 +92,13 @@ class Call:
 
 
 def partner_norm(x: torch.Tensor, rotary_dim: int, pairing: str) -> torch.Tensor:
-    """The norm of every component's pair; of components that do not turn, their size."""
-    turning, tail = x[..., :rotary_dim], x[..., rotary_dim:]
+    """Return the norm of every component's pair; the absolute value of components that are not rotated."""
+    pairs, tail = x[..., :rotary_dim], x[..., rotary_dim:]
     if pairing == "halves":
-        first, second = turning.chunk(2, dim=-1)
+        first, second = pairs.chunk(2, dim=-1)
         norms = torch.hypot(first, second).repeat(*[1] * (x.dim() - 1), 2)
     else:
-        norms = torch.hypot(turning[..., ::2], turning[..., 1::2]).repeat_interleave(2, dim=-1)
+        norms = torch.hypot(pairs[..., ::2], pairs[..., 1::2]).repeat_interleave(2, dim=-1)
     return torch.cat([norms, tail.abs()], dim=-1)
 
 
@@ -115,7 +115,7 @@ def test_against_float64(device, dtype, layout, pairing):
 
 
 def assert_fused(call: Call, kernel: str) -> None:
-    """By this kernel, on a GPU that can, or the test would be of something else."""
+    """Assert that the fused kernel runs on a GPU that supports it."""
     if torch.cuda.get_device_capability() == (9, 0):
         index, *_ = torch.ops.mrrope.qkv_rotary_plan.default(*call.op_arguments(kernel.split()[0]))
         assert index >= 0
@@ -127,7 +127,7 @@ FUSED = {
     "halves transposed": {"tokens": 8192, "inputs": 4096, "heads": (8, 1)},
     "interleaved": {"tokens": 8192, "inputs": 4096, "heads": (8, 1)},
 }
-"""Shapes that are rotated inside the product, by the kernel that does it."""
+"""Shapes that are rotated inside the product, by kernel."""
 
 
 @pytest.mark.parametrize("kernel", FUSED)
@@ -152,9 +152,9 @@ def test_rows_with_gaps_between_them(cuda, kernel):
     want = call.run()
     for name in ("x", "weight"):
         rows = getattr(call, name)
-        apart = torch.full((*rows.shape[:-1], rows.shape[-1] + 8), math.nan, dtype=rows.dtype, device=cuda)
-        apart[..., : rows.shape[-1]] = rows
-        setattr(call, name, apart[..., : rows.shape[-1]])
+        padded = torch.full((*rows.shape[:-1], rows.shape[-1] + 8), math.nan, dtype=rows.dtype, device=cuda)
+        padded[..., : rows.shape[-1]] = rows
+        setattr(call, name, padded[..., : rows.shape[-1]])
     assert_fused(call, kernel)
     for got, expected in zip(call.run(), want, strict=True):
         assert torch.equal(got, expected)
@@ -168,7 +168,7 @@ def test_as_few_rows_as_a_model_does_not_fuse_are_not_fused(cuda):
 
 
 def test_rows_that_overlap(device):
-    """One row for all tokens, and rows that begin before the last one ends."""
+    """One row for all tokens, and overlapping rows."""
     call = Call(device)
     row = call.x[:, :1].clone()
     long = torch.randn(5 + call.x.shape[-1], device=device)
@@ -182,7 +182,7 @@ def test_rows_that_overlap(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_kernel_rounds_once(cuda, dtype):
-    """In Frobenius norm, over many components: product and rotation apart would round twice."""
+    """In Frobenius norm over many components. Product and rotation unfused would round twice."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels are for sm_90a")
     call = Call(cuda, dtype, 1, 1000, inputs=512, heads=(4, 1), head_dim=128)
@@ -270,7 +270,7 @@ def test_few_tokens(device, tokens):
 
 
 def test_interleaved_weights_give_the_same_scores(device):
-    """The same q and k in another order: their products are what they were."""
+    """q and k permuted alike have the same products."""
     call = Call(device, torch.float64, rotary_dim=8)
     q, k, v = call.run()
     for name in ("weight", "bias"):
@@ -325,7 +325,7 @@ def test_only_what_is_wanted_gets_a_gradient(device, wanted):
         assert (getattr(call, name).grad is not None) == (name == wanted)
 
 
-# --- PyTorch ---
+# --- schemas, modes and torch.compile ---
 
 
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
@@ -361,7 +361,7 @@ def leaves_of(call: Call) -> list[torch.Tensor]:
     return [t.detach().clone().requires_grad_() for t in (call.x, call.weight, call.bias)]
 
 
-# Few rows and, on Hopper, as many as are fused.
+# Few rows, and as many as are fused on Hopper.
 @pytest.mark.parametrize("sizes", [{"tokens": 5}, {"tokens": 2048, "inputs": 256, "heads": (32, 8), "head_dim": 128}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_casts_as_linear_does(device, dtype, sizes):
@@ -390,8 +390,8 @@ def test_gradients_under_autocast(device, in_autocast):
     exact = [t.detach().cpu().requires_grad_() for t in exact]
     product = linear(*exact).unflatten(-1, (sum(call.heads) + call.heads[1], -1))
     q, k, v = product.split([call.heads[0], call.heads[1], call.heads[1]], dim=-2)
-    turned = mrrope.rotary(q, k, call.positions.cpu(), call.table, layout="bshd")
-    want = torch.autograd.grad((*turned, v), exact, [grad.cpu().double() for grad in grads])
+    result = mrrope.rotary(q, k, call.positions.cpu(), call.table, layout="bshd")
+    want = torch.autograd.grad((*result, v), exact, [grad.cpu().double() for grad in grads])
 
     leaves = leaves_of(call)
     with torch.autocast(device, AUTOCAST_DTYPE):

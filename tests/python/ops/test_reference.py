@@ -1,4 +1,4 @@
-"""The reference itself, against mathematics in 60 digits: what the other tests measure by."""
+"""The reference rotation against 60-digit arithmetic."""
 
 import mpmath
 import pytest

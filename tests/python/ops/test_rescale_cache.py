@@ -1,4 +1,4 @@
-"""Cached keys turned from one table to another: what the other would have made of them, with one more rounding."""
+"""rescale_cache: cached keys re-rotated to another table equal keys rotated by it, to one more rounding."""
 
 from dataclasses import dataclass
 
@@ -15,12 +15,12 @@ import mrrope
 from mrrope.tables import packed_stack
 
 RESCALE_ = torch.ops.mrrope.rescale_cache_.default
-METHODS = ["rope", "pi", "ntk", "yarn", "mrrope_pro"]  # with and without an attention factor of their own
+METHODS = ["rope", "pi", "ntk", "yarn", "mrrope_pro"]  # with and without a default attention factor
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The rotation from one table to another, as the reference takes it."""
+    """The rotation from one table to another, in the form of a table of the reference."""
 
     turns: torch.Tensor
     attention_factor: float
@@ -36,7 +36,7 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def outside_of(x: torch.Tensor) -> torch.Tensor:
-    """What of the memory that a view looks into is not its own."""
+    """Return the elements of a view's storage that the view does not cover."""
     inside = torch.zeros(whole_memory(x).shape, dtype=torch.bool, device=x.device)
     inside.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
     return whole_memory(x)[~inside].clone()
@@ -58,8 +58,8 @@ def index_of(values, device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def assert_turned(actual, before, positions, olds, news, layout="bhsd", pairing="halves") -> None:
-    """Asserts the exact relative rotation of every sequence, rounded once, and no change where the table stays."""
+def assert_rescaled(actual, before, positions, olds, news, layout="bhsd", pairing="halves") -> None:
+    """Assert the exact relative rotation of every sequence, rounded once, and no change where the table stays."""
     if layout == "thd":
         assert_rotated(actual, before, positions, difference(olds[0], news[0]), layout, pairing)
         return
@@ -83,7 +83,7 @@ def assert_turned(actual, before, positions, olds, news, layout="bhsd", pairing=
 @example(Case(batch=3, tokens=65, head_dim=128, rotary_dim=128, dtype=torch.bfloat16), ["contiguous"] * 4,
          ["rope", "yarn", "rope"], ["yarn", "yarn", "mrrope_pro"])  # fmt: skip
 @settings(max_examples=150)
-def test_every_sequence_of_every_layer_turns_by_its_tables(device, case, memories, old, new):
+def test_every_sequence_of_every_layer_is_rescaled_by_its_tables(device, case, memories, old, new):
     sequences = 1 if case.layout == "thd" else case.batch
     olds, news = (tables_of(methods[:sequences], case.rotary_dim) for methods in (old, new))
     layers = [keys_of(case.with_changes(memory=memory, seed=i), device) for i, memory in enumerate(memories)]
@@ -91,7 +91,7 @@ def test_every_sequence_of_every_layer_turns_by_its_tables(device, case, memorie
     before, around = [x.clone() for x in layers], [outside_of(x) for x in layers]
     assert mrrope.rescale_cache_(layers, positions, olds, tuple(news), case.layout, case.pairing) is None
     for x, was in zip(layers, before, strict=True):
-        assert_turned(x, was, positions, olds, news, case.layout, case.pairing)
+        assert_rescaled(x, was, positions, olds, news, case.layout, case.pairing)
     assert all(torch.equal(outside_of(x), y) for x, y in zip(layers, around, strict=True))
 
 
@@ -108,7 +108,7 @@ def test_equals_keys_rotated_by_the_new_table(device, case, old, new):
     actual, expected = keys.cpu().double()[..., : case.rotary_dim], expected[..., : case.rotary_dim]
     norms = np.abs(pairs_of(expected.numpy(), case.pairing))
     norms = torch.from_numpy(components_of(norms + 1j * norms, case.pairing))
-    # Two rotations, each with its error and its rounding; the first rounding turns with its pair.
+    # Two rotations, each with its error and its rounding; the second rotates the first one's rounding.
     tolerance = TOLERANCES[case.dtype]
     smallest = torch.finfo(case.dtype).smallest_normal * torch.finfo(case.dtype).eps
     assert ((actual - expected).abs() <= 2 * (tolerance.arithmetic + tolerance.rounding) * norms + 4 * smallest).all()
@@ -138,7 +138,7 @@ def test_attention_factors_are_divided(device, layout, pairing):
     case = Case(layout=layout, dtype=torch.float64, reach=0)
     tables = [mrrope.frequency_table("yarn", rotary_dim=12, base=1e4, original_max_position=64, attention_factor=factor)
               for factor in (0.5, 3.0)]  # fmt: skip
-    keys, positions = keys_of(case, device), case.positions(device)  # all of them 0, where nothing turns
+    keys, positions = keys_of(case, device), case.positions(device)  # all 0, where rotations are the identity
     before = keys.clone()
     mrrope.rescale_cache_(keys, positions, *tables, layout, pairing)
     assert torch.equal(keys[..., :12], 6.0 * before[..., :12])
@@ -151,7 +151,7 @@ def test_keys_that_keep_their_table_keep_their_bits(device, dtype, alike):
     old, equal = table_of("yarn", 16), table_of("yarn", 16)
     new = {"the same": old, "equal": equal, "listed": [equal, old]}[alike]
     keys = keys_of(Case(dtype=dtype), device)
-    # A rotation by nothing would make NaNs of its partner.
+    # Multiplying by cos = 1 and sin = 0 would still spread a NaN or an infinity to its partner.
     keys[0, 0, 0, 0], keys[1, 0, 1, 3], keys[1, 1, 0, 0] = float("inf"), float("nan"), -0.0
     before = keys.clone()
     mrrope.rescale_cache_(keys, Case().positions(device), old, new)
@@ -166,7 +166,7 @@ def test_tables_may_be_single_listed_or_both(device):
         keys = keys_of(case, device)
         mrrope.rescale_cache_(keys, positions, old, new)
         results.append(keys)
-    assert_turned(results[0], keys_of(case, device), positions, [a] * 3, [b] * 3)
+    assert_rescaled(results[0], keys_of(case, device), positions, [a] * 3, [b] * 3)
     assert all(same_bits(keys, results[0]) for keys in results)
 
 
@@ -192,7 +192,7 @@ def test_layers_may_differ_in_head_dim(device):
     before, positions, (a, b) = [x.clone() for x in layers], torch.arange(5).to(device), tables_of(["rope", "yarn"], 16)
     mrrope.rescale_cache_(layers, positions, a, b)
     for x, was in zip(layers, before, strict=True):
-        assert_turned(x, was, positions, [a] * 2, [b] * 2)
+        assert_rescaled(x, was, positions, [a] * 2, [b] * 2)
 
 
 def test_more_layers_than_one_launch_takes(device):
@@ -201,7 +201,7 @@ def test_more_layers_than_one_launch_takes(device):
     before, positions, (a, b) = [x.clone() for x in layers], case.positions(device), tables_of(["rope", "yarn"], 8)
     mrrope.rescale_cache_(layers, positions, [a, b], b)
     for x, was in zip(layers, before, strict=True):
-        assert_turned(x, was, positions, [a, b], [b, b])
+        assert_rescaled(x, was, positions, [a, b], [b, b])
 
 
 @pytest.mark.parametrize("stride", [0, 2])
@@ -210,7 +210,7 @@ def test_positions_may_have_any_strides(device, stride):
     before, wide = keys.clone(), Case(tokens=10).positions(device)
     positions = wide[:, ::2] if stride else wide[:, :1].expand(2, 5)
     mrrope.rescale_cache_(keys, positions, a, b)
-    assert_turned(keys, before, positions, [a] * 2, [b] * 2)
+    assert_rescaled(keys, before, positions, [a] * 2, [b] * 2)
 
 
 @pytest.mark.parametrize("case", [Case(batch=0), Case(heads=(0, None)), Case(tokens=0), Case(layout="bshd", tokens=0),
@@ -244,20 +244,20 @@ def test_blocks(device, case, blocks, layers, data):
     mrrope.rescale_cache_(cache, positions, old, new, layout, case.pairing, blocks=index)
     others = [block for block in range(7) if block not in blocks]
     for x, was in zip(cache, before, strict=True):
-        assert_turned(x[index], was[index], positions, [old] * len(blocks), new, layout, case.pairing)
+        assert_rescaled(x[index], was[index], positions, [old] * len(blocks), new, layout, case.pairing)
         assert same_bits(x[others], was[others])
     assert all(torch.equal(outside_of(x), y) for x, y in zip(cache, around, strict=True))
 
 
-def test_a_block_that_sequences_share_turns_once(device):
+def test_a_block_that_sequences_share_is_rescaled_once(device):
     case = Case(batch=4)
     cache, (a, b) = keys_of(case, device), tables_of(["rope", "yarn"], 16)
     before, positions = cache.clone(), torch.arange(5, device=device)
     mrrope.rescale_cache_(cache, positions, a, b, blocks=torch.tensor([2, 0, 2], device=device))
-    assert_turned(cache, before, positions, [a] * 4, [b, a, b, a])
+    assert_rescaled(cache, before, positions, [a] * 4, [b, a, b, a])
 
 
-# --- as PyTorch sees it ---
+# --- schemas, modes and torch.compile ---
 
 
 OPCHECKED = {
@@ -288,7 +288,7 @@ def test_the_op_takes_any_numbering(device):
     before, tables = layers[0].clone(), tables_of(METHODS, 16)
     old, new = [4, 2, 0], [1, 2, 3]
     RESCALE_(layers, positions, stack_of(tables, device), index_of(old, device), index_of(new, device))
-    assert_turned(layers[0], before, positions, [tables[i] for i in old], [tables[i] for i in new])
+    assert_rescaled(layers[0], before, positions, [tables[i] for i in old], [tables[i] for i in new])
 
 
 def test_meta_and_fake_tensors():
@@ -302,7 +302,7 @@ def test_meta_and_fake_tensors():
     mrrope.rescale_cache_([keys.to("meta"), keys.to("meta")], positions.to("meta"), a, b)
     assert torch.equal(keys, before)
     mrrope.rescale_cache_(keys, positions, a, b)
-    assert_turned(keys, before, positions, [a] * 2, [b] * 2)
+    assert_rescaled(keys, before, positions, [a] * 2, [b] * 2)
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -332,7 +332,7 @@ def test_keys_with_gradients_are_refused(device, history, paged):
     with torch.no_grad():
         mrrope.rescale_cache_([plain, keys], positions, a, b, blocks=blocks)
     if not paged:
-        assert_turned(keys.detach(), before[1], positions, [a] * 2, [b] * 2)
+        assert_rescaled(keys.detach(), before[1], positions, [a] * 2, [b] * 2)
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -345,7 +345,7 @@ def test_inference_mode(device, made_inside, paged):
             keys, positions = keys.clone(), positions.clone()
         blocks = torch.arange(2, device=device) if paged else None
         mrrope.rescale_cache_(keys, positions, a, b, blocks=blocks)
-    assert_turned(keys, before, positions, [a] * 2, [b] * 2)
+    assert_rescaled(keys, before, positions, [a] * 2, [b] * 2)
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -378,7 +378,7 @@ def test_compile(device, backend, paged, graphs):
     compiled = torch.compile(read_on, fullgraph=True, backend=backend)
     a, b, equal = tables_of(["rope", "yarn", "rope"], 16)
     case = Case(dtype=torch.float64)
-    # The same graph must not serve tables that are numbered otherwise.
+    # Tables with other indices need another graph.
     for old, new in ((a, [b, b]), ([a, b], [b, b]), ([a, b], [equal, a]))[:graphs]:
         blocks = torch.tensor([1, 0], device=device) if paged else None
         ours, theirs = ([keys_of(case.with_changes(seed=i), device) for i in range(2)] for _ in range(2))
@@ -396,7 +396,7 @@ def test_compile_once_for_every_numbering(device, compiler):
     for old, new in (([0, 1], [2, 1]), ([0, 0], [1, 2]), ([2, 1], [0, 0])):
         keys = keys_of(case, device)
         compiled([keys], positions, stack, index_of(old, device), index_of(new, device), "bhsd", "halves")
-        assert_turned(keys, keys_of(case, device), positions, [tables[i] for i in old], [tables[i] for i in new])
+        assert_rescaled(keys, keys_of(case, device), positions, [tables[i] for i in old], [tables[i] for i in new])
     assert counter.frame_count == 1
 
 
@@ -419,7 +419,7 @@ def blocks(*values: int, layout: str = "bhsd") -> dict:
 
 ROPE, YARN, NARROW = *tables_of(["rope", "yarn"], 8), table_of("yarn", 6)
 CALLS = {
-    # what they are
+    # types
     "keys is a number": ({"keys": 3}, TypeError, ["keys must be a tensor or a list of them", "got int"]),
     "keys[1] is a list": ({"keys": [torch.ones(2, 3, 4, 8), [1.0]]}, TypeError, ["keys[1] must be a tensor", "list"]),
     "no layers": ({"keys": []}, ValueError, ["keys must hold a tensor for every layer", "got none"]),
@@ -534,14 +534,14 @@ def test_raw_op(changes, error, texts):
 
 @pytest.mark.parametrize("heads", [(2, 4), (4, 2)])
 def test_layers_may_differ_in_heads(device, heads):
-    # Room for the heads of either, so that those which are not there are found in the memory around.
+    # Views of memory for four heads, so that a write past the actual heads shows in the memory around them.
     layers = [torch.randn(2, 4, 5, 16, generator=torch.Generator().manual_seed(count)).to(device)[:, :count]
               for count in heads]  # fmt: skip
     before, around = [x.clone() for x in layers], [outside_of(x) for x in layers]
     positions, (a, b) = torch.arange(5, device=device), tables_of(["rope", "yarn"], 16)
     mrrope.rescale_cache_(layers, positions, a, b)
     for x, was in zip(layers, before, strict=True):
-        assert_turned(x, was, positions, [a] * 2, [b] * 2)
+        assert_rescaled(x, was, positions, [a] * 2, [b] * 2)
     assert all(torch.equal(outside_of(x), y) for x, y in zip(layers, around, strict=True))
 
 
@@ -578,7 +578,7 @@ def test_graph_replays_with_other_numbers(cuda):
     layers, positions = [keys_of(case.with_changes(seed=i), cuda) for i in range(3)], case.positions(cuda)
     before, stack = [x.clone() for x in layers], stack_of(tables, cuda)
     old, new = index_of([0, 0, 0], cuda), index_of([0, 0, 0], cuda)
-    RESCALE_(layers, positions, stack, old, new, "bhsd", "halves")  # loads the kernel, and turns nothing
+    RESCALE_(layers, positions, stack, old, new, "bhsd", "halves")  # loads the kernel; no table changes
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         RESCALE_(layers, positions, stack, old, new, "bhsd", "halves")
@@ -589,7 +589,7 @@ def test_graph_replays_with_other_numbers(cuda):
         new.copy_(index_of(news, cuda))
         graph.replay()
         for x, was in zip(layers, before, strict=True):
-            assert_turned(x, was, positions, [tables[i] for i in olds], [tables[i] for i in news])
+            assert_rescaled(x, was, positions, [tables[i] for i in olds], [tables[i] for i in news])
 
 
 @pytest.mark.parametrize("wrong", [2, -1, 2**31 - 1, -(2**31)])
@@ -601,7 +601,7 @@ def test_a_wrong_number_on_a_gpu_spoils_nothing_else(cuda, wrong):
     torch.cuda.synchronize()
     a, b = tables
     for part, old, new in ((slice(0, 1), a, b), (slice(2, 3), b, b)):
-        assert_turned(keys[part], before[part], positions[part], [old], [new])
+        assert_rescaled(keys[part], before[part], positions[part], [old], [new])
     assert torch.equal(outside_of(keys), around)
 
 
@@ -613,12 +613,12 @@ def test_runs_on_the_current_stream(cuda):
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        # The keys arrive so late on this stream that a rotation on any other finds zeros.
+        # The keys are written late on this stream, so that a kernel on another stream would read zeros.
         torch.cuda._sleep(200_000_000)
         late.copy_(keys)
         RESCALE_([late], positions, stack, old, new)
     stream.synchronize()
-    assert_turned(late, keys, positions, [a] * 2, [b] * 2)
+    assert_rescaled(late, keys, positions, [a] * 2, [b] * 2)
 
 
 @pytest.mark.parametrize("fault", ["the same twice", "one block for all"])

@@ -1,4 +1,4 @@
-"""The ops as PyTorch sees them: schemas, autograd, torch.compile, modes, streams and graphs."""
+"""rotary in PyTorch: schemas, autograd, torch.compile, modes, streams and CUDA graphs."""
 
 import copy
 import pickle
@@ -24,7 +24,7 @@ def inputs(case: Case, device: str):
 
 
 def double_inputs(device: str, **changes):
-    """Small float64 q and k that require grad, positions and a table."""
+    """Return small float64 q and k that require grad, positions and a table."""
     q, k, positions, table = inputs(Case(dtype=torch.float64, tokens=3, head_dim=8, rotary_dim=8, **changes), device)
     return q.requires_grad_(), k if k is None else k.requires_grad_(), positions, table
 
@@ -83,8 +83,8 @@ def test_meta_tensors_match_real_ones(device, layout, memory):
 def test_meta_tensors_go_through_the_python_functions():
     q, positions = torch.empty(1, 2, 3, 8, device="meta"), torch.empty(3, device="meta").long()
     table = table_of("pi", 8)
-    turned, nothing = mrrope.rotary(q, None, positions, table)
-    assert turned.is_meta
+    result, nothing = mrrope.rotary(q, None, positions, table)
+    assert result.is_meta
     assert nothing is None
     assert mrrope.rotary_(q, None, positions, table)[0] is q
 
@@ -141,8 +141,8 @@ def test_gradient_is_the_rotation_back(device, dtype):
     case = Case(dtype=dtype, rotary_dim=12)
     q, k, positions, table = inputs(case, device)
     grads = case.with_changes(seed=7).heads_on(device)
-    turned = mrrope.rotary(q.requires_grad_(), k.requires_grad_(), positions, table)
-    torch.autograd.backward(turned, grads)
+    result = mrrope.rotary(q.requires_grad_(), k.requires_grad_(), positions, table)
+    torch.autograd.backward(result, grads)
     for x, grad in zip((q, k), grads, strict=True):
         assert_rotated(x.grad, grad, positions, table, conjugate=True)
 
@@ -151,9 +151,9 @@ def test_gradient_is_the_rotation_back(device, dtype):
 def test_only_one_requires_grad(device, wanted):
     q, k, positions, table = double_inputs(device)
     (k if wanted == "q" else q).requires_grad_(False)
-    turned_q, turned_k = mrrope.rotary(q, k, positions, table)
-    (turned_q.square().sum() + 3 * turned_k.square().sum()).backward()
-    # Rotations keep norms, so the gradient of the square is the vector itself, doubled.
+    result_q, result_k = mrrope.rotary(q, k, positions, table)
+    (result_q.square().sum() + 3 * result_k.square().sum()).backward()
+    # Rotations preserve norms, so the gradient of the squared norm is twice the vector.
     gain = table.attention_factor**2
     x, factor, other = (q, 2 * gain, k) if wanted == "q" else (k, 6 * gain, q)
     torch.testing.assert_close(x.grad, factor * x.detach(), rtol=1e-13, atol=1e-13)
@@ -169,9 +169,9 @@ def test_an_output_that_is_not_used(device):
 
 def test_no_k(device):
     q, _, positions, table = double_inputs(device, heads=(4, None))
-    turned, nothing = mrrope.rotary(q, None, positions, table)
+    result, nothing = mrrope.rotary(q, None, positions, table)
     assert nothing is None
-    turned.sum().backward()
+    result.sum().backward()
     assert_rotated(q.grad, torch.ones_like(q), positions, table, conjugate=True)
 
 
@@ -197,9 +197,9 @@ def test_in_place_on_what_has_a_history(device):
     leaves = [x.requires_grad_() for x in double_inputs(device)[:2]]
     *_, positions, table = double_inputs(device)
     q, k = (2 * x for x in leaves)
-    turned = mrrope.rotary_(q, k, positions, table)
-    assert turned[0] is q
-    (turned[0].sum() + turned[1].sum()).backward()
+    result = mrrope.rotary_(q, k, positions, table)
+    assert result[0] is q
+    (result[0].sum() + result[1].sum()).backward()
     for leaf in leaves:
         assert_rotated(leaf.grad, torch.full_like(leaf, 2.0), positions, table, conjugate=True)
 
@@ -233,10 +233,10 @@ def test_autograd_notices_that_a_saved_tensor_was_rotated(device):
 
 def test_autograd_notices_that_the_positions_changed(device):
     q, _, positions, table = double_inputs(device)
-    turned, _ = mrrope.rotary(q, None, positions, table)
+    result, _ = mrrope.rotary(q, None, positions, table)
     positions += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        turned.sum().backward()
+        result.sum().backward()
 
 
 def test_forward_mode_is_refused_not_dropped(device):
@@ -250,10 +250,10 @@ def test_forward_mode_is_refused_not_dropped(device):
 def test_no_gradient_no_graph(device):
     q, k, positions, table = double_inputs(device)
     with torch.no_grad():
-        turned = mrrope.rotary(q, k, positions, table)
-        assert not any(x.requires_grad for x in turned)
+        result = mrrope.rotary(q, k, positions, table)
+        assert not any(x.requires_grad for x in result)
         mrrope.rotary_(q, k, positions, table)
-    for actual, expected in zip((q, k), turned, strict=True):
+    for actual, expected in zip((q, k), result, strict=True):
         assert torch.equal(actual, expected)
 
 
@@ -264,10 +264,10 @@ def test_inference_mode(device, made_inside):
     with torch.inference_mode():
         if made_inside:
             q, k, positions = q.clone(), k.clone(), positions.clone()
-        turned = mrrope.rotary(q, k, positions, table)
+        result = mrrope.rotary(q, k, positions, table)
         mrrope.rotary_(q, k, positions, table)
-    assert all(x.is_inference() for x in turned)
-    for results in (turned, (q, k)):
+    assert all(x.is_inference() for x in result)
+    for results in (result, (q, k)):
         for actual, wanted in zip(results, expected, strict=True):
             assert torch.equal(actual, wanted)
 
@@ -277,8 +277,8 @@ def test_autocast_keeps_the_dtype(device, dtype):
     q, k, positions, table = inputs(Case(dtype=dtype), device)
     expected = mrrope.rotary(q, k, positions, table)
     with torch.autocast(device, dtype=torch.bfloat16):
-        turned = mrrope.rotary(q, k, positions, table)
-    for actual, wanted in zip(turned, expected, strict=True):
+        result = mrrope.rotary(q, k, positions, table)
+    for actual, wanted in zip(result, expected, strict=True):
         assert actual.dtype == dtype
         assert torch.equal(actual, wanted)
 
@@ -294,7 +294,7 @@ def compiler():
 
 
 def scores(q, k, positions, table):
-    """A function with ops around the rotation, as a model has."""
+    """Return a function with ops before and after the rotation, as in a model."""
     q, k = mrrope.rotary(q * 2.0, k + 1.0, positions, table)
     return (q[:, :2] * k).sum(-1)
 
@@ -349,11 +349,11 @@ def test_compile_does_not_bake_the_table_in(device, warm):
 
     q, k, positions, _ = inputs(Case(), device)
     for method in ("mrrope_pro", "rope", "yarn", "mrrope_pro"):
-        # A new table has been nowhere yet, unless it is told to go.
+        # A new table has no copy on the device until .to puts one there.
         table = table_of(method, 16)
         table = table.to(device) if warm else table
-        for x, turned in zip((q, k), rotate(q, k, positions, table), strict=True):
-            assert_rotated(turned, x, positions, table)
+        for x, result in zip((q, k), rotate(q, k, positions, table), strict=True):
+            assert_rotated(result, x, positions, table)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -371,8 +371,8 @@ def test_compile_with_a_table_in_a_module(device):
     compiled = torch.compile(module, fullgraph=True)
     for method in ("yarn", "pi"):
         module.table = table_of(method, 16)
-        for x, turned in zip((q, k), compiled(q, k, positions), strict=True):
-            assert_rotated(turned, x, positions, module.table)
+        for x, result in zip((q, k), compiled(q, k, positions), strict=True):
+            assert_rotated(result, x, positions, module.table)
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -399,11 +399,11 @@ def test_export(device):
 
     q, k, positions, table = inputs(Case(), device)
     program = torch.export.export(Rotation(), (q, k, positions))
-    for x, turned in zip((q, k), program.module()(q, k, positions), strict=True):
-        assert_rotated(turned, x, positions, table)
+    for x, result in zip((q, k), program.module()(q, k, positions), strict=True):
+        assert_rotated(result, x, positions, table)
 
 
-# --- tables that travel ---
+# --- tables on devices ---
 
 
 @pytest.mark.parametrize("travel", [copy.deepcopy, copy.copy, lambda table: pickle.loads(pickle.dumps(table))])
@@ -437,14 +437,14 @@ def test_graph_capture_and_replay(cuda):
     mrrope.rotary(q, k, positions, table)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        turned = mrrope.rotary(q, k, positions, table)
+        result = mrrope.rotary(q, k, positions, table)
     for seed in (3, 4):
         changed = Case(dtype=torch.bfloat16, seed=seed)
         for x, value in zip((q, k), changed.heads_on(cuda), strict=True):
             x.copy_(value)
         positions.copy_(changed.positions(cuda))
         graph.replay()
-        for x, actual in zip((q, k), turned, strict=True):
+        for x, actual in zip((q, k), result, strict=True):
             assert_rotated(actual, x, positions, table)
 
 
@@ -471,13 +471,13 @@ def test_runs_on_the_current_stream(cuda, in_place):
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        # The inputs arrive so late on this stream that a rotation on any other finds zeros.
+        # The inputs are written late on this stream, so that a kernel on another stream would read zeros.
         torch.cuda._sleep(200_000_000)
         late_q.copy_(q)
         late_k.copy_(k)
-        turned = op(late_q, late_k, positions, table)
+        result = op(late_q, late_k, positions, table)
     stream.synchronize()
-    for actual, wanted in zip(turned, expected, strict=True):
+    for actual, wanted in zip(result, expected, strict=True):
         assert torch.equal(actual, wanted)
 
 
@@ -487,8 +487,8 @@ def test_runs_on_a_device_that_is_not_the_current_one():
         pytest.skip("needs two CUDA devices")
     q, k, positions, table = inputs(Case(), "cuda:1")
     assert torch.cuda.current_device() == 0
-    for x, turned in zip((q, k), mrrope.rotary(q, k, positions, table), strict=True):
-        assert_rotated(turned, x, positions, table)
+    for x, result in zip((q, k), mrrope.rotary(q, k, positions, table), strict=True):
+        assert_rotated(result, x, positions, table)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

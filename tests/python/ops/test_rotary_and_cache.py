@@ -1,4 +1,4 @@
-"""Rotation on the way to a cache: what rotary makes of q and k, and a scatter of k and v, in one pass and rounding."""
+"""rotary_and_cache: the results of rotary and a scatter of k and v to the cache, with one rounding."""
 
 import math
 from dataclasses import dataclass, replace
@@ -31,13 +31,13 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def by_token(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """Heads as [tokens of all sequences, heads, head_dim]."""
+    """Return heads as [tokens of all sequences, heads, head_dim]."""
     x = x.transpose(1, 2) if layout == "bhsd" else x
     return x if layout == "thd" else x.flatten(0, 1)
 
 
 def by_slot(cache: torch.Tensor, cache_layout: str) -> torch.Tensor:
-    """A cache as [slots of all blocks, heads, head_dim]; of bytes where those are float8."""
+    """Return a cache as [slots of all blocks, heads, head_dim]; float8 as bytes."""
     x = cache.view(torch.uint8) if cache.dtype == FLOAT8 else cache
     return (x.transpose(1, 2) if cache_layout == "hnd" else x).flatten(0, 1)
 
@@ -122,7 +122,7 @@ class Call:
         return [bits_of(whole_memory(x)).clone() for x in tensors]
 
     def each_slot(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which tokens are kept, and in which slot of all blocks."""
+        """Return which tokens are cached, and their slots, counted over all blocks."""
         slots = self.slots.reshape(-1).long()
         kept = slots >= 0
         if not self.kept.paged:
@@ -137,7 +137,7 @@ class Call:
         self.check(before)
 
     def check(self, before: "Call") -> None:
-        """Asserts what the call promises, given the tensors as they were."""
+        """Assert all results of the call, given the tensors before it."""
         case, table = self.case, self.table
         assert_rotated(self.written()[0], before.q, self.positions, table, case.layout, case.pairing)
         for name in ("k", "v") + (() if self.q_out is None else ("q",)):
@@ -165,7 +165,7 @@ class Call:
         return by_slot(self.key_cache, self.kept.cache_layout).shape[0]
 
     def assert_rotated_float8(self, actual, heads, positions, scale) -> None:
-        """Every component within one rounding of the exact rotation over the scale, saturated."""
+        """Assert one rounding of the exact rotation, divided by the scale and saturated, for every component."""
         dim, pairing = self.table.rotary_dim, self.case.pairing
         exact = rotated(heads, positions, self.table, "thd", pairing) / divisor(scale).cpu().double()
         norms = np.abs(pairs_of(exact[..., :dim].numpy(), pairing))
@@ -179,7 +179,7 @@ class Call:
 
 
 def replace_tensors(call: Call) -> Call:
-    """A call on copies of the memory of this one's tensors."""
+    """Return the same call on copies of its tensors' memory."""
     copied = object.__new__(Call)
     for name, value in vars(call).items():
         if isinstance(value, torch.Tensor):
@@ -195,7 +195,7 @@ def outside_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def divisor(scale: torch.Tensor | None) -> torch.Tensor:
-    """A scale, one or one a head, as it divides [tokens, heads, head_dim]."""
+    """Return a scale, one or one per head, in a shape that broadcasts with [tokens, heads, head_dim]."""
     return torch.ones(1) if scale is None else scale.reshape(-1, 1)
 
 
@@ -275,7 +275,7 @@ def test_a_static_cache_is_written_at_the_positions(device):
 
 
 def test_padding_is_rotated_but_not_cached(device):
-    """A batch padded on the left: positions start at its first real token, places in the cache at the padding."""
+    """Left padding: positions start at the first real token, cache positions at the padding."""
     call = Call(Case(batch=2, tokens=4), Kept(False, "hnd"), device)
     positions = torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3]], device=device)
     places = torch.tensor([[-1, -1, 2, 3], [0, 1, 2, 3]], device=device)
@@ -293,7 +293,7 @@ def test_padding_is_rotated_but_not_cached(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("float8", [False, True])
 def test_frobenius_error_is_one_rounding(device, dtype, float8):
-    """No more than rounding the exact result itself; through the heads' own dtype it would be."""
+    """One rounding of the exact result. Rounding to the heads' dtype first would exceed it."""
     case = Case(layout="thd", tokens=400, heads=(4, 4), head_dim=128, rotary_dim=128, dtype=dtype)
     call = Call(case, Kept(float8=float8, scales="one" if float8 else "none"), device)
     exact = rotated(call.k, call.positions, call.table, "thd")
@@ -325,7 +325,7 @@ def test_float8_saturates_and_keeps_nan(device, dtype):
     expected = [0.0, -0.0, 448.0, 448.0, 448.0, -448.0, 448.0, -448.0, 448.0, -448.0]
     assert row[:10].tolist() == expected
     assert row[10].isnan()
-    # Positions of 0 turn nothing.
+    # At position 0 rotations are the identity.
     assert call.key_cache.view(-1, 1, 16)[3, 0].float().cpu()[:10].tolist() == expected
 
 
@@ -342,7 +342,7 @@ def test_table_index(device, layout, kept):
     arguments = call.arguments() | {"table": tables, "table_index": index}
     q, k = mrrope.rotary(call.q, call.k, call.positions, tables, layout, table_index=index)
     expected = Call(case, kept, device)
-    # k comes rotated already, and 0 turns nothing by a table without a factor.
+    # k is rotated already, and at position 0 a table without an attention factor is the identity.
     plain = expected.arguments() | {"q": q, "k": k, "table": table_of("pi", 16),
                                     "positions": torch.zeros_like(call.positions)}  # fmt: skip
     mrrope.rotary_and_cache_(**plain)
@@ -351,7 +351,7 @@ def test_table_index(device, layout, kept):
     assert same_bits(call.value_cache, expected.value_cache)
     if not kept.float8:
         assert same_bits(call.key_cache, expected.key_cache)
-    else:  # rounded to bfloat16 on the way
+    else:  # rounded to bfloat16 first
         torch.testing.assert_close(call.key_cache.float(), expected.key_cache.float(), rtol=2.0**-3, atol=2.0**-9)
 
 
@@ -390,12 +390,12 @@ def test_empty_tensors(device, kept, empty):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_blocks_more_than_two_to_the_31_elements_apart(device, paged):
-    """On a CPU most of this memory is never touched, and so never there."""
+    """On the CPU most of these pages are never touched, and so never allocated."""
     call = Call(Case(batch=2, tokens=1, head_dim=32), Kept(paged=paged, float8=True), device)
-    apart = 2**31 + 64
+    stride = 2**31 + 64
     near = [torch.zeros(2, 1, 2, 32, device=device).to(FLOAT8) for _ in range(2)]
-    far = [torch.empty(apart + 64, dtype=torch.uint8, device=device).view(FLOAT8) for _ in range(2)]
-    far = [x.as_strided((2, 1, 2, 32), (apart, 64, 32, 1)) for x in far]
+    far = [torch.empty(stride + 64, dtype=torch.uint8, device=device).view(FLOAT8) for _ in range(2)]
+    far = [x.as_strided((2, 1, 2, 32), (stride, 64, 32, 1)) for x in far]
     call.slots = torch.tensor([[1], [0]] if paged else [[0], [0]], device=device)
     for key_cache, value_cache in (near, far):
         call.key_cache, call.value_cache = key_cache, value_cache
@@ -404,7 +404,7 @@ def test_blocks_more_than_two_to_the_31_elements_apart(device, paged):
     assert near[1].float().abs().sum() > 0
 
 
-# --- as PyTorch sees it ---
+# --- schemas, modes and torch.compile ---
 
 
 @pytest.mark.parametrize("q_out", [False, True])
@@ -412,7 +412,7 @@ def test_blocks_more_than_two_to_the_31_elements_apart(device, paged):
 def test_opcheck(device, kept, q_out):
     case = Case(dtype=torch.bfloat16, memory="padded", rotary_dim=12)
     call = Call(case, replace(kept, q_out=q_out), device)
-    # The others compute with copies of the caches, and float8 knows no arithmetic.
+    # The other checks compute on copies of the caches, and float8 has no arithmetic.
     tests = {"test_utils": ("test_autograd_registration", "test_faketensor")} if kept.float8 else {}
     opcheck(INTO if q_out else IN_PLACE, call.raw_arguments(), **tests)
 
@@ -535,7 +535,7 @@ def test_runs_on_the_current_stream(cuda):
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        # The heads arrive so late on this stream that a rotation on any other finds zeros.
+        # The heads are written late on this stream, so that a kernel on another stream would read zeros.
         torch.cuda._sleep(200_000_000)
         for name in ("q", "k", "v"):
             getattr(late, name).copy_(getattr(call, name))
@@ -586,7 +586,7 @@ SHARED = ones(3, 4, 1, 8)
 BOTH = torch.ones(3, 2, 4, 1, 8)
 PACKED = torch.ones(2, 5, 4, 8)
 WRONG = {
-    # what they are
+    # types
     "q is a list": ({"q": [1.0]}, TypeError, ["q must be a tensor", "got list"]),
     "k is None": ({"k": None}, TypeError, ["k must be a tensor", "NoneType"]),
     "v is a number": ({"v": 3}, TypeError, ["v must be a tensor", "got int"]),

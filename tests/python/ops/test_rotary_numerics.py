@@ -1,4 +1,4 @@
-"""The rotation's numbers: right to the rounding of the dtype, whatever the shape, the strides or the positions."""
+"""Accuracy of rotary: within the rounding of the dtype for all shapes, strides and positions."""
 
 import pytest
 import torch
@@ -49,12 +49,12 @@ def pair_norms(x: torch.Tensor) -> torch.Tensor:
 def test_matches_the_reference(device, case):
     (q, k), positions, table = case.heads_on(device), case.positions(device), case.table()
     before = [whole_memory(x).clone() for x in (q, k, positions) if x is not None]
-    turned_q, turned_k = mrrope.rotary(q, k, positions, table, case.layout, case.pairing)
-    for x, turned in ((q, turned_q), (k, turned_k)):
+    result_q, result_k = mrrope.rotary(q, k, positions, table, case.layout, case.pairing)
+    for x, result in ((q, result_q), (k, result_k)):
         if x is None:
-            assert turned is None
+            assert result is None
         else:
-            assert_rotated(turned, x, positions, table, case.layout, case.pairing)
+            assert_rotated(result, x, positions, table, case.layout, case.pairing)
     after = [whole_memory(x) for x in (q, k, positions) if x is not None]
     for old, new in zip(before, after, strict=True):
         assert_same_bits(new, old)
@@ -69,10 +69,10 @@ def test_in_place_equals_out_of_place_and_touches_nothing_else(device, case):
         inside = torch.zeros(whole_memory(x).shape, dtype=torch.bool, device=device)
         inside.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
         around[x] = (~inside, whole_memory(x)[~inside])
-    turned = mrrope.rotary_(q, k, positions, table, case.layout, case.pairing)
-    assert turned[0] is q
-    assert turned[1] is k
-    for actual, wanted in zip(turned, expected, strict=True):
+    result = mrrope.rotary_(q, k, positions, table, case.layout, case.pairing)
+    assert result[0] is q
+    assert result[1] is k
+    for actual, wanted in zip(result, expected, strict=True):
         assert_same_bits(actual, wanted)
     for x, (outside, values) in around.items():
         assert_same_bits(whole_memory(x)[outside], values)
@@ -93,10 +93,10 @@ def test_layouts_are_views_of_each_other(device, case):
     case = case.with_changes(layout="bhsd")
     (q, k), positions, table = case.heads_on(device), case.positions(device), case.table()
     expected = mrrope.rotary(q, k, positions, table, "bhsd", case.pairing)
-    turned = mrrope.rotary(
+    result = mrrope.rotary(
         q.transpose(1, 2), None if k is None else k.transpose(1, 2), positions, table, "bshd", case.pairing
     )
-    for actual, wanted in zip(turned, expected, strict=True):
+    for actual, wanted in zip(result, expected, strict=True):
         assert_same_bits(None if actual is None else actual.transpose(1, 2), wanted)
 
 
@@ -119,15 +119,15 @@ def test_positions_may_have_any_strides(device, case, token_stride):
 def test_norms_grow_by_the_attention_factor_only(device, case):
     case = case.with_changes(pairing="halves", head_dim=case.rotary_dim)
     (q, _), positions, table = case.heads_on(device), case.positions(device), case.table()
-    turned, _ = mrrope.rotary(q, None, positions, table, case.layout)
-    error = pair_norms(turned) / table.attention_factor - pair_norms(q)
+    result, _ = mrrope.rotary(q, None, positions, table, case.layout)
+    error = pair_norms(result) / table.attention_factor - pair_norms(q)
     assert (error.abs() <= TOLERANCES[case.dtype].arithmetic * pair_norms(q)).all()
 
 
 @given(case=cases(dtypes=WIDE))
 def test_rotations_add_up(device, case):
     case = case.with_changes(method="rope", pairing="halves", head_dim=case.rotary_dim)
-    # Below 2^62, for their sum to be a position again.
+    # Below 2^62, so that their sum is a valid position.
     case = case.with_changes(reach=min(case.reach, 2**62), position_dtype=torch.int64)
     (q, _), table = case.heads_on(device), case.table()
     a, b = case.positions(device, seed=1), case.positions(device, seed=2)
@@ -145,9 +145,9 @@ def test_scores_depend_on_the_difference_of_positions_only(device, case, shift):
     a, b = case.positions(device, seed=1), case.positions(device, seed=2)
 
     def scores(shift: int) -> torch.Tensor:
-        turned_q, _ = mrrope.rotary(q, None, a + shift, table, "bhsd", case.pairing)
-        turned_k, _ = mrrope.rotary(k, None, b + shift, table, "bhsd", case.pairing)
-        return (turned_q.double() * turned_k.double()).sum(-1)
+        result_q, _ = mrrope.rotary(q, None, a + shift, table, "bhsd", case.pairing)
+        result_k, _ = mrrope.rotary(k, None, b + shift, table, "bhsd", case.pairing)
+        return (result_q.double() * result_k.double()).sum(-1)
 
     # Four rotations, each with its error.
     size = (q.double().norm(dim=-1) * k.double().norm(dim=-1)) * table.attention_factor**2
@@ -157,12 +157,12 @@ def test_scores_depend_on_the_difference_of_positions_only(device, case, shift):
 @given(case=cases(dtypes=WIDE))
 def test_inverse_undoes(device, case):
     (q, k), positions, table = case.heads_on(device), case.positions(device), case.table()
-    turned = mrrope.rotary(q, k, positions, table, case.layout, case.pairing)
-    back = mrrope.rotary(*turned, positions, table.inverse(), case.layout, case.pairing)
+    result = mrrope.rotary(q, k, positions, table, case.layout, case.pairing)
+    back = mrrope.rotary(*result, positions, table.inverse(), case.layout, case.pairing)
     allowed = 2 * TOLERANCES[case.dtype].arithmetic
     for x, returned in zip((q, k), back, strict=True):
         if x is not None:
-            # Of the head's norm: pairs of either pairing lie within it.
+            # Relative to the head's norm, which bounds the pairs of either pairing.
             error = (returned.double() - x.double()).abs() / x.double().norm(dim=-1, keepdim=True)
             assert error.max() <= allowed
 
@@ -171,8 +171,8 @@ def test_inverse_undoes(device, case):
 def test_conjugate_rotates_back_with_the_same_attention_factor(device, case):
     (q, _), positions, table = case.heads_on(device), case.positions(device), case.table()
     packed = table.packed(q.device)
-    (turned,) = torch.ops.mrrope.rotary([q], positions, packed, case.layout, case.pairing, conjugate=True)
-    assert_rotated(turned, q, positions, table, case.layout, case.pairing, conjugate=True)
+    (result,) = torch.ops.mrrope.rotary([q], positions, packed, case.layout, case.pairing, conjugate=True)
+    assert_rotated(result, q, positions, table, case.layout, case.pairing, conjugate=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -182,10 +182,10 @@ def test_frobenius_error_is_one_rounding_at_every_distance(device, dtype, pairin
     for reach in (2**12, 2**20, 2**31 - 1, 2**63 - 1):
         at = case.with_changes(reach=reach)
         (q, k), positions, table = at.heads_on(device), at.positions(device), at.table()
-        for x, turned in zip((q, k), mrrope.rotary(q, k, positions, table, "bhsd", pairing), strict=True):
-            assert_rotated(turned, x, positions, table, "bhsd", pairing)
+        for x, result in zip((q, k), mrrope.rotary(q, k, positions, table, "bhsd", pairing), strict=True):
+            assert_rotated(result, x, positions, table, "bhsd", pairing)
             expected = rotated(x, positions, table, "bhsd", pairing)
-            error = (turned.cpu().double() - expected).norm() / expected.norm()
+            error = (result.cpu().double() - expected).norm() / expected.norm()
             assert error <= TOLERANCES[dtype].frobenius
 
 
@@ -202,19 +202,19 @@ def test_extreme_positions(device, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_position_zero_is_exact(device, dtype):
     q = torch.randn(1, 2, 3, 64, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
-    turned, _ = mrrope.rotary(q, None, torch.zeros(3, dtype=torch.int64, device=device), table_of("rope", 64))
-    assert_same_bits(turned, q)
+    result, _ = mrrope.rotary(q, None, torch.zeros(3, dtype=torch.int64, device=device), table_of("rope", 64))
+    assert_same_bits(result, q)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_non_finite_components_stay_in_their_pair(device, dtype):
     q = torch.ones(1, 1, 64, dtype=dtype, device=device)
     q[0, 0, 3], q[0, 0, 9] = float("nan"), float("inf")
-    turned, _ = mrrope.rotary(q, None, torch.ones(1, dtype=torch.int64, device=device), table_of("rope", 64), "thd")
-    assert turned[0, 0, [3, 35]].isnan().all()
-    assert not turned[0, 0, [9, 41]].isfinite().any()
+    result, _ = mrrope.rotary(q, None, torch.ones(1, dtype=torch.int64, device=device), table_of("rope", 64), "thd")
+    assert result[0, 0, [3, 35]].isnan().all()
+    assert not result[0, 0, [9, 41]].isfinite().any()
     others = [i for i in range(64) if i % 32 not in (3, 9)]
-    assert turned[0, 0, others].isfinite().all()
+    assert result[0, 0, others].isfinite().all()
 
 
 def test_overflow_and_underflow_round_like_torch(device):
@@ -223,19 +223,19 @@ def test_overflow_and_underflow_round_like_torch(device):
         finfo = torch.finfo(dtype)
         for x in ([finfo.max, -finfo.max], [finfo.smallest_normal, finfo.smallest_normal / 2], [0.0, 0.0]):
             q = torch.tensor([[x]], dtype=dtype, device=device)
-            turned, _ = mrrope.rotary(q, None, position, table, "thd")
+            result, _ = mrrope.rotary(q, None, position, table, "thd")
             exact, _ = mrrope.rotary(q.float(), None, position, table, "thd")
-            assert_same_bits(turned, exact.to(dtype))
+            assert_same_bits(result, exact.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_ties_round_to_even(device, dtype):
-    # At position 0 this factor puts many products exactly between two neighbours.
+    # At position 0 this factor puts many products exactly halfway between two representable numbers.
     gain = 1 + torch.finfo(dtype).eps / 2
     table = mrrope.frequency_table("rope", rotary_dim=64, base=1e4, original_max_position=8, attention_factor=gain)
     q = torch.randn(64, 8, 64, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
-    turned, _ = mrrope.rotary(q, None, torch.zeros(64, dtype=torch.int64, device=device), table, "thd")
-    assert_same_bits(turned, (q.float() * gain).to(dtype))
+    result, _ = mrrope.rotary(q, None, torch.zeros(64, dtype=torch.int64, device=device), table, "thd")
+    assert_same_bits(result, (q.float() * gain).to(dtype))
 
 
 @pytest.mark.parametrize("heads_first", [True, False])
@@ -244,8 +244,8 @@ def test_input_that_overlaps_itself(device, heads_first):
     q = flat.unfold(0, 8, 1)[:4].unsqueeze(1 if heads_first else 0)
     layout, positions = ("thd" if heads_first else "bhsd"), torch.arange(4, device=device)
     q = q if heads_first else q.unsqueeze(0)
-    turned, _ = mrrope.rotary(q, None, positions, table_of("rope", 8), layout)
-    assert_rotated(turned, q, positions, table_of("rope", 8), layout)
+    result, _ = mrrope.rotary(q, None, positions, table_of("rope", 8), layout)
+    assert_rotated(result, q, positions, table_of("rope", 8), layout)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -255,8 +255,8 @@ def test_empty_tensors(device, layout, empty, in_place):
     (q, k), positions, table = case.heads_on(device), case.positions(device), case.table()
     before = q.clone(), k.clone()
     op = mrrope.rotary_ if in_place else mrrope.rotary
-    for x, turned in zip(before, op(q, k, positions, table, layout), strict=True):
-        assert_rotated(turned, x, positions, table, layout)
+    for x, result in zip(before, op(q, k, positions, table, layout), strict=True):
+        assert_rotated(result, x, positions, table, layout)
 
 
 def test_threads_do_not_change_the_result():
@@ -278,7 +278,7 @@ def test_threads_do_not_change_the_result():
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_offsets_past_31_bits_on_the_cpu(layout):
     try:
-        # 4 GiB of addresses; only the pages that the two sequences lie on get memory.
+        # 4 GiB of addresses; only the pages of the two sequences are allocated.
         memory = torch.empty(2**31 + 4096, dtype=torch.bfloat16)
     except RuntimeError:
         pytest.skip("the system does not lend out memory it does not have")
@@ -287,10 +287,10 @@ def test_offsets_past_31_bits_on_the_cpu(layout):
     far = memory.as_strided(case.shape(4), (2**31, *strides[1:]))
     far.copy_(case.heads_on("cpu")[0])
     x, positions, table = far.clone(), case.positions("cpu"), case.table()
-    turned, _ = mrrope.rotary(far, None, positions, table, layout)
-    assert_rotated(turned, x, positions, table, layout)
+    result, _ = mrrope.rotary(far, None, positions, table, layout)
+    assert_rotated(result, x, positions, table, layout)
     mrrope.rotary_(far, None, positions, table, layout)
-    assert_same_bits(far, turned)
+    assert_same_bits(far, result)
 
 
 def skip_unless_free(gib: int) -> None:
@@ -307,17 +307,17 @@ def test_more_than_2_to_the_31_elements(layout):
     q = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
     assert q.numel() > 2**31
     positions, table = torch.arange(tokens, device="cuda"), table_of("mrrope_pro", dim)
-    turned, _ = mrrope.rotary(q, None, positions, table, layout)
+    result, _ = mrrope.rotary(q, None, positions, table, layout)
     axis = 0 if layout == "thd" else 2
     for start in (0, tokens // 2, tokens - 64):
-        part = [x.narrow(axis, start, 64) for x in (turned, q)]
+        part = [x.narrow(axis, start, 64) for x in (result, q)]
         assert_rotated(*part, positions[start : start + 64], table, layout)
 
 
 @needs_cuda
 def test_more_threads_than_one_launch_takes():
     skip_unless_free(24)
-    # Pairs this small take a thread each; the launch is split somewhere before the last of them.
+    # Pairs this small take one thread each, and the launch is split before the last of them.
     tokens = 2**31 + 5
     q = torch.ones(tokens, 1, 2, dtype=torch.bfloat16, device="cuda")
     positions, table = torch.zeros(tokens, dtype=torch.int32, device="cuda"), table_of("rope", 2)

@@ -1,4 +1,4 @@
-"""Tokens with several positions (time, height, width), and tables turned backwards by negating them."""
+"""Tokens with several positions (time, height, width), and tables negated to rotate backwards."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def with_rows(table, row_of_pair, device):
 
 
 def rotated_by_rows(x, positions, row_of_pair, table, pairing):
-    """Every row's rotation of the whole, and of each the pairs that are its own."""
+    """Rotate the heads by every row of positions, and select each pair from its row's result."""
     whole = [rotated(x, row, table, pairing=pairing) for row in positions.cpu()]
     result = whole[0].clone()
     for pair, row in enumerate(row_of_pair.tolist()):
@@ -39,7 +39,7 @@ def rotated_by_rows(x, positions, row_of_pair, table, pairing):
 @pytest.mark.parametrize("pairing", ["halves", "interleaved"])
 @pytest.mark.parametrize("positions_dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_each_pair_turns_by_its_own_row(device, pairing, positions_dtype, in_place):
+def test_each_pair_is_rotated_by_its_own_row(device, pairing, positions_dtype, in_place):
     table = table_of("yarn", ROTARY_DIM)
     q, k, positions, row_of_pair = random_call(device)
     want = [rotated_by_rows(x.cpu(), positions, row_of_pair, table, pairing) for x in (q, k)]
@@ -130,7 +130,7 @@ def test_what_is_no_attention_factor_is_refused(factor, stacked):
 
 
 def test_the_sign_of_a_factor_is_the_tables(device):
-    """The bits of -1.0 are those of 4.0, negated."""
+    """The bits of -1.0 are the negated bits of 4.0."""
     table = table_of("yarn", ROTARY_DIM)
     q, k, positions, _ = random_call(device)
     got, want = (
@@ -140,7 +140,7 @@ def test_the_sign_of_a_factor_is_the_tables(device):
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
-def test_a_negated_table_turns_backwards(device):
+def test_a_negated_table_rotates_backwards(device):
     table = table_of("mrrope_pro", ROTARY_DIM)
     q, k, positions, _ = random_call(device)
     packed = table.packed(q.device)

@@ -1,4 +1,4 @@
-"""Several tables in one call: every sequence, or token, is rotated as by its own table alone."""
+"""Several tables in one call: every sequence or token is rotated as in a call with its table only."""
 
 import weakref
 
@@ -20,29 +20,20 @@ from conftest import needs_cuda
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import assert_rotated, plain_rotary
+from table_stacks import stack_of, tables_of
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
 import mrrope
-from mrrope.tables import packed_stack
 
 ROTARY = torch.ops.mrrope.rotary.default
 ROTARY_ = torch.ops.mrrope.rotary_.default
 OPS = [mrrope.rotary, mrrope.rotary_]
-METHODS = ["rope", "pi", "ntk", "yarn", "mrrope_pro"]  # with and without an attention factor of their own
 BATCHED = ["bhsd", "bshd"]
-
-
-def tables_of(count: int, rotary_dim: int) -> list[mrrope.FrequencyTable]:
-    return [table_of(method, rotary_dim) for method in METHODS[:count]]
 
 
 def index_of(values, device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def stack_of(tables, device) -> torch.Tensor:
-    return packed_stack(tables, torch.empty(0, device=device).device)
 
 
 def random_index(case: Case, count: int, device: str) -> torch.Tensor:
@@ -52,23 +43,23 @@ def random_index(case: Case, count: int, device: str) -> torch.Tensor:
 
 
 def with_gaps(index: torch.Tensor, step: int) -> torch.Tensor:
-    """The same index, every `step` elements; what lies between names no table."""
+    """Return the same index with a stride of `step`; the elements in between are invalid indices."""
     wide = torch.full((len(index) * step,), -9, dtype=torch.int32, device=index.device)
     wide[::step] = index
     return wide[::step]
 
 
 def each_alone(positions, tables, index, layout):
-    """Where it lies, its positions and its table, of everything that has one table: a sequence, or of `thd` a token."""
+    """Yield the place, the positions and the table of every sequence, or of every token in layout `thd`."""
     for i, number in enumerate(index.tolist()):
         part = slice(i, i + 1)
         of_part = positions[part] if layout == "thd" or positions.shape[:-1] == (len(index),) else positions
         yield part, of_part, tables[number]
 
 
-def assert_as_each_alone(turned, heads, positions, tables, index, layout, pairing) -> None:
-    """Asserts the bits of the one-table calls, and the reference's numbers."""
-    for x, actual in zip(heads, turned, strict=True):
+def assert_as_each_alone(result, heads, positions, tables, index, layout, pairing) -> None:
+    """Assert bitwise equality with the one-table calls, and the reference's tolerance."""
+    for x, actual in zip(heads, result, strict=True):
         if x is None:
             assert actual is None
             continue
@@ -80,7 +71,7 @@ def assert_as_each_alone(turned, heads, positions, tables, index, layout, pairin
 
 
 def outside_of(x: torch.Tensor) -> torch.Tensor:
-    """What of the memory that a view looks into is not its own."""
+    """Return the elements of a view's storage that the view does not cover."""
     inside = torch.zeros(whole_memory(x).shape, dtype=torch.bool, device=x.device)
     inside.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
     return whole_memory(x)[~inside].clone()
@@ -100,11 +91,11 @@ def test_an_index_picks_the_table(device, case, count, in_place, index_step):
     before = [x if x is None else x.clone() for x in (q, k)]
     around = [outside_of(x) for x in (q, k) if x is not None]
     op = mrrope.rotary_ if in_place else mrrope.rotary
-    turned = op(q, k, positions, tables, case.layout, case.pairing, table_index=index)
-    assert_as_each_alone(turned, before, positions, tables, index, case.layout, case.pairing)
+    result = op(q, k, positions, tables, case.layout, case.pairing, table_index=index)
+    assert_as_each_alone(result, before, positions, tables, index, case.layout, case.pairing)
     if in_place:
-        assert turned[0] is q
-        assert turned[1] is k
+        assert result[0] is q
+        assert result[1] is k
     else:
         assert all(torch.equal(x, y) for x, y in zip((q, k), before, strict=True) if x is not None)
     assert all(torch.equal(outside_of(x), y) for x, y in zip([x for x in (q, k) if x is not None], around, strict=True))
@@ -118,8 +109,8 @@ def test_without_an_index_every_sequence_has_its_table(device, case, in_place, d
     (q, k), positions = case.heads_on(device), case.positions(device)
     before = [x if x is None else x.clone() for x in (q, k)]
     op = mrrope.rotary_ if in_place else mrrope.rotary
-    turned = op(q, k, positions, tables, case.layout, case.pairing)
-    assert_as_each_alone(turned, before, positions, tables, index_of(range(case.batch), device), case.layout,
+    result = op(q, k, positions, tables, case.layout, case.pairing)
+    assert_as_each_alone(result, before, positions, tables, index_of(range(case.batch), device), case.layout,
                          case.pairing)  # fmt: skip
 
 
@@ -129,21 +120,21 @@ def test_a_stack_of_one_is_its_table(device, layout, with_index):
     case = Case(layout=layout, batch=3, rotary_dim=12)
     (q, k), positions, table = case.heads_on(device), case.positions(device), case.table()
     index = torch.zeros_like(random_index(case, 1, device)) if with_index else None
-    turned = mrrope.rotary(q, k, positions, [table], layout, table_index=index)
+    result = mrrope.rotary(q, k, positions, [table], layout, table_index=index)
     expected = mrrope.rotary(q, k, positions, table, layout)
-    assert all(torch.equal(x, y) for x, y in zip(turned, expected, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
 
 
 def test_thousands_of_tokens_each_with_its_table(device):
     case = Case(layout="thd", tokens=5000, heads=(2, 1), dtype=torch.bfloat16, head_dim=64, rotary_dim=64)
     (q, k), positions, tables = case.heads_on(device), case.positions(device), tables_of(5, 64)
     index = random_index(case, 5, device)
-    turned = mrrope.rotary(q, k, positions, tables, "thd", table_index=index)
+    result = mrrope.rotary(q, k, positions, tables, "thd", table_index=index)
     for number, table in enumerate(tables):
         chosen = index == number
         alone = mrrope.rotary(q[chosen], k[chosen], positions[chosen], table, "thd")
-        assert all(torch.equal(x[chosen], y) for x, y in zip(turned, alone, strict=True))
-        assert_rotated(turned[0][chosen], q[chosen], positions[chosen], table, "thd")
+        assert all(torch.equal(x[chosen], y) for x, y in zip(result, alone, strict=True))
+        assert_rotated(result[0][chosen], q[chosen], positions[chosen], table, "thd")
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -153,8 +144,8 @@ def test_empty_tensors(device, layout, empty, in_place):
     (q, k), positions, tables = case.heads_on(device), case.positions(device), tables_of(3, case.rotary_dim)
     index, before = random_index(case, 3, device), (q.clone(), k.clone())
     op = mrrope.rotary_ if in_place else mrrope.rotary
-    turned = op(q, k, positions, tables, layout, table_index=index)
-    assert_as_each_alone(turned, before, positions, tables, index, layout, "halves")
+    result = op(q, k, positions, tables, layout, table_index=index)
+    assert_as_each_alone(result, before, positions, tables, index, layout, "halves")
 
 
 @pytest.mark.parametrize("layout", BATCHED)
@@ -162,7 +153,7 @@ def test_empty_tensors(device, layout, empty, in_place):
 @pytest.mark.parametrize("position_rows", [True, False])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_stacks_of_tables_with_position_rows(device, layout, with_index, position_rows, in_place):
-    """[count, 2, words]: every table says for itself which row of positions turns each pair."""
+    """Return [count, 2, words]: each table holds the row of positions that rotates each pair."""
     rows, rotary_dim, batch, tokens = 3, 16, 3, 5
     case = Case(layout=layout, batch=batch, tokens=tokens, head_dim=20, rotary_dim=rotary_dim)
     (q, k), tables = case.heads_on(device), tables_of(3, rotary_dim)
@@ -182,8 +173,8 @@ def test_stacks_of_tables_with_position_rows(device, layout, with_index, positio
         if not position_rows:
             assert_rotated(alone[0], q[part], positions[part], tables[number], layout, "interleaved")
     heads = [q, k]
-    turned = (ROTARY_ if in_place else ROTARY)(heads, positions, stack, layout, "interleaved", table_index=index)
-    assert all(torch.equal(x, y) for x, y in zip(heads if in_place else turned, expected, strict=True))
+    result = (ROTARY_ if in_place else ROTARY)(heads, positions, stack, layout, "interleaved", table_index=index)
+    assert all(torch.equal(x, y) for x, y in zip(heads if in_place else result, expected, strict=True))
 
 
 def test_a_row_that_is_not_there_is_refused_in_every_table():
@@ -194,7 +185,7 @@ def test_a_row_that_is_not_there_is_refused_in_every_table():
         ROTARY([q], torch.zeros(2, 2, 3, dtype=torch.int64), torch.stack([stack, row_of_pair], dim=1), "bhsd", "halves")
 
 
-# --- whose the stack is ---
+# --- lifetime of the stack ---
 
 
 def tables_of_scales(count: int) -> list[mrrope.FrequencyTable]:
@@ -250,8 +241,8 @@ def test_gradient_is_that_of_each_alone(device, layout, dtype):
     case = Case(dtype=dtype, layout=layout, batch=3, rotary_dim=12)
     (q, k), positions, tables = case.heads_on(device), case.positions(device), tables_of(4, 12)
     index, grads = random_index(case, 4, device), case.with_changes(seed=7).heads_on(device)
-    turned = mrrope.rotary(q.requires_grad_(), k.requires_grad_(), positions, tables, layout, table_index=index)
-    torch.autograd.backward(turned, grads)
+    result = mrrope.rotary(q.requires_grad_(), k.requires_grad_(), positions, tables, layout, table_index=index)
+    torch.autograd.backward(result, grads)
     for x, grad in zip((q, k), grads, strict=True):
         for part, at, table in each_alone(positions, tables, index, layout):
             alone = x[part].detach().requires_grad_()
@@ -266,8 +257,8 @@ def test_gradient_is_the_plain_one(device):
     q.requires_grad_()
     weights = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(0)).to(device)
     index = index_of([2, 0, 2], device)
-    turned, _ = mrrope.rotary(q, None, positions, tables, table_index=index)
-    (actual,) = torch.autograd.grad((turned * weights).sum(), q)
+    result, _ = mrrope.rotary(q, None, positions, tables, table_index=index)
+    (actual,) = torch.autograd.grad((result * weights).sum(), q)
     plain = torch.stack([plain_rotary(q[i], positions[i], tables[number]) for i, number in enumerate([2, 0, 2])])
     (expected,) = torch.autograd.grad((plain * weights).sum(), q)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-14)
@@ -275,13 +266,13 @@ def test_gradient_is_the_plain_one(device):
 
 def test_autograd_notices_that_the_index_changed(device):
     q, _, positions, tables, index = double_inputs(device, "bhsd")
-    turned, _ = mrrope.rotary(q, None, positions, tables, table_index=index)
+    result, _ = mrrope.rotary(q, None, positions, tables, table_index=index)
     index.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        turned.sum().backward()
+        result.sum().backward()
 
 
-# --- as PyTorch sees it ---
+# --- schemas, modes and torch.compile ---
 
 
 OPCHECKED = {
@@ -308,8 +299,8 @@ def test_meta_tensors(layout):
     case = Case(layout=layout, dtype=torch.float16)
     (q, k), positions, tables = case.heads_on("cpu"), case.positions("cpu"), tables_of(2, case.rotary_dim)
     q, k, positions, index = (x.to("meta") for x in (q, k, positions, random_index(case, 2, "cpu")))
-    turned = mrrope.rotary(q, k, positions, tables, layout, table_index=index)
-    for x, actual in zip((q, k), turned, strict=True):
+    result = mrrope.rotary(q, k, positions, tables, layout, table_index=index)
+    for x, actual in zip((q, k), result, strict=True):
         assert actual.is_meta
         assert (actual.shape, actual.dtype, actual.stride()) == (x.shape, x.dtype, x.stride())
     assert mrrope.rotary_(q, k, positions, tables, layout, table_index=index)[0] is q
@@ -320,7 +311,7 @@ def test_fake_tensors_leave_nothing_fake_behind(device, memory):
     case = Case(memory=memory)
     (q, k), positions = case.heads_on(device), case.positions(device)
     index = random_index(case, 2, device)
-    # A base of its own, so that this stack was never asked for before.
+    # A base that no other test uses, so that this stack is not cached yet.
     tables = [mrrope.frequency_table(method, rotary_dim=16, base=777.0 + len(memory), original_max_position=2048)
               for method in ("rope", "pi")]  # fmt: skip
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -390,8 +381,8 @@ def test_compile_once_for_every_index(device, compiler):
     (q, k), positions = case.heads_on(device), case.positions(device)
     for values in ([0, 1, 2], [2, 2, 2], [1, 0, 1]):
         index = index_of(values, device)
-        turned = rotate(q, k, positions, tables, index)
-        assert_as_each_alone(turned, (q, k), positions, tables, index, "bhsd", "halves")
+        result = rotate(q, k, positions, tables, index)
+        assert_as_each_alone(result, (q, k), positions, tables, index, "bhsd", "halves")
     assert counter.frame_count == 1
 
 
@@ -402,8 +393,8 @@ def test_compile_does_not_bake_the_tables_in(device):
     (q, k), positions = case.heads_on(device), case.positions(device)
     for methods in (["rope", "yarn"], ["pi", "ntk"], ["yarn", "yarn"]):
         tables = [table_of(method, 16) for method in methods]
-        turned = compiled(q, k, positions, tables)
-        assert_as_each_alone(turned, (q, k), positions, tables, index_of([0, 1], device), "bhsd", "halves")
+        result = compiled(q, k, positions, tables)
+        assert_as_each_alone(result, (q, k), positions, tables, index_of([0, 1], device), "bhsd", "halves")
 
 
 # --- errors ---
@@ -459,7 +450,7 @@ CALLS = {
 
 @pytest.fixture
 def far_apart(tmp_path):
-    # A file that is nearly all hole: nobody has to have the memory.
+    # A sparse file, so that no memory is needed.
     return torch.from_file(str(tmp_path / "hole"), shared=True, size=2**32, dtype=torch.int32)
 
 
@@ -488,7 +479,7 @@ def test_indices_too_far_apart(op, far_apart):
 def test_errors(op, changes, error, texts, requires_grad):
     arguments = {**good_call(), **changes}
     if requires_grad:
-        # Not a leaf: in place, those are refused for that alone.
+        # Not a leaf, which the in-place op refuses for that reason.
         arguments |= {name: arguments[name].clone().requires_grad_() * 1.0 for name in "qk"}
     before = {name: arguments[name].detach().clone() for name in "qk"}
     versions = {name: arguments[name]._version for name in "qk"}
@@ -528,13 +519,13 @@ def test_graph_replays_with_another_index(cuda, layout, in_place):
     mrrope.rotary(q, k, positions, tables, layout, table_index=index)  # puts the stack on the device
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        turned = (mrrope.rotary_ if in_place else mrrope.rotary)(q, k, positions, tables, layout, table_index=index)
+        result = (mrrope.rotary_ if in_place else mrrope.rotary)(q, k, positions, tables, layout, table_index=index)
     for seed in (3, 4, 5):
         index.copy_(random_index(case.with_changes(seed=seed), 3, cuda))
         for x, value in zip((q, k), before, strict=True):
             x.copy_(value)
         graph.replay()
-        assert_as_each_alone(turned, before, positions, tables, index, layout, "halves")
+        assert_as_each_alone(result, before, positions, tables, index, layout, "halves")
 
 
 def test_a_graph_replays_after_many_other_stacks(cuda):
@@ -544,12 +535,12 @@ def test_a_graph_replays_after_many_other_stacks(cuda):
     mrrope.rotary(q, k, positions, tables, table_index=index)  # puts the stack on the device
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        turned = mrrope.rotary(q, k, positions, tables, table_index=index)
+        result = mrrope.rotary(q, k, positions, tables, table_index=index)
     others = tables_of_scales(300)
-    for other in others:  # a stack that was freed would lie where one of these does
+    for other in others:  # these would reuse the memory of a freed stack
         mrrope.rotary(q, k, positions, [other, *tables[1:]], table_index=index)
     graph.replay()
-    assert_as_each_alone(turned, (q, k), positions, tables, index, "bhsd", "halves")
+    assert_as_each_alone(result, (q, k), positions, tables, index, "bhsd", "halves")
 
 
 @pytest.mark.parametrize("wrong", [3, -1, 2**31 - 1, -(2**31)])
@@ -561,11 +552,11 @@ def test_a_wrong_index_on_a_gpu_spoils_nothing_else(cuda, layout, wrong, in_plac
     before, around = (q.clone(), k.clone()), [outside_of(x) for x in (q, k)]
     index = index_of([2, wrong, 1], cuda)
     op = mrrope.rotary_ if in_place else mrrope.rotary
-    turned = op(q, k, positions, tables, layout, table_index=index)
+    result = op(q, k, positions, tables, layout, table_index=index)
     torch.cuda.synchronize()
     for right in (0, 2):
         part = slice(right, right + 1)
-        assert_as_each_alone([x[part] for x in turned], [x[part] for x in before], positions[part], tables, index[part],
+        assert_as_each_alone([x[part] for x in result], [x[part] for x in before], positions[part], tables, index[part],
                              layout, "halves")  # fmt: skip
     assert all(torch.equal(outside_of(x), y) for x, y in zip((q, k), around, strict=True))
 
