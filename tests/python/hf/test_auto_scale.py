@@ -1,4 +1,4 @@
-"""scale="auto": every sequence by the smallest scale that covers it, its cached keys turned as it grows."""
+"""scale="auto": each sequence gets the smallest scale that covers it; its cached keys are re-rotated as it grows."""
 
 import copy
 import gc
@@ -99,8 +99,8 @@ def test_a_batch_of_mixed_lengths_gives_each_what_it_gets_alone(model, side):
         torch.testing.assert_close(got[i][mask[i].bool()], logits(model, row[None])[0], rtol=1e-4, atol=1e-5)
 
 
-def test_padding_counts_for_nothing_without_positions_either(model):
-    """A left-padded batch of a forward call whose positions start in the padding."""
+def test_padding_does_not_count_without_positions(model):
+    """A left-padded batch in a forward call whose positions start in the padding."""
     ids, padding = text(30), 20
     alone = logits(model, ids)
     mask = torch.cat([torch.zeros(1, padding), torch.ones(1, 30)], dim=1).long()
@@ -121,40 +121,44 @@ def test_gradients_are_those_of_the_fixed_scale(model):
 # --- with a cache
 
 
-def settled(cache):
-    """An offloaded cache fetches a layer on a stream of its own, waiting neither until that layer has been put away nor
-    until those before it have been read, whose memory it takes: with a model of three layers, or a GPU that others use,
-    too, that goes wrong."""
+def synchronized(cache):
+    """Synchronize the device around the copies of an offloaded cache.
 
-    def after_all_else(call):
-        def waiting(*args, **kwargs):
+    The cache prefetches a layer on its own stream without waiting for the offload of that layer, nor for the reads of
+    earlier layers whose memory it reuses. This race shows with three layers, or on a shared GPU.
+    """
+
+    def with_barriers(call):
+        def synchronizing(*args, **kwargs):
             torch.cuda.synchronize()
             call(*args, **kwargs)
             torch.cuda.synchronize()
 
-        return waiting
+        return synchronizing
 
-    cache.offload, cache.prefetch = after_all_else(cache.offload), after_all_else(cache.prefetch)
+    cache.offload, cache.prefetch = with_barriers(cache.offload), with_barriers(cache.prefetch)
     return cache
 
 
 def caches(model):
-    """Every kind. The layers of an offloaded one wait in the CPU's memory for their turn; it needs a GPU."""
+    """Return a cache of every kind. Offloaded ones keep their layers in host memory and need a GPU."""
     config = model.config
     found = {
         "dynamic": transformers.DynamicCache(config=config),
         "static": transformers.StaticCache(config=config, max_cache_len=160),
     }
     if model.device.type == "cuda":
-        found["offloaded"] = settled(transformers.DynamicCache(config=config, offloading=True))
-        found["offloaded static"] = settled(transformers.StaticCache(config=config, max_cache_len=160, offloading=True))
+        found["offloaded"] = synchronized(transformers.DynamicCache(config=config, offloading=True))
+        found["offloaded static"] = synchronized(
+            transformers.StaticCache(config=config, max_cache_len=160, offloading=True)
+        )
     return found
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "offloaded", "offloaded static"])
-def test_a_growing_text_has_its_keys_turned(model, kind):
-    """The first layer's keys depend on tokens and positions alone: after every step they must be what the table of that
-    step makes of them."""
+def test_keys_of_a_growing_text_are_rescaled(model, kind):
+    """The first layer's keys depend on tokens and positions only, so that after every step they must equal keys
+    rotated by that step's table."""
     ids = text(100, batch=2)
     following(model)
     if kind not in caches(model):
@@ -172,7 +176,7 @@ def test_a_growing_text_has_its_keys_turned(model, kind):
         torch.testing.assert_close(got, want, rtol=0.0, atol=1e-6)
 
 
-def test_every_layer_is_turned_by_the_difference_of_the_tables(model):
+def test_every_layer_is_rescaled_by_the_difference_of_the_tables(model):
     ids = text(NATIVE + 1)
     following(model)
     cache = transformers.DynamicCache(config=model.config)
@@ -198,8 +202,8 @@ def test_all_caches_read_alike(model):
         torch.testing.assert_close(got, read["dynamic"], rtol=1e-4, atol=1e-6)
 
 
-def test_sequences_of_a_batch_cross_each_by_itself(model):
-    """Left-padded: the second is 25 tokens shorter, and crosses 25 tokens later."""
+def test_sequences_of_a_batch_change_scale_independently(model):
+    """Left-padded: the second is 25 tokens shorter, and changes its scale 25 tokens later."""
     following(model)
     ids, padding = text(70, batch=2), 25
     mask = torch.ones_like(ids)
@@ -223,7 +227,7 @@ def test_sequences_of_a_batch_cross_each_by_itself(model):
             torch.testing.assert_close(last[at][row : row + 1], want, rtol=1e-4, atol=1e-5)
 
 
-def test_windowed_layers_are_turned_where_their_keys_lie():
+def test_windowed_layers_are_rescaled_in_place():
     model = tiny_mistral()
     ids = text(80)
     following(model)
@@ -240,7 +244,7 @@ def test_windowed_layers_are_turned_where_their_keys_lie():
             torch.testing.assert_close(got, want, rtol=0.0, atol=1e-6)
 
 
-def test_a_cache_filled_by_the_unpatched_model_goes_on(model):
+def test_a_cache_filled_by_the_unpatched_model_is_continued(model):
     ids = text(60)
     with torch.no_grad():
         cache = model(ids[:, :30]).past_key_values
@@ -251,7 +255,7 @@ def test_a_cache_filled_by_the_unpatched_model_goes_on(model):
     torch.testing.assert_close(logits(model, ids[:, 30:], past_key_values=cache), want, rtol=1e-4, atol=1e-6)
 
 
-def test_a_copied_cache_knows_its_tables(model):
+def test_a_copied_cache_carries_its_tables(model):
     following(model)
     ids = text(60)
     with torch.no_grad():
@@ -262,7 +266,7 @@ def test_a_copied_cache_knows_its_tables(model):
     assert tables_of(copied) == [1]
 
 
-def test_a_static_cache_emptied_for_another_text_starts_anew(model):
+def test_a_static_cache_reset_for_another_text_starts_over(model):
     following(model)
     cache = caches(model)["static"]
     logits(model, text(100), past_key_values=cache)
@@ -284,7 +288,7 @@ def test_a_scale_is_kept_when_the_cache_is_cropped(model):
     assert tables_of(cache) == [1]
 
 
-def test_inference_mode_and_then_not(model):
+def test_inference_mode_then_grad_mode(model):
     following(model)
     ids = text(60)
     with torch.inference_mode():
@@ -304,7 +308,7 @@ def test_patched_in_inference_mode(model):
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-def test_a_cache_is_let_go_after_an_error(model):
+def test_a_cache_is_released_after_an_error(model):
     following(model)
     cache = transformers.DynamicCache(config=model.config)
     logits(model, text(10), past_key_values=cache)
@@ -328,7 +332,7 @@ def test_a_cache_of_other_sequences_is_refused(model):
         logits(model, text(1, batch=3), past_key_values=cache)
 
 
-def test_a_quantised_cache_is_refused(model):
+def test_a_quantized_cache_is_refused(model):
     pytest.importorskip("optimum.quanto", reason="the package optimum-quanto is not installed")
     following(model)
     cache = transformers.QuantizedCache("quanto", model.config, nbits=4, residual_length=4, q_group_size=16)
@@ -341,7 +345,7 @@ def test_a_quantised_cache_is_refused(model):
 
 
 def tiny_mistral():
-    """All layers see a window."""
+    """Return a Mistral whose layers all have a sliding window."""
     torch.manual_seed(0)
     sizes = {**tiny_models.TINY_SIZES, "max_position_embeddings": NATIVE, "sliding_window": 16}
     parameters = {"rope_type": "default", "rope_theta": 1e4}
@@ -349,7 +353,7 @@ def tiny_mistral():
 
 
 def keys_by_tables(model, ids, positions, steps):
-    """What the first layer caches of these tokens, by each sequence's table: that depends on nothing else."""
+    """Return the first layer's keys of these tokens, rotated by each sequence's table."""
     model = copy.deepcopy(model)
     rows = []
     for row, step in enumerate(steps):
@@ -361,16 +365,16 @@ def keys_by_tables(model, ids, positions, steps):
 
 
 def counted(mask):
-    """As generate counts."""
+    """Return positions as generate counts them."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
 PARTS = [20, 8, 1, 1, 12, 1, 1, 20]
-"""Tokens of each call: a prompt, an answer, and a second turn, past two steps of the ladder."""
+"""Tokens of each call: a prompt, an answer, and a second prompt, past two steps of the ladder."""
 
 
-def padded_inside():
-    """Padding on the left and after an answer that ended early; on the right of a prompt; and none."""
+def mask_with_inner_padding():
+    """Return a mask with padding on the left and after a short answer, on the right of a prompt, and nowhere."""
     mask = torch.ones(3, sum(PARTS), dtype=torch.long)
     mask[0, :5] = mask[0, 25:30] = 0
     mask[1, 13:20] = 0
@@ -386,7 +390,7 @@ PLACES = {
 }
 
 
-def assert_keys_are_where_they_were_read(model, cache, ids, positions, end):
+def assert_keys_match_their_positions(model, cache, ids, positions, end):
     want = keys_by_tables(model, ids[:, :end], positions[:, :end], tables_of(cache))
     got = cache.layers[0].keys
     got = got[:, :, : min(end, got.shape[-2])]
@@ -396,7 +400,7 @@ def assert_keys_are_where_they_were_read(model, cache, ids, positions, end):
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("kind", ["dynamic", "static", "offloaded", "offloaded static"])
 @pytest.mark.parametrize("make", [tiny_llama, tiny_mistral], ids=["whole", "window"])
-def test_keys_are_turned_by_the_positions_that_they_were_rotated_at(device, make, kind, places):
+def test_keys_are_rescaled_at_the_positions_they_were_rotated_at(device, make, kind, places):
     torch.set_default_device(device)
     try:
         model = following(make())
@@ -404,7 +408,7 @@ def test_keys_are_turned_by_the_positions_that_they_were_rotated_at(device, make
             pytest.skip("offloaded caches need a GPU")
         if (make, kind) == (tiny_mistral, "offloaded static"):
             pytest.skip("transformers 5.17 raises where all layers of such a cache have a window")
-        cache, mask = caches(model)[kind], padded_inside()
+        cache, mask = caches(model)[kind], mask_with_inner_padding()
         positions, ids = PLACES[places](mask), text(sum(PARTS), batch=3)
         seen, start = set(), 0
         for tokens in PARTS:
@@ -413,7 +417,7 @@ def test_keys_are_turned_by_the_positions_that_they_were_rotated_at(device, make
             if places == "by slots":  # the model's own
                 del options["position_ids"]
             logits(model, ids[:, start:end], past_key_values=cache, **options)
-            assert_keys_are_where_they_were_read(model, cache, ids, positions, end)
+            assert_keys_match_their_positions(model, cache, ids, positions, end)
             seen.add(tuple(tables_of(cache)))
             start = end
         assert len(seen) >= 3, "sequences cross one by one"
@@ -422,20 +426,20 @@ def test_keys_are_turned_by_the_positions_that_they_were_rotated_at(device, make
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_two_turns_of_which_one_ended_early(model, kind):
-    """Each sequence gets what it gets alone, without the padding between its turns."""
+def test_two_rounds_of_which_one_ended_early(model, kind):
+    """Each sequence gets the result of a batch of one without the padding between the rounds."""
     following(model)
     first, second, early = text(12, batch=2), text(9, batch=2, seed=1), 6
-    first_turn = {"max_new_tokens": 10, "return_dict_in_generate": True, **GENERATE}
+    first_round = {"max_new_tokens": 10, "return_dict_in_generate": True, **GENERATE}
     second_turn = {"max_new_tokens": 10, "output_logits": True, "return_dict_in_generate": True, **GENERATE}
 
     def continued(ids, mask, cache):
         out = model.generate(ids, attention_mask=mask, past_key_values=cache, **second_turn)
-        assert max(tables_of(out.past_key_values)) == 1, "the second turn crosses"
+        assert max(tables_of(out.past_key_values)) == 1, "the second round must change the scale"
         return torch.stack(out.logits, dim=1)
 
     cache = caches(model)[kind]
-    answers = model.generate(first, past_key_values=cache, **first_turn).sequences
+    answers = model.generate(first, past_key_values=cache, **first_round).sequences
     assert tables_of(cache) == [0, 0]
     both = torch.cat([answers, second], dim=1)
     mask = torch.ones_like(both)
@@ -443,7 +447,8 @@ def test_two_turns_of_which_one_ended_early(model, kind):
     got = continued(both, mask, cache)
     for row, length in ((0, 22), (1, 12 + early)):
         cache = caches(model)[kind]
-        logits(model, answers[row : row + 1, : min(length, 21)], past_key_values=cache)  # the last one is not read yet
+        read = answers[row : row + 1, : min(length, 21)]  # without the last token, which is not read yet
+        logits(model, read, past_key_values=cache)
         alone = torch.cat([answers[row : row + 1, :length], second[row : row + 1]], dim=1)
         want = continued(alone, torch.ones_like(alone), cache)
         torch.testing.assert_close(got[row : row + 1], want, rtol=1e-4, atol=1e-5)
@@ -454,7 +459,7 @@ def test_two_turns_of_which_one_ended_early(model, kind):
 @pytest.mark.parametrize("make", [tiny_llama, tiny_mistral], ids=["whole", "window"])
 def test_padding_in_a_cache_of_the_unpatched_model(make, kind, places):
     model = make()
-    cache, mask, ids, end = caches(model)[kind], padded_inside(), text(sum(PARTS), batch=3), 28
+    cache, mask, ids, end = caches(model)[kind], mask_with_inner_padding(), text(sum(PARTS), batch=3), 28
     positions = PLACES[places](mask)
     logits(model, ids[:, :end], attention_mask=mask[:, :end], position_ids=positions[:, :end], past_key_values=cache)
     following(model)
@@ -471,7 +476,7 @@ def test_padding_in_a_cache_of_the_unpatched_model(make, kind, places):
 
 def test_positions_of_repeated_and_cropped_caches(model):
     following(model)
-    mask, ids = padded_inside(), text(sum(PARTS), batch=3)
+    mask, ids = mask_with_inner_padding(), text(sum(PARTS), batch=3)
     positions = counted(mask)
     cache = transformers.DynamicCache(config=model.config)
     options = {"attention_mask": mask[:, :30], "position_ids": positions[:, :30]}
@@ -481,10 +486,10 @@ def test_positions_of_repeated_and_cropped_caches(model):
     ids, mask, positions = (each.repeat_interleave(2, dim=0) for each in (ids, mask, positions))
     options = {"attention_mask": mask[:, :50], "position_ids": positions[:, 26:50]}
     logits(model, ids[:, 26:50], past_key_values=cache, **options)
-    assert_keys_are_where_they_were_read(model, cache, ids, positions, 50)
+    assert_keys_match_their_positions(model, cache, ids, positions, 50)
 
 
-def test_a_cache_that_others_went_on_with_is_refused(model):
+def test_a_cache_continued_by_another_model_is_refused(model):
     following(model)
     cache = transformers.DynamicCache(config=model.config)
     logits(model, text(10), past_key_values=cache)
@@ -500,7 +505,7 @@ def test_a_cache_that_others_went_on_with_is_refused(model):
 GENERATE = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
-def test_generate_makes_room_for_what_it_will_write(model):
+def test_generate_expects_its_new_tokens(model):
     following(model)
     ids = text(20)
     out = model.generate(ids, max_new_tokens=30, return_dict_in_generate=True, **GENERATE)
@@ -511,7 +516,7 @@ def test_generate_makes_room_for_what_it_will_write(model):
 
 
 @pytest.mark.parametrize("options", [{"max_length": 50}, {"generation_config": "max_new_tokens"}])
-def test_room_is_told_in_other_ways(model, options):
+def test_other_settings_of_the_number_of_new_tokens(model, options):
     following(model)
     if "generation_config" in options:
         options = {"generation_config": transformers.GenerationConfig(max_new_tokens=30, **GENERATE)}
@@ -521,7 +526,7 @@ def test_room_is_told_in_other_ways(model, options):
     assert tables_of(out.past_key_values) == [1]
 
 
-def test_generate_that_does_not_know_the_end_crosses_as_it_goes(model):
+def test_generate_without_a_known_length_changes_scale_on_the_way(model):
     """The same tokens as reading them one by one."""
     following(model)
     ids = text(20)
@@ -534,15 +539,15 @@ def test_generate_that_does_not_know_the_end_crosses_as_it_goes(model):
     assert torch.equal(out.sequences, written)
 
 
-def test_what_is_expected_around_generate_still_is(model):
+def test_lengths_expected_around_generate_still_apply(model):
     following(model)
     with mrrope.expecting(model, 100):
         out = model.generate(text(20), max_new_tokens=2, return_dict_in_generate=True, **GENERATE)
     assert tables_of(out.past_key_values) == [2]
 
 
-def test_a_reserve_takes_the_place_of_what_might_be_written(model):
-    """A long budget, of which most is never used, costs no scale; what does get long crosses as it goes."""
+def test_a_reserve_replaces_the_number_of_new_tokens(model):
+    """A large unused budget does not raise the scale; a text that does get long changes its scale on the way."""
     mrrope.patch(model, "mrrope_pro", scale="auto", max_scale=MAX_SCALE, reserve=8)
     ids = text(20)
     options = {**GENERATE, "return_dict_in_generate": True}
@@ -558,7 +563,7 @@ def test_a_reserve_takes_the_place_of_what_might_be_written(model):
     assert tables_after(max_new_tokens=2) == [0], "no more than may be written"
 
 
-def test_a_reserve_survives_what_a_patch_does(model):
+def test_a_reserve_survives_copies_and_patches(model):
     def room_of(model):
         (lengths,) = model.generate._expected_lengths((text(20),), {"max_new_tokens": 100}).tolist()
         return lengths - 20
@@ -577,7 +582,7 @@ def test_a_reserve_survives_what_a_patch_does(model):
 @pytest.mark.parametrize(
     "wrap", [partial(torch.compile, backend="aot_eager"), torch.nn.Sequential], ids=["compiled", "part"]
 )
-def test_generate_is_told_through_a_wrapper(model, wrap):
+def test_generate_through_a_wrapper(model, wrap):
     wrapped = following(wrap(model))
     options = {**GENERATE, "eos_token_id": list(range(90)), "return_dict_in_generate": True}
     out = model.generate(text(20), max_new_tokens=30, **options)
@@ -595,8 +600,8 @@ def test_generate_is_told_through_a_wrapper(model, wrap):
         {"cache_implementation": "static"},
     ],
 )
-def test_ways_of_generating(model, options):
-    """Left-padded texts of two lengths: the tables fit what each will be, whatever way it is written."""
+def test_generation_strategies(model, options):
+    """Left-padded texts of two lengths: each table fits the final length under every strategy."""
     following(model)
     ids = text(30, batch=2)
     ids[1, :15] = 0
@@ -613,12 +618,12 @@ def test_ways_of_generating(model, options):
         assert torch.equal(out.sequences[row, 30:], alone[0, -10:])
 
 
-# --- what else is done to models
+# --- compiling, copying, offloading and casting
 
 
 @pytest.mark.parametrize("how", [{"backend": "aot_eager"}, {"mode": "reduce-overhead"}], ids=["traced", "cuda graphs"])
 def test_compiled_decoding_is_one_graph_across_steps(model, how):
-    """With a prompt that is padded on the right, before which and after which positions count its tokens alone."""
+    """With a right-padded prompt, and positions that count its real tokens only."""
     if "mode" in how and model.device.type == "cpu":
         pytest.skip("CUDA graphs need a GPU")
     following(model)
@@ -634,19 +639,19 @@ def test_compiled_decoding_is_one_graph_across_steps(model, how):
         torch._dynamo.reset()
         with torch._dynamo.config.patch(error_on_recompile=name == "compiled"):
             for at in range(20, 80):
-                # Of one shape in every step, as generate makes it.
+                # One shape in every step, as in generate.
                 sees = torch.nn.functional.pad(mask[:, : at + 1], (0, 160 - at - 1)).bool()[:, None, None]
                 options = {"attention_mask": sees, "position_ids": positions[:, at : at + 1].clone()}
                 part = logits(forward, ids[:, at : at + 1], past_key_values=cache, **options)
                 parts.append(part.clone())
         assert tables_of(cache) == [2, 2]
-        assert_keys_are_where_they_were_read(model, cache, ids, positions, 80)
+        assert_keys_match_their_positions(model, cache, ids, positions, 80)
         read[name] = torch.cat(parts, dim=1)
     torch.testing.assert_close(read["compiled"], read["eager"], rtol=1e-5, atol=1e-6)
 
 
 def test_compiled_decoding_with_a_cache_that_grows(model):
-    """One graph for the first step and one for all others, as the model has without a patch."""
+    """One graph for the first step and one for all others, as in the unpatched model."""
     following(model)
     ids, positions = text(70, batch=2), torch.arange(70).expand(2, -1)
     cache = transformers.DynamicCache(config=model.config)
@@ -658,7 +663,7 @@ def test_compiled_decoding_with_a_cache_that_grows(model):
         logits(step, ids[:, at : at + 1], past_key_values=cache, position_ids=positions[:, at : at + 1].clone())
     assert tables_of(cache) == [2, 2]
     assert graphs.frame_count == 2
-    assert_keys_are_where_they_were_read(model, cache, ids, positions, 70)
+    assert_keys_match_their_positions(model, cache, ids, positions, 70)
 
 
 def test_compiled_decoding_past_a_static_window():
@@ -671,7 +676,7 @@ def test_compiled_decoding_past_a_static_window():
     logits(model, ids[:, :10], past_key_values=cache)
     for at in range(10, 70):
         logits(step, ids[:, at : at + 1], past_key_values=cache, position_ids=positions[:, at : at + 1].clone())
-        assert_keys_are_where_they_were_read(model, cache, ids, positions, at + 1)
+        assert_keys_match_their_positions(model, cache, ids, positions, at + 1)
     assert tables_of(cache) == [2, 2]
 
 
@@ -686,7 +691,7 @@ def test_unpatched_it_is_as_before(model):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_patched_within_and_back(model):
+def test_nested_patches(model):
     following(model)
     ids = text(60)
     before = logits(model, ids)
@@ -716,7 +721,7 @@ def saved(model, *, zipped):
     [copy.deepcopy, pickled, partial(saved, zipped=True), partial(saved, zipped=False)],
     ids=["deepcopy", "pickle", "torch.save", "torch.save of old"],
 )
-def test_copies_follow_by_themselves(model, copied_by):
+def test_copies_follow_independently(model, copied_by):
     following(model)
     ids = text(60)
     want = torch.cat(
@@ -736,11 +741,11 @@ def test_copies_follow_by_themselves(model, copied_by):
     mrrope.unpatch(copied)
 
 
-READS_ON = """
+READS_CHUNKS = """
 import pickle, sys, torch
 with open(sys.argv[1], "rb") as file:
     model, parts = pickle.load(file)
-model.model.register_forward_pre_hook(lambda *_: None)  # must not take the place of the model's own
+model.model.register_forward_pre_hook(lambda *_: None)  # must not replace the model's own hook
 cache = None
 with torch.no_grad():
     for part in parts:
@@ -753,8 +758,12 @@ def test_a_pickled_model_follows_in_another_process(tmp_path):
     model = following(tiny_llama())
     (tmp_path / "model.pickle").write_bytes(pickle.dumps((model, text(60, batch=2).split(20, dim=1))))
     run = subprocess.run(
-        [sys.executable, "-c", READS_ON, "model.pickle"], cwd=tmp_path, capture_output=True, text=True, check=True
-    )  # not in the checkout, whose package need not be the one that is built
+        [sys.executable, "-c", READS_CHUNKS, "model.pickle"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )  # not in the checkout, whose package may lack the built library
     assert run.stdout.strip() == "[[1, 1]]"
 
 
@@ -772,7 +781,7 @@ def embeddings_offloaded(model, folder):
 
 @pytest.mark.parametrize("offload", [all_offloaded, embeddings_offloaded])
 def test_offloaded_weights(offload, tmp_path):
-    """Parameters that are nowhere until their module is called."""
+    """Parameters that are loaded when their module is called."""
     model = tiny_llama()
     ids = text(60)
     parts = ids.split(20, dim=1)
@@ -791,7 +800,7 @@ def test_offloaded_weights(offload, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_layer_is_found_in_any_dtype(model, dtype):
-    """Where the keys of all layers are large in a few slow components, as real models' are."""
+    """With keys that are large in a few slow components, as in real models."""
     for layer in model.model.layers:
         layer.self_attn.k_proj.weight.data[14:16] *= 100.0
     following(model.to(dtype))
@@ -877,7 +886,7 @@ def test_a_layer_whose_keys_are_zero_is_refused(model):
 
 
 def in_another_thread(call):
-    """What it returns or raises there."""
+    """Return the result of a call in another thread, or raise its error."""
     results = []
 
     def run():
@@ -893,7 +902,7 @@ def in_another_thread(call):
 
 
 def test_two_threads_are_refused_and_one_after_the_other_is_not(model):
-    """The second comes while the first is between its embeddings and its rotary embedding."""
+    """The second call starts while the first is between its embeddings and its rotary embedding."""
     following(model)
     ids = text(60)
     want = logits(model, ids[:, :40]), logits(model, ids)
@@ -930,7 +939,7 @@ def test_threads_between_the_steps_of_generate_are_refused(model):
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_an_error_lets_other_threads_in(model, error):
+def test_an_error_releases_the_model_to_other_threads(model, error):
     following(model)
 
     def fails(*_):
@@ -1013,8 +1022,8 @@ def families_that_follow():
     return [family for family in tiny_models.causal_lm_families() if family not in unsupported]
 
 
-# Why a model's scale cannot follow the text, by what the error says of it.
-CANNOT = {
+# Families whose scale cannot follow the text, by the reason in the error.
+UNFOLLOWABLE = {
     "its tokens have several positions each": {
         "cohere_compass_text",
         "qwen3_5",
@@ -1022,7 +1031,7 @@ CANNOT = {
         "qwen3_5_moe_text",
         "qwen3_5_text",
     },
-    # Keys are normalised after they were rotated, or every layer has a rotary embedding of its own.
+    # Keys are normalized after the rotation, or every layer has its own rotary embedding.
     "in a way that is not understood": {"granite_swa", "granitemoe_swa", "hunyuan_v1_dense", "hunyuan_v1_moe"},
     "it does not read one token by itself": {
         "blt",
@@ -1036,19 +1045,19 @@ CANNOT = {
 
 
 def layer_sees_scale(old, new):
-    """Whether both keys and values of a layer changed with the table: one of them, at least, is not rotated."""
+    """Whether both keys and values of a layer changed with the table, although at most one of them is rotated."""
     pairs = [(getattr(old, name, None), getattr(new, name, None)) for name in ("keys", "values")]
     return all(isinstance(a, torch.Tensor) and a.numel() and not torch.allclose(a, b, rtol=1e-4) for a, b in pairs)
 
 
 @pytest.mark.parametrize("family", families_that_follow())
 def test_family(family):
-    """One token gives the same hidden states by every table, so that its keys, turned, must be those of the new one."""
+    """One token has the same hidden states by every table, so that its re-rotated keys equal those of the new table."""
     model = tiny_models.tiny_model(family)
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         before = model(**tiny_models.inputs(model, ids)).logits
-    reason = next((reason for reason, families in CANNOT.items() if family in families), None)
+    reason = next((reason for reason, families in UNFOLLOWABLE.items() if family in families), None)
     options = {"scale": "auto", "max_scale": 256.0, "local_layers": turns_in_local_layers_alone(model)}
     if reason is not None:
         with pytest.raises(ValueError, match=f"scale must be a number for .*{reason}"):
@@ -1067,17 +1076,17 @@ def test_family(family):
             rotary.follower.expected_lengths = torch.tensor([10**9, 10**9])
         model(input_ids=ids[:, 1:2], position_ids=torch.full((2, 1), 4), past_key_values=cache)
         fresh = model(input_ids=ids[:, :1], position_ids=torch.full((2, 1), 3), use_cache=True).past_key_values
-    turned = 0
+    rescaled = 0
     for old, got, want in zip(before.layers, cache.layers, fresh.layers, strict=True):
         if layer_sees_scale(old, want):
-            break  # attention sinks and the like: from here on hidden states depend on the attention factor
+            break  # with attention sinks and the like, later hidden states depend on the attention factor
         for name in ("keys", "values", "indexer_keys"):
             parts = [getattr(layer, name, None) for layer in (got, want, old)]
             if all(isinstance(part, torch.Tensor) and part.numel() for part in parts):
                 new, right, earlier = (part.narrow(-2, 0, 1) for part in parts)
                 torch.testing.assert_close(new, right, rtol=1e-4, atol=1e-5)
-                turned += not torch.allclose(right, earlier, rtol=1e-3)
-    assert turned > 0
+                rescaled += not torch.allclose(right, earlier, rtol=1e-3)
+    assert rescaled > 0
 
 
 # --- errors

@@ -1,4 +1,4 @@
-"""mrrope's rope types in configurations of transformers: frequencies, checks, saving and loading, who imports whom."""
+"""mrrope's rope types in configurations of transformers: frequencies, validation, saving, loading and import order."""
 
 import logging
 import subprocess
@@ -33,10 +33,10 @@ def table(rope_type: str, rotary_dim: int = 32, **options: object) -> mrrope.Fre
 
 @pytest.fixture
 def warnings_of_transformers(caplog):
-    """What transformers logs, which it keeps from the root logger otherwise."""
+    """Capture transformers' log, which does not propagate to the root logger by default."""
     logger = logging.getLogger("transformers")
     logger.propagate = True
-    # Some warnings are given once in a process.
+    # Some warnings are logged once per process.
     transformers.utils.logging.warning_once.cache_clear()
     with caplog.at_level(logging.WARNING, "transformers"):
         yield caplog
@@ -76,7 +76,7 @@ def test_partial_rotary_factor(rope_type, warnings_of_transformers):
 
 
 @pytest.mark.parametrize("rope_type", ROPE_TYPES)
-def test_a_rope_for_each_kind_of_layer(rope_type, warnings_of_transformers, tmp_path):
+def test_a_rope_per_layer_type(rope_type, warnings_of_transformers, tmp_path):
     config = transformers.Gemma3TextConfig(
         **TINY,
         head_dim=32,
@@ -149,7 +149,7 @@ def test_a_wrong_parameter(key, value, message):
         transformers.LlamaConfig(**TINY, rope_parameters=parameters("mrrope_pow", **{key: value}))
 
 
-def test_an_unknown_parameter_is_warned_of(warnings_of_transformers):
+def test_an_unknown_parameter_warns(warnings_of_transformers):
     transformers.LlamaConfig(**TINY, rope_parameters=parameters("mrrope_pro", temperature=1.0))
     assert "Unrecognized keys in `rope_parameters` for 'rope_type'='mrrope_pro': {'temperature'}" in (
         warnings_of_transformers.text
@@ -176,7 +176,7 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize("imports", IMPORTS.values(), ids=IMPORTS)
-def test_whoever_is_imported_first(imports, tmp_path):
+def test_import_orders(imports, tmp_path):
     program = (
         f"import sys; {imports}\n"
         "from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin as Mixin\n"
@@ -189,7 +189,7 @@ def test_whoever_is_imported_first(imports, tmp_path):
 
 
 def test_torch_export_with_and_without_the_ops(tmp_path):
-    """ONNX has none for them: the table comes to it by a configuration."""
+    """ONNX has no mrrope ops; a configuration carries the table instead."""
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).save_pretrained(tmp_path)
     exported = mrrope.export_config(tmp_path, "mrrope_pro", scale=4.0, engine="transformers")
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -197,12 +197,12 @@ def test_torch_export_with_and_without_the_ops(tmp_path):
     configured = load(tmp_path, config=transformers.AutoConfig.for_model(**exported))
     ids = torch.arange(24)[None]
 
-    def of_the_program(model):
-        """Whether it has ops of mrrope, and what it gives."""
+    def exported(model):
+        """Return whether the exported program has mrrope ops, and its result."""
         program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False})
         return "mrrope" in str(program.graph), program.module()(input_ids=ids, use_cache=False).logits
 
-    (has_ops, got), (still_has_ops, want) = of_the_program(patched), of_the_program(configured)
+    (has_ops, got), (still_has_ops, want) = exported(patched), exported(configured)
     assert has_ops
     assert not still_has_ops
     assert relative(got, want) < tolerance(configured, lambda model: model(ids).logits)
@@ -215,8 +215,8 @@ BEFORE_ROPE_PARAMETERS = {
 
 
 @pytest.mark.parametrize("imports", [("mrrope", "transformers"), ("transformers", "mrrope")], ids=lambda pair: pair[0])
-def test_transformers_4_goes_on_working(imports, tmp_path):
-    """Of its RoPE module what it lacks counts: no mixin to register checks with. The real 4.57.6 behaves the same."""
+def test_transformers_4_still_works(imports, tmp_path):
+    """A stub of its RoPE module, without the mixin that validation registers with. The real 4.57.6 behaves the same."""
     package = tmp_path / "transformers"
     package.mkdir()
     for name, source in BEFORE_ROPE_PARAMETERS.items():

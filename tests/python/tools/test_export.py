@@ -1,4 +1,4 @@
-"""Exported configurations: transformers' own longrope gives the patched model's logits; engines' limits are told."""
+"""Exported configurations: transformers' own longrope gives the patched model's logits; limits of engines raise."""
 
 import copy
 import itertools
@@ -50,11 +50,11 @@ FAMILIES = {
     [
         (model_type, engine)
         for model_type, engine in itertools.product(FAMILIES, ("transformers", "transformers-longrope", "vllm"))
-        if (model_type, engine) != ("phi3", "transformers")  # its configuration takes longrope only
+        if (model_type, engine) != ("phi3", "transformers")  # its configuration supports longrope only
     ],
 )
 def test_the_logits_of_the_patched_model(model_type, engine):
-    """Below and past the original length, where transformers goes from the short factors to the long ones."""
+    """Below and past the original length, where transformers switches from the short factors to the long ones."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(tiny(model_type, **FAMILIES[model_type])).eval()
     exported = mrrope.export_config(model, "mrrope_pro", scale=SCALE, engine=engine)
@@ -71,7 +71,7 @@ def test_the_logits_of_the_patched_model(model_type, engine):
 
 
 class EngineLongrope:
-    """What vLLM's and SGLang's Phi3LongRoPEScaledRotaryEmbedding compute, in float64."""
+    """Phi3LongRoPEScaledRotaryEmbedding of vLLM and SGLang in float64."""
 
     def __init__(self, config: dict, parameters: dict, head_dim: int, *, switches_by_position: bool) -> None:
         self.original = parameters["original_max_position_embeddings"]
@@ -92,7 +92,7 @@ class EngineLongrope:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("method", ["mrrope_pro", "mrrope_uni", "yarn_ratio", "ntk"])
-def test_what_the_engines_read(engine, method):
+def test_the_engines_arithmetic_gives_the_table(engine, method):
     exported = mrrope.export_config(tiny("llama"), method, scale=SCALE, engine=engine)
     table = mrrope.frequency_table(method, rotary_dim=32, base=50_000.0, original_max_position=ORIGINAL, scale=SCALE)
     read = exported["rope_parameters"]
@@ -100,7 +100,7 @@ def test_what_the_engines_read(engine, method):
     assert read["factor"] == SCALE
     assert read["short_factor"] == read["long_factor"] == table.cumulative_scale.tolist()
     assert read["attention_factor"] == read["short_mscale"] == read["long_mscale"] == table.attention_factor
-    # transformers 4, and the engines on it, have the same elsewhere.
+    # transformers 4, and engines based on it, read the same from other keys.
     assert exported["rope_theta"] == read["rope_theta"] == 50_000.0
     assert exported["rope_scaling"] == {key: value for key, value in read.items() if key != "rope_theta"}
 
@@ -131,7 +131,7 @@ def test_every_form_of_config_gives_the_same(folder):
         assert again.to_diff_dict().keys() == first.to_diff_dict().keys()
 
 
-def test_nothing_given_is_changed(folder):
+def test_arguments_are_not_modified(folder):
     config = tiny("llama")
     data, before = config.to_dict(), copy.deepcopy(config.to_dict())
     mrrope.export_config(data, "mrrope_pro", scale=SCALE)
@@ -147,8 +147,8 @@ def test_keys_that_are_not_rope_stay(folder):
     assert data.keys() <= exported.keys()
 
 
-def test_an_extended_model_is_extended_on():
-    """Llama 3.1 keeps what its training slowed, and reads on from what it reads."""
+def test_an_extended_model_is_extended_further():
+    """Llama 3.1 keeps its trained scales, and is extended from its native length."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling |= {"original_max_position_embeddings": 16, "rope_theta": 50_000.0}
     config = transformers.LlamaConfig(**TINY | {"max_position_embeddings": 128}, rope_parameters=scaling)
@@ -165,7 +165,7 @@ def test_an_extended_model_is_extended_on():
     assert again["max_position_embeddings"] == 256
 
 
-def test_what_is_given_goes_before_what_the_configuration_says():
+def test_arguments_override_the_configuration():
     given = {"original_max_position": 32, "base": 1e4}
     exported = mrrope.export_config(tiny("llama"), "mrrope_pro", scale=SCALE, **given)
     table = mrrope.frequency_table("mrrope_pro", rotary_dim=32, scale=SCALE, **given)
@@ -203,7 +203,7 @@ def test_options_of_the_registered_types(options):
 
 
 @pytest.mark.parametrize("engine", ["transformers", "transformers-longrope"])
-def test_a_rope_for_each_kind_of_layer(engine):
+def test_a_rope_per_layer_type(engine):
     torch.manual_seed(0)
     config = transformers.Gemma3TextConfig(**TINY, head_dim=32, layer_types=["sliding_attention", "full_attention"])
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -325,7 +325,7 @@ DEEPSEEK |= {"mscale": 1.0, "mscale_all_dim": 1.0}
             "the attention of deepseek_v3 is scaled by the rope_parameters",
         ),
         (
-            lambda: transformers.Qwen2_5OmniConfig(),  # without an mrope_section, which its code does not need
+            lambda: transformers.Qwen2_5OmniConfig(),  # without an mrope_section, which its code does not require
             {"engine": "vllm"},
             ValueError,
             "vllm cannot run qwen2_5_omni_text .*M-RoPE",
@@ -350,12 +350,12 @@ def command(*arguments: object) -> int:
 
 def test_the_command(folder, tmp_path_factory, capsys):
     output = tmp_path_factory.mktemp("out")
-    asked = ("--method", "mrrope_pro", "--scale", SCALE, "--engine")
+    common = ("--method", "mrrope_pro", "--scale", SCALE, "--engine")
     for engine in hf_config.ENGINES:
         expected = mrrope.export_config(folder, "mrrope_pro", scale=SCALE, engine=engine)
-        assert command(folder, *asked, engine) == 0
+        assert command(folder, *common, engine) == 0
         assert json.loads(capsys.readouterr().out) == expected
-        assert command(folder / "config.json", *asked, engine, "--output", output) == 0
+        assert command(folder / "config.json", *common, engine, "--output", output) == 0
         assert capsys.readouterr().out == f"{output}: for {engine}\n"
         assert json.loads((output / "config.json").read_text()) == expected
 
@@ -396,15 +396,15 @@ def test_the_commands_errors_are_one_line(folder, arguments, message, capsys):
 def test_the_command_takes_local_layers(tmp_path, capsys):
     config = transformers.Gemma3TextConfig(**TINY, **GEMMA)
     config.save_pretrained(tmp_path)
-    asked = (tmp_path, "--method", "mrrope_uni", "--scale", SCALE, "--engine", "transformers-longrope")
+    common = (tmp_path, "--method", "mrrope_uni", "--scale", SCALE, "--engine", "transformers-longrope")
     for options, extended in (((), ["full_attention"]), (("--local-layers",), [*GEMMA["layer_types"]])):
-        assert command(*asked, *options) == 0
+        assert command(*common, *options) == 0
         parameters = json.loads(capsys.readouterr().out)["rope_parameters"]
         assert sorted(extended) == sorted(kind for kind, own in parameters.items() if own["rope_type"] == "longrope")
 
 
 def test_infinities_are_strict_json(tmp_path):
-    """As transformers writes them, wherever they come from; Python's own form of them is no JSON."""
+    """In transformers' encoding. Python's own encoding of infinities is not JSON."""
     config = tiny("granitemoehybrid", layer_types=["mamba", "attention"], position_embedding_type="rope")
     assert math.isinf(config.time_step_limit[1])
     config.save_pretrained(tmp_path)
@@ -416,7 +416,7 @@ def test_infinities_are_strict_json(tmp_path):
         assert list(again.time_step_limit) == list(config.time_step_limit)
 
 
-def test_the_command_tells_an_engine_from_a_file(tmp_path, capsys):
+def test_the_command_distinguishes_an_engine_from_a_file(tmp_path, capsys):
     assert command(tmp_path / "m.gguf", "--method", "mrrope_pro", "--engine", "vllm") == 2
     assert "--engine vllm needs a model's folder or config.json" in capsys.readouterr().err
     assert command(tmp_path / "none", "--method", "mrrope_pro", "--engine", "vllm") == 2

@@ -1,5 +1,5 @@
-"""Every RoPE family of the installed transformers, exported: the patched model's logits by transformers alone, or one
-line that says why not."""
+"""Exports of every RoPE family of the installed transformers: the patched model's logits without mrrope, or a one-line
+error."""
 
 import json
 import os
@@ -29,24 +29,24 @@ LENGTH = 100
 """Past the trained length of 64 tokens."""
 FAMILIES = tiny_models.causal_lm_families()
 NO_MODULE = "rotary position embeddings, and .* has none"
-STANDING_STILL = "some pairs of .* do not rotate"
-SEVERAL = "parts of it have RoPEs that differ from rope_parameters"
+UNROTATED_PAIRS = "some pairs of .* do not rotate"
+SEVERAL_ROPES = "parts of it have RoPEs that differ from rope_parameters"
 REFUSED = {
-    "blt": SEVERAL,
+    "blt": SEVERAL_ROPES,
     "codegen": NO_MODULE,
-    "gemma4": STANDING_STILL,
-    "gemma4_assistant": STANDING_STILL,
-    "gemma4_text": STANDING_STILL,
-    "gemma4_unified": STANDING_STILL,
-    "gemma4_unified_assistant": STANDING_STILL,
-    "gemma4_unified_text": STANDING_STILL,
+    "gemma4": UNROTATED_PAIRS,
+    "gemma4_assistant": UNROTATED_PAIRS,
+    "gemma4_text": UNROTATED_PAIRS,
+    "gemma4_unified": UNROTATED_PAIRS,
+    "gemma4_unified_assistant": UNROTATED_PAIRS,
+    "gemma4_unified_text": UNROTATED_PAIRS,
     "gptj": NO_MODULE,
-    "granite_swa": SEVERAL,
-    "granitemoe_swa": SEVERAL,
+    "granite_swa": SEVERAL_ROPES,
+    "granitemoe_swa": SEVERAL_ROPES,
     "recurrent_gemma": "original_max_position must be given",
     "roformer": NO_MODULE,
 }
-"""What no configuration of transformers can say, and why."""
+"""Families that no configuration of transformers can express, and why."""
 
 
 @dataclass
@@ -54,13 +54,13 @@ class Exported:
     """A family's exports, and the logits to compare."""
 
     results: dict[str, dict | str]
-    """By engine: the configuration, or the one line of an error."""
+    """By engine: the configuration, or the one-line error."""
     stock: torch.Tensor | None = None
-    """None, as all that follows, where there is no configuration for transformers alone."""
+    """None, like all fields below, where there is no configuration for transformers without mrrope."""
     patched: torch.Tensor | None = None
     tolerance: float | None = None
     alone: list[torch.Tensor] | str | None = None
-    """One forward of transformers alone after the other, or what it raised."""
+    """Logits of consecutive forward calls without mrrope, or the error that transformers raised."""
 
 
 def export_to(engine: str, model) -> dict | str:
@@ -76,7 +76,7 @@ def logits(model) -> torch.Tensor:
 
 
 def save(model, config: dict, folder: Path) -> None:
-    """What the process without mrrope reads."""
+    """Save what the process without mrrope reads."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     attention = model.config._attn_implementation
@@ -97,7 +97,7 @@ def exports(tmp_path_factory, quiet_transformers) -> dict[str, Exported]:
         save(model, found.results[ENGINE], root / family)
         found.stock, found.tolerance = logits(model), tolerance(model, logits)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of families that get the table but not the fused op
+            warnings.simplefilter("ignore")  # families that get the table but not the fused op warn
             mrrope.patch(model, "mrrope_pro", scale=4.0)
         found.patched = logits(model)
     script = Path(plain_transformers.__file__)
@@ -111,7 +111,7 @@ def exports(tmp_path_factory, quiet_transformers) -> dict[str, Exported]:
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in REFUSED])
 def test_transformers_alone_gives_the_patched_models_logits(family, exports):
-    """Twice: past the original length it changes the module's state."""
+    """Two calls, because the first past the original length changes the module's state."""
     found = exports[family]
     assert isinstance(found.alone, list), found.alone
     assert max(relative(one, found.patched) for one in found.alone) < found.tolerance
@@ -130,5 +130,5 @@ def test_every_engine_gets_strict_json_or_one_line(family, exports):
     assert (why is not None) == (family in REFUSED), why
     if why is not None:
         assert re.search(REFUSED[family], why)
-        # What transformers itself cannot be told, engines on it cannot.
+        # Engines based on transformers cannot express what transformers cannot.
         assert all(isinstance(results[engine], str) for engine in ("vllm", "sglang"))

@@ -1,4 +1,4 @@
-"""GGUF files for llama.cpp: bytes by gguf's own reader, and what the real llama.cpp makes of a real model."""
+"""GGUF files for llama.cpp: their bytes by gguf's own reader, and llama.cpp's logits of a real model."""
 
 import json
 import math
@@ -19,7 +19,7 @@ HEAD_DIM, ORIGINAL = 16, 128
 
 
 def write_model(path: Path, *, architecture: str = "llama", factors: int = 0, **more: object) -> Path:
-    """A file as llama.cpp's converter makes them, small, with quantised tensors and every kind of metadata."""
+    """Write a small file like those of llama.cpp's converter, with quantized tensors and every kind of metadata."""
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture, endianess=more.pop("endianess", gguf.GGUFEndian.LITTLE))
     if alignment := more.pop("alignment", 0):
@@ -62,7 +62,7 @@ def tensors(reader) -> dict:
 
 
 def check_copy(source: Path, destination: Path, table: mrrope.FrequencyTable, length: int) -> None:
-    """The copy is the source, but for what it must differ in."""
+    """Assert that the copy differs from the source only in the table and the lengths."""
     old, new = gguf.GGUFReader(source), gguf.GGUFReader(destination)
     factors = tensors(new).pop("rope_freqs.weight")
     assert factors[0] == gguf.GGMLQuantizationType.F32
@@ -72,7 +72,7 @@ def check_copy(source: Path, destination: Path, table: mrrope.FrequencyTable, le
     without = {name: value for name, value in tensors(old).items() if name != "rope_freqs.weight"}
     assert without == {name: value for name, value in tensors(new).items() if name != "rope_freqs.weight"}
     assert [name for name in tensors(new) if name in tensors(old)] == list(tensors(old))
-    # llama.cpp wants every tensor right after the one before, padded.
+    # llama.cpp requires tensors to be adjacent, up to padding.
     offset = 0
     for tensor in new.tensors:
         assert tensor.data_offset - new.data_offset == offset
@@ -100,7 +100,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("method", ["mrrope_pro", "yarn_ratio"])
-def test_all_else_is_copied(variant, method, tmp_path):
+def test_everything_else_is_copied(variant, method, tmp_path):
     source = write_model(tmp_path / "s.gguf", **variant)
     before = source.read_bytes()
     table = mrrope.export_gguf(source, tmp_path / "d.gguf", method, scale=4.0, original_max_position=ORIGINAL)
@@ -142,7 +142,7 @@ def test_a_linear_factor_is_extended(key, tmp_path):
 
 
 def test_an_export_is_extended(tmp_path):
-    """By the factors that it has, from its context length on."""
+    """From its own factors and its context length."""
     source = write_model(tmp_path / "s.gguf")
     first = mrrope.export_gguf(source, tmp_path / "one.gguf", "mrrope_pro", scale=4.0)
     second = mrrope.export_gguf(tmp_path / "one.gguf", tmp_path / "two.gguf", "pi", scale=2.0)
@@ -198,15 +198,15 @@ def test_without_the_package(tmp_path, monkeypatch, capsys):
 
 def test_the_command(tmp_path, capsys):
     source, destination = write_model(tmp_path / "s.gguf"), tmp_path / "d.gguf"
-    asked = ["export", str(source), "--method", "mrrope_pro", "--scale", "4", "--engine", "llama.cpp"]
-    asked += ["--output", str(destination)]
-    assert cli.main(asked) == 0
+    arguments = ["export", str(source), "--method", "mrrope_pro", "--scale", "4", "--engine", "llama.cpp"]
+    arguments += ["--output", str(destination)]
+    assert cli.main(arguments) == 0
     assert capsys.readouterr().out == f"{destination}: for llama.cpp\n"
-    assert cli.main([*asked, "--json", "--original-max-position", "64"]) == 0
+    assert cli.main([*arguments, "--json", "--original-max-position", "64"]) == 0
     table = mrrope.FrequencyTable.from_dict(json.loads(capsys.readouterr().out))
     assert table.original_max_position == 64
     check_copy(source, destination, table, 256)
-    assert cli.main([*asked[:-1], str(source)]) == 2
+    assert cli.main([*arguments[:-1], str(source)]) == 2
     assert capsys.readouterr().err.startswith("mrrope export: destination must be another file than the source")
 
 
@@ -218,13 +218,13 @@ def test_a_real_file(tmp_path):
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
-    """The mean over tokens of KL(p || q), from logits."""
+    """Return the mean over tokens of KL(p || q), from logits."""
     p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 def llama_cpp_logits(path: Path, tokens: list[int], last: int) -> torch.Tensor:
-    """The logits of the last tokens from the real llama.cpp, its key-value cache in float32."""
+    """Return llama.cpp's logits of the last tokens, with its KV cache in float32."""
     import llama_cpp
 
     model = llama_cpp.Llama(
@@ -236,8 +236,8 @@ def llama_cpp_logits(path: Path, tokens: list[int], last: int) -> torch.Tensor:
     return logits
 
 
-class AnglesOfLlamaCpp(torch.nn.Module):
-    """Cosines and sines as llama.cpp has them: float32 throughout, each pair's angle from the one before."""
+class LlamaCppRotaryEmbedding(torch.nn.Module):
+    """cos/sin as in llama.cpp: float32 throughout, each pair's angle computed from the previous one."""
 
     def __init__(self, table: mrrope.FrequencyTable) -> None:
         super().__init__()
@@ -257,14 +257,16 @@ class AnglesOfLlamaCpp(torch.nn.Module):
 
 @slow
 def test_the_real_llama_cpp_agrees_with_the_patched_model(tmp_path):
-    """On an export past the native length as closely as on the original at 2048 tokens, once both turn by the same
-    angles: llama.cpp's are rounded to float32 pair after pair, which alone moves what it says by 1e-9 at 2048 tokens
-    and by 3e-8 at 9216."""
+    """With the same angles, an export past the native length agrees as closely as the original at 2048 tokens.
+
+    llama.cpp rounds its angles to float32 pair after pair. This alone changes its logits by a divergence of 1e-9 at
+    2048 tokens and 3e-8 at 9216.
+    """
     pytest.importorskip("llama_cpp", reason="the package llama-cpp-python is not installed")
     source, short, long, last = real_model.gguf_file(), 2048, 9216, 256
     model, tokenizer = real_model.model_and_tokenizer()
     tokens = tokenizer(real_model.real_text())["input_ids"]
-    original, exported = dequantised(source, tmp_path / "original.gguf"), tmp_path / "exported.gguf"
+    original, exported = dequantized(source, tmp_path / "original.gguf"), tmp_path / "exported.gguf"
     table = mrrope.export_gguf(original, exported, "mrrope_pro", scale=4.0)
     plain = mrrope.frequency_table("rope", rotary_dim=64, base=table.base, original_max_position=8192)
 
@@ -279,9 +281,9 @@ def test_the_real_llama_cpp_agrees_with_the_patched_model(tmp_path):
         patched = logits(short, model.model.rotary_emb)
     on_original = llama_cpp_logits(original, tokens[:short], last)
     agreement = {
-        "original at 2048, same angles": divergence(logits(short, AnglesOfLlamaCpp(plain)), on_original),
+        "original at 2048, same angles": divergence(logits(short, LlamaCppRotaryEmbedding(plain)), on_original),
         "export at 9216, same angles": divergence(
-            logits(long, AnglesOfLlamaCpp(table)), llama_cpp_logits(exported, tokens[:long], last)
+            logits(long, LlamaCppRotaryEmbedding(table)), llama_cpp_logits(exported, tokens[:long], last)
         ),
         "export at 2048, patched": divergence(patched, llama_cpp_logits(exported, tokens[:short], last)),
         "patched, but llama.cpp on the original": divergence(patched, on_original),
@@ -292,9 +294,12 @@ def test_the_real_llama_cpp_agrees_with_the_patched_model(tmp_path):
     assert agreement["patched, but llama.cpp on the original"] > 1e-2
 
 
-def dequantised(source: Path, destination: Path) -> Path:
-    """The same model in float32: llama.cpp rounds activations to 8 bits where weights are quantised, and so hides
-    under a divergence of 1e-3 what a wrong table would do."""
+def dequantized(source: Path, destination: Path) -> Path:
+    """Write the same model in float32.
+
+    llama.cpp rounds activations to 8 bits where weights are quantized. The divergence of 1e-3 that results would hide
+    a wrong table.
+    """
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(destination, "llama")
     for key, (types, value) in metadata(reader).items():
