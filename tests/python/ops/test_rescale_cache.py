@@ -9,13 +9,13 @@ from cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, Case, cases, table_of, 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import TOLERANCES, assert_rotated, components_of, pairs_of, rotated
+from table_stacks import METHODS, index_of, stack_of, tables_of
+from tensor_bits import bytes_outside, same_bits
 from torch.library import opcheck
 
 import mrrope
-from mrrope.tables import packed_stack
 
 RESCALE_ = torch.ops.mrrope.rescale_cache_.default
-METHODS = ["rope", "pi", "ntk", "yarn", "mrrope_pro"]  # with and without a default attention factor
 
 
 @dataclass(frozen=True)
@@ -31,31 +31,8 @@ def difference(old: mrrope.FrequencyTable, new: mrrope.FrequencyTable) -> Differ
     return Difference(new.turns - old.turns, new.attention_factor / old.attention_factor, old.rotary_dim)
 
 
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
-
-
-def outside_of(x: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a view's storage that the view does not cover."""
-    inside = torch.zeros(whole_memory(x).shape, dtype=torch.bool, device=x.device)
-    inside.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
-    return whole_memory(x)[~inside].clone()
-
-
 def keys_of(case: Case, device: str) -> torch.Tensor:
     return case.heads_on(device)[0]
-
-
-def tables_of(methods, rotary_dim: int) -> list[mrrope.FrequencyTable]:
-    return [table_of(method, rotary_dim) for method in methods]
-
-
-def stack_of(tables, device) -> torch.Tensor:
-    return packed_stack(tables, torch.empty(0, device=device).device)
-
-
-def index_of(values, device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def assert_rescaled(actual, before, positions, olds, news, layout="bhsd", pairing="halves") -> None:
@@ -88,11 +65,11 @@ def test_every_sequence_of_every_layer_is_rescaled_by_its_tables(device, case, m
     olds, news = (tables_of(methods[:sequences], case.rotary_dim) for methods in (old, new))
     layers = [keys_of(case.with_changes(memory=memory, seed=i), device) for i, memory in enumerate(memories)]
     positions = case.positions(device)
-    before, around = [x.clone() for x in layers], [outside_of(x) for x in layers]
+    before, around = [x.clone() for x in layers], [bytes_outside(x) for x in layers]
     assert mrrope.rescale_cache_(layers, positions, olds, tuple(news), case.layout, case.pairing) is None
     for x, was in zip(layers, before, strict=True):
         assert_rescaled(x, was, positions, olds, news, case.layout, case.pairing)
-    assert all(torch.equal(outside_of(x), y) for x, y in zip(layers, around, strict=True))
+    assert all(torch.equal(bytes_outside(x), y) for x, y in zip(layers, around, strict=True))
 
 
 @given(case=cases(), old=st.sampled_from(METHODS), new=st.sampled_from(METHODS))
@@ -238,7 +215,7 @@ def test_blocks(device, case, blocks, layers, data):
     case = case.with_changes(layout=layout, batch=7, tokens=min(case.tokens, 16))
     old = table_of("rope", case.rotary_dim)
     cache = [keys_of(case.with_changes(seed=i), device) for i in range(layers)]
-    before, around = [x.clone() for x in cache], [outside_of(x) for x in cache]
+    before, around = [x.clone() for x in cache], [bytes_outside(x) for x in cache]
     positions = case.with_changes(batch=len(blocks), positions_shape="matrix").positions(device)
     index = torch.tensor(blocks, dtype=torch.int64, device=device)
     mrrope.rescale_cache_(cache, positions, old, new, layout, case.pairing, blocks=index)
@@ -246,7 +223,7 @@ def test_blocks(device, case, blocks, layers, data):
     for x, was in zip(cache, before, strict=True):
         assert_rescaled(x[index], was[index], positions, [old] * len(blocks), new, layout, case.pairing)
         assert same_bits(x[others], was[others])
-    assert all(torch.equal(outside_of(x), y) for x, y in zip(cache, around, strict=True))
+    assert all(torch.equal(bytes_outside(x), y) for x, y in zip(cache, around, strict=True))
 
 
 def test_a_block_that_sequences_share_is_rescaled_once(device):
@@ -361,14 +338,7 @@ def test_inference_tensors_outside_of_inference_mode(device, paged):
     assert same_bits(keys, before)
 
 
-@pytest.fixture
-def compiler():
-    torch._dynamo.reset()
-    yield torch._dynamo
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("compiler")
+@pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize(("backend", "paged", "graphs"), [("inductor", False, 1), ("aot_eager", True, 3)])
 def test_compile(device, backend, paged, graphs):
     def read_on(keys, positions, old, new, blocks):
@@ -388,8 +358,8 @@ def test_compile(device, backend, paged, graphs):
         assert all(same_bits(x, y) for x, y in zip(theirs, ours, strict=True))
 
 
-def test_compile_once_for_every_numbering(device, compiler):
-    counter = compiler.testing.CompileCounter()
+def test_compile_once_for_every_numbering(device, dynamo):
+    counter = dynamo.testing.CompileCounter()
     compiled = torch.compile(lambda *arguments: RESCALE_(*arguments), fullgraph=True, backend=counter)
     case, tables = Case(), tables_of(["rope", "pi", "yarn"], 16)
     positions, stack = case.positions(device), stack_of(tables, device)
@@ -537,12 +507,12 @@ def test_layers_may_differ_in_heads(device, heads):
     # Views of memory for four heads, so that a write past the actual heads shows in the memory around them.
     layers = [torch.randn(2, 4, 5, 16, generator=torch.Generator().manual_seed(count)).to(device)[:, :count]
               for count in heads]  # fmt: skip
-    before, around = [x.clone() for x in layers], [outside_of(x) for x in layers]
+    before, around = [x.clone() for x in layers], [bytes_outside(x) for x in layers]
     positions, (a, b) = torch.arange(5, device=device), tables_of(["rope", "yarn"], 16)
     mrrope.rescale_cache_(layers, positions, a, b)
     for x, was in zip(layers, before, strict=True):
         assert_rescaled(x, was, positions, [a] * 2, [b] * 2)
-    assert all(torch.equal(outside_of(x), y) for x, y in zip(layers, around, strict=True))
+    assert all(torch.equal(bytes_outside(x), y) for x, y in zip(layers, around, strict=True))
 
 
 @pytest.mark.parametrize("second", [slice(0, 2), slice(1, 3)])
@@ -596,13 +566,13 @@ def test_graph_replays_with_other_numbers(cuda):
 def test_a_wrong_number_on_a_gpu_spoils_nothing_else(cuda, wrong):
     case, tables = Case(batch=3, memory="padded"), tables_of(["rope", "yarn"], 16)
     keys, positions = keys_of(case, cuda), case.positions(cuda)
-    before, around = keys.clone(), outside_of(keys)
+    before, around = keys.clone(), bytes_outside(keys)
     RESCALE_([keys], positions, stack_of(tables, cuda), index_of([0, 0, 1], cuda), index_of([1, wrong, 1], cuda))
     torch.cuda.synchronize()
     a, b = tables
     for part, old, new in ((slice(0, 1), a, b), (slice(2, 3), b, b)):
         assert_rescaled(keys[part], before[part], positions[part], [old], [new])
-    assert torch.equal(outside_of(keys), around)
+    assert torch.equal(bytes_outside(keys), around)
 
 
 def test_runs_on_the_current_stream(cuda):

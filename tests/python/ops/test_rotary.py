@@ -286,13 +286,6 @@ def test_autocast_keeps_the_dtype(device, dtype):
 # --- torch.compile ---
 
 
-@pytest.fixture
-def compiler():
-    torch._dynamo.reset()
-    yield torch._dynamo
-    torch._dynamo.reset()
-
-
 def scores(q, k, positions, table):
     """Return a function with ops before and after the rotation, as in a model."""
     q, k = mrrope.rotary(q * 2.0, k + 1.0, positions, table)
@@ -310,7 +303,7 @@ def rotate_argument(q, k, positions, table):
     return q.sum(-1)
 
 
-@pytest.mark.usefixtures("compiler")
+@pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("dynamic", DYNAMIC)
 @pytest.mark.parametrize("function", [scores, scores_in_place])
 def test_compile_forward_and_backward(device, function, dynamic):
@@ -326,7 +319,7 @@ def test_compile_forward_and_backward(device, function, dynamic):
             torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-12)
 
 
-@pytest.mark.usefixtures("compiler")
+@pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("dynamic", DYNAMIC)
 def test_compile_in_place_changes_the_arguments(device, dynamic):
     compiled = torch.compile(rotate_argument, fullgraph=True, dynamic=dynamic)
@@ -340,7 +333,7 @@ def test_compile_in_place_changes_the_arguments(device, dynamic):
             assert torch.equal(actual, expected)
 
 
-@pytest.mark.usefixtures("compiler")
+@pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("warm", [True, False])
 def test_compile_does_not_bake_the_table_in(device, warm):
     @torch.compile(fullgraph=True)
@@ -356,7 +349,7 @@ def test_compile_does_not_bake_the_table_in(device, warm):
             assert_rotated(result, x, positions, table)
 
 
-@pytest.mark.usefixtures("compiler")
+@pytest.mark.usefixtures("dynamo")
 def test_compile_with_a_table_in_a_module(device):
     class Attention(torch.nn.Module):
         def __init__(self, table):
@@ -376,8 +369,8 @@ def test_compile_with_a_table_in_a_module(device):
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_compile_only_once(device, compiler, dynamic):
-    counter = compiler.testing.CompileCounter()
+def test_compile_only_once(device, dynamo, dynamic):
+    counter = dynamo.testing.CompileCounter()
     compiled = torch.compile(scores, fullgraph=True, dynamic=dynamic, backend=counter)
     for seed in range(3):
         q, k, positions, table = inputs(Case(seed=seed), device)

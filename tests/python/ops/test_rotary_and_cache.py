@@ -10,6 +10,7 @@ from cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, Case, cases, onto, stor
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import TOLERANCES, assert_rotated, components_of, pairs_of, rotated
+from tensor_bits import bits_of, bytes_outside, same_bits
 from torch.library import opcheck
 
 import mrrope
@@ -20,14 +21,6 @@ INTO = torch.ops.mrrope.rotary_and_cache_.into
 FLOAT8 = torch.float8_e4m3fn
 CACHE_LAYOUTS = ["nhd", "hnd"]
 LEFT_OUT = [-1, -9]
-
-
-def bits_of(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
-
-
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return torch.equal(bits_of(x), bits_of(y))
 
 
 def by_token(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -150,7 +143,7 @@ class Call:
             cache, was = (getattr(call, f"{name}_cache") for call in (self, before))
             rows, old_rows = by_slot(cache, self.kept.cache_layout), by_slot(was, self.kept.cache_layout)
             assert same_bits(rows[others], old_rows[others])
-            assert same_bits(outside_of(cache), outside_of(was))
+            assert same_bits(bytes_outside(cache), bytes_outside(was))
             heads = by_token(heads, case.layout)[kept]
             if not self.kept.float8 and name == "key":
                 assert_rotated(rows[slots], heads, positions, table, "thd", case.pairing)
@@ -186,12 +179,6 @@ def replace_tensors(call: Call) -> Call:
             value = whole_memory(value).clone().as_strided(value.shape, value.stride(), value.storage_offset())
         setattr(copied, name, value)
     return copied
-
-
-def outside_of(x: torch.Tensor) -> torch.Tensor:
-    inside = torch.zeros(whole_memory(x).shape, dtype=torch.bool, device=x.device)
-    inside.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
-    return whole_memory(x).view(torch.uint8).view(len(inside), x.element_size())[~inside]
 
 
 def divisor(scale: torch.Tensor | None) -> torch.Tensor:
@@ -475,14 +462,7 @@ def test_inference_mode(device):
         mrrope.rotary_and_cache_(**call.arguments())
 
 
-@pytest.fixture
-def compiler():
-    torch._dynamo.reset()
-    yield torch._dynamo
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("compiler")
+@pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 @pytest.mark.parametrize("q_out", [False, True])
 def test_compile(device, backend, q_out):

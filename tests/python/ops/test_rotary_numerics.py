@@ -19,6 +19,7 @@ from conftest import needs_cuda
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import TOLERANCES, assert_rotated, rotated
+from tensor_bits import bits_of
 
 import mrrope
 
@@ -26,15 +27,11 @@ WIDE = [torch.float64, torch.float32]
 GIB = 2**30
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
-
-
 def assert_same_bits(actual: torch.Tensor | None, expected: torch.Tensor | None) -> None:
     assert (actual is None) == (expected is None)
     if actual is not None:
         assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
-        assert torch.equal(bits(actual), bits(expected))
+        assert torch.equal(bits_of(actual), bits_of(expected))
 
 
 def pair_norms(x: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,13 @@ from cases import (
     cases,
     empty_case,
     table_of,
-    whole_memory,
 )
 from conftest import needs_cuda
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import assert_rotated, plain_rotary
-from table_stacks import stack_of, tables_of
+from table_stacks import index_of, stack_of, tables_of
+from tensor_bits import bytes_outside
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
@@ -30,10 +30,6 @@ ROTARY = torch.ops.mrrope.rotary.default
 ROTARY_ = torch.ops.mrrope.rotary_.default
 OPS = [mrrope.rotary, mrrope.rotary_]
 BATCHED = ["bhsd", "bshd"]
-
-
-def index_of(values, device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def random_index(case: Case, count: int, device: str) -> torch.Tensor:
@@ -70,13 +66,6 @@ def assert_as_each_alone(result, heads, positions, tables, index, layout, pairin
             assert_rotated(actual[part], x[part], at, table, layout, pairing)
 
 
-def outside_of(x: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a view's storage that the view does not cover."""
-    inside = torch.zeros(whole_memory(x).shape, dtype=torch.bool, device=x.device)
-    inside.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
-    return whole_memory(x)[~inside].clone()
-
-
 # --- numbers ---
 
 
@@ -89,7 +78,7 @@ def test_an_index_picks_the_table(device, case, count, in_place, index_step):
     (q, k), positions, tables = case.heads_on(device), case.positions(device), tables_of(count, case.rotary_dim)
     index = with_gaps(random_index(case, count, device), index_step)
     before = [x if x is None else x.clone() for x in (q, k)]
-    around = [outside_of(x) for x in (q, k) if x is not None]
+    around = [bytes_outside(x) for x in (q, k) if x is not None]
     op = mrrope.rotary_ if in_place else mrrope.rotary
     result = op(q, k, positions, tables, case.layout, case.pairing, table_index=index)
     assert_as_each_alone(result, before, positions, tables, index, case.layout, case.pairing)
@@ -98,7 +87,9 @@ def test_an_index_picks_the_table(device, case, count, in_place, index_step):
         assert result[1] is k
     else:
         assert all(torch.equal(x, y) for x, y in zip((q, k), before, strict=True) if x is not None)
-    assert all(torch.equal(outside_of(x), y) for x, y in zip([x for x in (q, k) if x is not None], around, strict=True))
+    assert all(
+        torch.equal(bytes_outside(x), y) for x, y in zip([x for x in (q, k) if x is not None], around, strict=True)
+    )
 
 
 @given(case=cases(), in_place=st.booleans(), data=st.data())
@@ -332,13 +323,6 @@ def test_a_stack_first_used_in_inference_mode_can_train_later(device):
     assert q.grad is not None
 
 
-@pytest.fixture
-def compiler():
-    torch._dynamo.reset()
-    yield torch._dynamo
-    torch._dynamo.reset()
-
-
 def rotate(q, k, positions, tables, index, layout):
     q, k = mrrope.rotary(q * 2.0, k + 1.0, positions, tables, layout, table_index=index)
     return q.sin(), k
@@ -350,7 +334,7 @@ def rotate_in_place(q, k, positions, tables, index, layout):
     return q.sin(), k
 
 
-@pytest.mark.usefixtures("compiler")
+@pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize(
     ("function", "layout", "backend"),
     [(rotate, "bhsd", "inductor"), (rotate, "thd", "aot_eager"), (rotate_in_place, "bshd", "aot_eager")],
@@ -370,8 +354,8 @@ def test_compile_forward_and_backward(device, function, layout, backend):
             torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-12)
 
 
-def test_compile_once_for_every_index(device, compiler):
-    counter = compiler.testing.CompileCounter()
+def test_compile_once_for_every_index(device, dynamo):
+    counter = dynamo.testing.CompileCounter()
 
     @torch.compile(fullgraph=True, backend=counter)
     def rotate(q, k, positions, tables, index):
@@ -386,7 +370,7 @@ def test_compile_once_for_every_index(device, compiler):
     assert counter.frame_count == 1
 
 
-@pytest.mark.usefixtures("compiler")
+@pytest.mark.usefixtures("dynamo")
 def test_compile_does_not_bake_the_tables_in(device):
     compiled = torch.compile(mrrope.rotary, fullgraph=True, backend="aot_eager")
     case = Case()
@@ -549,7 +533,7 @@ def test_a_graph_replays_after_many_other_stacks(cuda):
 def test_a_wrong_index_on_a_gpu_spoils_nothing_else(cuda, layout, wrong, in_place):
     case = Case(layout=layout, batch=3, tokens=3, memory="padded")
     (q, k), positions, tables = case.heads_on(cuda), case.positions(cuda), tables_of(3, 16)
-    before, around = (q.clone(), k.clone()), [outside_of(x) for x in (q, k)]
+    before, around = (q.clone(), k.clone()), [bytes_outside(x) for x in (q, k)]
     index = index_of([2, wrong, 1], cuda)
     op = mrrope.rotary_ if in_place else mrrope.rotary
     result = op(q, k, positions, tables, layout, table_index=index)
@@ -558,7 +542,7 @@ def test_a_wrong_index_on_a_gpu_spoils_nothing_else(cuda, layout, wrong, in_plac
         part = slice(right, right + 1)
         assert_as_each_alone([x[part] for x in result], [x[part] for x in before], positions[part], tables, index[part],
                              layout, "halves")  # fmt: skip
-    assert all(torch.equal(outside_of(x), y) for x, y in zip((q, k), around, strict=True))
+    assert all(torch.equal(bytes_outside(x), y) for x, y in zip((q, k), around, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

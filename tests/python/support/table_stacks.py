@@ -1,4 +1,6 @@
-"""Lists of different tables of one size, and their packed stacks."""
+"""Lists of different tables of one size, their packed stacks, and indices into them."""
+
+from collections.abc import Sequence
 
 import torch
 from cases import table_of
@@ -9,9 +11,15 @@ from mrrope.tables import packed_stack
 METHODS = ["rope", "pi", "ntk", "yarn", "mrrope_pro"]  # with and without a default attention factor
 
 
-def tables_of(count: int, rotary_dim: int) -> list[mrrope.FrequencyTable]:
-    return [table_of(method, rotary_dim) for method in METHODS[:count]]
+def tables_of(methods: int | Sequence[str], rotary_dim: int) -> list[mrrope.FrequencyTable]:
+    """Return a table of each method; a number stands for the first of METHODS."""
+    names = METHODS[:methods] if isinstance(methods, int) else methods
+    return [table_of(name, rotary_dim) for name in names]
 
 
-def stack_of(tables: list[mrrope.FrequencyTable], device: str) -> torch.Tensor:
+def stack_of(tables: Sequence[mrrope.FrequencyTable], device: str | torch.device) -> torch.Tensor:
     return packed_stack(tables, torch.empty(0, device=device).device)
+
+
+def index_of(values: Sequence[int], device: str | torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
