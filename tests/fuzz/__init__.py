@@ -1,1 +1,1 @@
-"""Random calls of the ops and random runs of tiny models, checked against float64 and against each other."""
+"""Fuzzer: random op calls against a float64 reference, and random runs of patched tiny models against stock ones."""

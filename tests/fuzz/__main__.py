@@ -1,4 +1,4 @@
-"""python -m fuzz: random op calls in one process and random model runs in another; failures shrink to scripts."""
+"""Random op calls in one process and random model runs in another; failures are shrunk to scripts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import mrrope
-from fuzz.campaign import together, work
+from fuzz.campaign import merged_results, run_shard
 from fuzz.shrinking import CaseError
 
 MODULES = {"OpCase": "fuzz.op_cases", "ModelCase": "fuzz.model_cases"}
@@ -25,19 +25,22 @@ FINDS = Path(__file__).parents[2] / "build" / "fuzz"
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
-    result.add_argument("--seconds", type=float, default=60.0, help="for how long (default: 60)")
-    result.add_argument("--cases", type=int, help="at most so many of each kind")
+    result.add_argument("--seconds", type=float, default=60.0, help="duration (default: 60)")
+    result.add_argument("--cases", type=int, help="maximum number of cases of each kind")
     result.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    result.add_argument("--seed", type=int, help="to do the same again; random if not given")
-    result.add_argument("--only", choices=["ops", "models"], help="one kind instead of both")
-    result.add_argument("--processes", type=int, default=1, help="for each kind (default: 1)")
-    result.add_argument("--finds", type=Path, default=FINDS, help="where scripts go (default: build/fuzz)")
-    result.add_argument("--output", type=Path, help="JSON of what was done and found")
-    result.add_argument("--replay", metavar="JSON", help="run one case, as scripts name it")
+    result.add_argument("--seed", type=int, help="reproduces a run; random by default")
+    result.add_argument("--only", choices=["ops", "models"], help="run one kind instead of both")
+    result.add_argument("--processes", type=int, default=1, help="processes per kind (default: 1)")
+    result.add_argument(
+        "--finds", type=Path, default=FINDS, help="folder for scripts that reproduce failures (default: build/fuzz)"
+    )
+    result.add_argument("--output", type=Path, help="JSON file for counts and failures")
+    result.add_argument("--replay", metavar="JSON", help="run one case, in the form printed in a script")
     return result
 
 
 def replay(text: str) -> int:
+    """Run one case from JSON and return the exit status."""
     fields = json.loads(text)
     kind = fields.pop("kind")
     case = getattr(importlib.import_module(MODULES[kind]), kind)(**fields)
@@ -51,7 +54,7 @@ def replay(text: str) -> int:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     options = parser().parse_args()
     if options.replay is not None:
         return replay(options.replay)
@@ -61,12 +64,13 @@ def main() -> int:
     names = [name for name in ("ops", "models") if options.only in (None, name)]
     tasks = [(name, shard) for name in names for shard in range(options.processes)]
     if len(tasks) == 1:
-        found = [work(names[0], 0, options)]
+        found = [run_shard(names[0], 0, options)]
     else:
         with ProcessPoolExecutor(len(tasks), multiprocessing.get_context("spawn")) as pool:
-            found = list(pool.map(work, *zip(*tasks, strict=True), [options] * len(tasks)))
+            found = list(pool.map(run_shard, *zip(*tasks, strict=True), [options] * len(tasks)))
     parts = {
-        name: together([part for (task, _), part in zip(tasks, found, strict=True) if task == name]) for name in names
+        name: merged_results([part for (task, _), part in zip(tasks, found, strict=True) if task == name])
+        for name in names
     }
     versions = {"mrrope": mrrope.__version__, "torch": torch.__version__}
     hardware = (

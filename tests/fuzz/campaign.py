@@ -1,4 +1,4 @@
-"""Drawing cases until the time is over, shrinking those that fail, and telling what was done."""
+"""Fuzzing campaigns: draw cases until the time is up, shrink failures and report."""
 
 from __future__ import annotations
 
@@ -14,18 +14,26 @@ from typing import Any
 
 import torch
 
-from fuzz import ops
-from fuzz.shrinking import CaseError, script_of, shrink
+from fuzz import op_checks
+from fuzz.shrinking import CaseError, reproduction_script, shrink
 
 PROGRESS_EVERY = 10.0
-BATCH = {"cpu": 32, "cuda": 256}  # on a GPU results are read once a batch
-# Failures of one kind are shrunk for so many groups; more of them are only counted.
-SHRUNK = 6
+BATCH = {"cpu": 32, "cuda": 256}  # on a GPU results are read once per batch
+# Failures of one kind are shrunk for this many groups and only counted for the others.
+MAX_SHRUNK_GROUPS = 6
 
 
 @dataclass
 class Campaign:
-    """One kind of cases: how to draw them, what they are counted by, and what goes wrong in some of them."""
+    """A campaign over one kind of cases.
+
+    Attributes:
+        draw: Returns a random case.
+        group: Returns the name that a case is counted under.
+        failures_in: Returns the failure of each case, or None.
+        folder: Where scripts go that reproduce failures.
+        batch: Number of cases per call of ``failures_in``.
+    """
 
     name: str
     draw: Callable[[random.Random], Any]
@@ -38,7 +46,7 @@ class Campaign:
     scripts: dict[str, list[str]] = field(default_factory=dict)
 
     def run(self, seed: int | str, seconds: float, most: int | None = None) -> dict[str, Any]:
-        """Fuzzes for so long, or so many cases; what was done and found, ready for JSON."""
+        """Run for a duration or a number of cases and return counts and failures, ready for JSON."""
         rng, start, reported = random.Random(f"{self.name} {seed}"), time.monotonic(), 0.0
         while (elapsed := time.monotonic() - start) < seconds and (most is None or self.counts.total() < most):
             size = self.batch if most is None else min(self.batch, most - self.counts.total())
@@ -46,8 +54,8 @@ class Campaign:
             try:
                 failures = self.failures_in(cases)
             except torch.AcceleratorError:
-                # The device is lost to this process, and any of these may be to blame.
-                self.keep("lost-device.txt", "\n".join(map(repr, cases)) + "\n")
+                # A CUDA error is sticky, and any case of the batch may be the cause.
+                self.save("lost-device.txt", "\n".join(map(repr, cases)) + "\n")
                 raise
             for case, failure in zip(cases, failures, strict=True):
                 self.counts[self.group(case)] += 1
@@ -72,51 +80,55 @@ class Campaign:
         print(f"{self.name}: {counted} cases in {elapsed:.0f} s, {found} fail", file=sys.stderr, flush=True)
 
     def record(self, case: Any, failure: CaseError) -> None:
-        """Shrinks a failure to a script, prints it and keeps it in the folder."""
+        """Count a failure; shrink the first of its group to a script."""
         by = self.finds.setdefault(failure.kind, Counter())
         by[self.group(case)] += 1
         scripts = self.scripts.setdefault(failure.kind, [])
-        if by[self.group(case)] > 1 or len(by) > SHRUNK:
+        if by[self.group(case)] > 1 or len(by) > MAX_SHRUNK_GROUPS:
             return
         smallest = shrink(case, lambda case: self.failures_in([case])[0])
-        script = script_of(smallest, self.failures_in([smallest])[0] or failure)
+        script = reproduction_script(smallest, self.failures_in([smallest])[0] or failure)
         if script in scripts:
             return
         scripts.append(script)
-        self.keep(f"{self.name}-{sum(map(len, self.scripts.values()))}.py", script)
+        self.save(f"{self.name}-{sum(map(len, self.scripts.values()))}.py", script)
 
-    def keep(self, name: str, text: str) -> None:
-        """Prints a text and keeps it in the folder."""
+    def save(self, name: str, text: str) -> None:
+        """Print a text and save it in the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / name).write_text(text)
         print(f"\n{self.folder / name}:\n{text}", file=sys.stderr, flush=True)
 
 
-def campaign_of(name: str, device: str, folder: Path) -> Campaign:
-    """That of the ops, or that of the models."""
+def campaign_for(name: str, device: str, folder: Path) -> Campaign:
+    """Return the campaign named "ops" or "models"."""
     if name == "ops":
-        return Campaign(name, lambda rng: ops.random_case(rng, device), lambda case: case.op, ops.failures_in, folder,
-                        batch=BATCH[device])  # fmt: skip
+        draw, group = (lambda rng: op_checks.random_case(rng, device)), (lambda case: case.op)
+        return Campaign(name, draw, group, op_checks.failures_in, folder, batch=BATCH[device])
     import transformers  # takes seconds
 
-    from fuzz import models
+    from fuzz import model_checks
 
     transformers.logging.set_verbosity_error()
     return Campaign(
-        name, lambda rng: models.random_case(rng, device), lambda case: case.family, models.failures_in, folder
+        name,
+        lambda rng: model_checks.random_case(rng, device),
+        lambda case: case.family,
+        model_checks.failures_in,
+        folder,
     )
 
 
-def work(name: str, shard: int, options: Namespace) -> dict[str, Any]:
-    """One campaign, by a process of its own."""
+def run_shard(name: str, shard: int, options: Namespace) -> dict[str, Any]:
+    """Run one campaign in this process."""
     torch.set_num_threads(1)
     most = None if options.cases is None else -(-options.cases // options.processes)
     folder = options.finds if options.processes == 1 else options.finds / str(shard)
-    return campaign_of(name, options.device, folder).run(f"{options.seed} {shard}", options.seconds, most)
+    return campaign_for(name, options.device, folder).run(f"{options.seed} {shard}", options.seconds, most)
 
 
-def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What several processes did."""
+def merged_results(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the results of several processes."""
     by: Counter[str] = Counter()
     finds: dict[str, dict[str, Any]] = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""One random call of an op: what is varied, and how it becomes tensors."""
+"""Random op calls: the fields that vary, and the tensors made of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import POISON, onto, storage_of
+from rotary_cases import POISON, onto, storage_of
 
 import mrrope
 from fuzz.shrinking import choice
@@ -28,23 +28,23 @@ ROTATING = ("rotary", "rotary_", "qk_norm_rotary", "qk_norm_rotary_")
 IN_PLACE = ("rotary_", "rescale_cache_", "rotary_and_cache_", "qk_norm_rotary_", "chain")
 DIFFERENTIABLE = ("rotary", "rotary_", "qk_norm_rotary", "qkv_rotary")
 METHODS = tuple(name for name, method in METHOD_TRAITS.items() if method.needs in (None, "beta"))
-# Components of a case, so that its float64 reference takes a few milliseconds, and what is made smaller for it.
-MOST_COMPONENTS = {"cpu": 10_000, "cuda": 1_000_000}
-# So many rows are projected and rotated by one kernel on a GPU that has it; drawn on purpose, as they take longer.
+# Limit of a case's size, so that its float64 reference takes a few milliseconds; SHRINK_ORDER reduces larger cases.
+MAX_COMPONENTS = {"cpu": 10_000, "cuda": 1_000_000}
+# From this many rows on, qkv_rotary runs its fused kernel on a GPU that has it. Drawn separately: it is slower.
 MANY_TOKENS = 2048
-SMALLER = (("tokens", 130), ("q_heads", 8), ("tokens", 65), ("k_heads", 4), ("tokens", 33), ("q_heads", 4),
+SHRINK_ORDER = (("tokens", 130), ("q_heads", 8), ("tokens", 65), ("k_heads", 4), ("tokens", 33), ("q_heads", 4),
            ("tokens", 7), ("inputs", 24), ("head_dim", 128), ("k_heads", 2), ("head_dim", 64),
            ("tokens", 2), ("inputs", 8))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class OpCase:
-    """A call of one op, or a chain of several in place on the same memory."""
+    """A call of one op, or a chain of in-place calls on the same memory."""
 
     device: str = choice("cpu", "cuda")
     op: str = choice(*OPS)
-    fault: str = choice("")  # what is wrong with the call, one of fuzz.bad_inputs.FAULTS
-    way: str = choice("eager", "inference", "stream", "graph", "compile")
+    fault: str = choice("")  # the invalid argument, one of fuzz.invalid_arguments.FAULTS
+    mode: str = choice("eager", "inference", "stream", "graph", "compile")
     dtype: str = choice("float32", "float64", "bfloat16", "float16")
     layout: str = choice("bhsd", "bshd", "thd")
     pairing: str = choice("halves", "interleaved")
@@ -87,14 +87,14 @@ class OpCase:
     seed: int = choice(0)
 
     def normalized(self) -> OpCase:
-        """The nearest case that the op takes."""
+        """Return the nearest case that the op accepts."""
         changes: dict[str, Any] = {"rotary_dim": min(self.rotary_dim, self.head_dim)}
         op, layout = self.op, self.layout
         if op not in ROTATING or layout == "thd":
             changes["position_rows"] = 0
         if op not in ("rotary", "rotary_"):
             changes |= {"conjugate": False, "negated": False}
-        if op not in DIFFERENTIABLE or self.way != "eager":
+        if op not in DIFFERENTIABLE or self.mode != "eager":
             changes["gradient"] = "none"
         if op not in ROTATING:
             changes["has_k"] = True
@@ -118,15 +118,17 @@ class OpCase:
             changes["blocks"] = False
         if self.position_dtype == "int32":
             changes["reach"] = min(self.reach, 2**31 - 1)
-        if self.device == "cpu" and self.way in ("stream", "graph"):
-            changes["way"] = "eager"
-        if self.way == "graph" and op in ("rescale_cache_", "chain"):
-            changes["way"] = "stream"  # rescale_cache_ brings the numbers of its tables to the device itself
-        if self.way == "compile" and op not in ("rotary", "qk_norm_rotary", "rotary_"):
-            changes["way"] = "eager"
+        if self.device == "cpu" and self.mode in ("stream", "graph"):
+            changes["mode"] = "eager"
+        if self.mode == "graph" and op in ("rescale_cache_", "chain"):
+            changes["mode"] = (
+                "stream"  # rescale_cache_ copies its table indices from the host, which a graph cannot capture
+            )
+        if self.mode == "compile" and op not in ("rotary", "qk_norm_rotary", "rotary_"):
+            changes["mode"] = "eager"
         case = replace(self, **changes)
-        for name, largest in SMALLER:
-            if case.components > MOST_COMPONENTS[self.device] and case.tokens != MANY_TOKENS:
+        for name, largest in SHRINK_ORDER:
+            if case.components > MAX_COMPONENTS[self.device] and case.tokens != MANY_TOKENS:
                 case = replace(case, **{name: min(largest, getattr(case, name))})
         if case.rotary_dim > case.head_dim:
             case = replace(case, rotary_dim=case.head_dim)
@@ -160,19 +162,23 @@ class OpCase:
         return np.random.default_rng([self.seed, *stream])
 
     def make_table(self, which: int = 0) -> mrrope.FrequencyTable:
-        """The ``which``-th of the tables that this case is about."""
+        """Return the ``which``-th table of this case."""
         method = METHODS[(METHODS.index(self.method) + which) % len(METHODS)]
-        return made_table(method, self.rotary_dim, self.scale, self.table_form)
+        return cached_table(method, self.rotary_dim, self.scale, self.table_form)
 
     def run(self) -> None:
-        """Makes the call and raises a :class:`fuzz.shrinking.CaseError` where anything about it is wrong."""
-        from fuzz.ops import check
+        """Check the call.
+
+        Raises:
+            fuzz.shrinking.CaseError: A check fails.
+        """
+        from fuzz.op_checks import check
 
         check(self)
 
 
 @lru_cache(maxsize=4096)
-def made_table(method: str, rotary_dim: int, scale: float, form: str) -> mrrope.FrequencyTable:
+def cached_table(method: str, rotary_dim: int, scale: float, form: str) -> mrrope.FrequencyTable:
     def plain(method: str) -> mrrope.FrequencyTable:
         options = {"beta": 4.0} if method == "llama3" else {}
         return mrrope.frequency_table(
@@ -184,7 +190,7 @@ def made_table(method: str, rotary_dim: int, scale: float, form: str) -> mrrope.
     return plain(method).relative_to(plain("rope")) if form == "relative" else plain(method)
 
 
-class Tensors:
+class CaseTensors:
     """The tensors of a case, each a view into poisoned memory."""
 
     def __init__(self, case: OpCase) -> None:
@@ -196,7 +202,7 @@ class Tensors:
         return values.to(dtype or self.case.torch_dtype)
 
     def view(self, shape: tuple[int, ...], memory: str) -> torch.Tensor:
-        """A random tensor of this shape in memory of this kind."""
+        """Return a random tensor of this shape in this kind of memory."""
         with torch.device(self.case.device):
             view = storage_of(shape, memory, self.case.torch_dtype)
         distinct = view[:1] if memory == "expanded" else view
@@ -204,7 +210,7 @@ class Tensors:
         return view
 
     def heads(self, *counts: int) -> list[torch.Tensor]:
-        """Random heads, of one projection where the memory is packed."""
+        """Return random heads; with packed memory, as views of one projection."""
         case = self.case
         if case.memory != "packed":
             return [self.view(case.heads_shape(count), case.memory) for count in counts]
@@ -231,8 +237,8 @@ class Tensors:
             return onto(case.device, positions)
         return positions.to(case.device)
 
-    def table_numbers(self, stream: int) -> torch.Tensor:
-        """Which of the tables each sequence has, or each packed token."""
+    def table_index(self, stream: int) -> torch.Tensor:
+        """Return a random table index per sequence or packed token."""
         case = self.case
         size = case.tokens if case.layout == "thd" else case.batch
         numbers = case.numpy_random(2, stream).integers(0, case.table_count, size=size, dtype=np.int32)

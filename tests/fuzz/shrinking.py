@@ -1,4 +1,4 @@
-"""Cases are plain dataclasses whose fields list their values, simplest first: enough to draw one and to shrink it."""
+"""Draw and shrink cases: dataclasses whose fields list their values, simplest first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-MOST_TRIALS = 400
+MAX_TRIALS = 400
 
 
 class Case(Protocol):
@@ -19,14 +19,14 @@ class Case(Protocol):
     __dataclass_fields__: Any
 
     def normalized(self) -> Any:
-        """The nearest case that can be run: fields that do not go together give way."""
+        """Return the nearest case that can run; fields that exclude each other are changed."""
 
 
 AnyCase = TypeVar("AnyCase", bound=Case)
 
 
 class CaseError(Exception):
-    """What went wrong in a case; its first argument is the same for the same kind of failure."""
+    """A failure of a case. The first argument is its kind, the second the detail."""
 
     @property
     def kind(self) -> str:
@@ -36,32 +36,32 @@ class CaseError(Exception):
         return ": ".join(map(str, self.args))
 
 
-def raised(where: str, error: Exception) -> CaseError:
-    """The failure of a call that raised though it should not have."""
+def unexpected_error(where: str, error: Exception) -> CaseError:
+    """Return the failure of a valid call that raised."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(last.filename).name}:{last.name}"
     return CaseError(f"{where}: raises {type(error).__name__} in {place}", str(error).partition("\n")[0])
 
 
 def choice(*values: Any) -> Any:
-    """A field that takes one of these values, simplest first; the first is the default, repeated ones are likelier."""
+    """Return a field with these values, simplest first; the first is the default, repeated ones are likelier."""
     return field(default=values[0], metadata={"values": values})
 
 
 def draw(kind: type[AnyCase], rng: random.Random, **given: Any) -> AnyCase:
-    """A random case, but for the fields that are given."""
+    """Return a random case with the given fields fixed."""
     drawn = {f.name: rng.choice(f.metadata["values"]) for f in fields(kind)}
     return kind(**drawn | {"seed": rng.randrange(2**31)} | given).normalized()
 
 
 def shrink(case: AnyCase, failure_of: Callable[[AnyCase], CaseError | None]) -> AnyCase:
-    """The simplest case, field by field, that still fails in the same way."""
+    """Return the simplest case, field by field, with the same kind of failure."""
     kind = failure_of(case)
     if kind is None:
         return case
     trials = 0
     is_smaller = True
-    while is_smaller and trials < MOST_TRIALS:
+    while is_smaller and trials < MAX_TRIALS:
         is_smaller = False
         for simpler in simpler_cases(case):
             trials += 1
@@ -73,7 +73,7 @@ def shrink(case: AnyCase, failure_of: Callable[[AnyCase], CaseError | None]) -> 
 
 
 def simpler_cases(case: AnyCase) -> list[AnyCase]:
-    """The cases that differ in one field, which has a simpler value there."""
+    """Return the cases with a simpler value in one field."""
     found: dict[AnyCase, None] = {}
     for f in fields(case):
         values = list(dict.fromkeys(f.metadata["values"]))
@@ -86,7 +86,7 @@ def simpler_cases(case: AnyCase) -> list[AnyCase]:
 
 
 def complexity(case: Case) -> int:
-    """How far all fields are from their simplest values."""
+    """Return the sum over the fields of their distance from the simplest value."""
     total = 0
     for f in fields(case):
         values = list(dict.fromkeys(f.metadata["values"]))
@@ -96,20 +96,20 @@ def complexity(case: Case) -> int:
 
 
 def changed_fields(case: Case) -> dict[str, Any]:
-    """What is not at its default."""
+    """Return the fields that are not at their defaults."""
     return {f.name: getattr(case, f.name) for f in fields(case) if getattr(case, f.name) != f.default}
 
 
-def script_of(case: Case, failure: CaseError) -> str:
-    """A few lines that reproduce a failure, and the command that does."""
+def reproduction_script(case: Case, failure: CaseError) -> str:
+    """Return a script that reproduces a failure, with the equivalent command in its comments."""
     kind = type(case)
     arguments = ", ".join(f"{name}={value!r}" for name, value in changed_fields(case).items())
     packed = json.dumps({"kind": kind.__name__, **asdict(case)})
     message = str(failure).replace("\n", "\n# ")
     return (
         f"# {message}\n"
-        f"# In tests/: PYTHONPATH=.:python python {{this file}}, or\n"
-        f"# PYTHONPATH=python python -m fuzz --replay '{packed}'\n"
+        f"# In tests/: PYTHONPATH=.:python/support python {{this file}}, or\n"
+        f"# PYTHONPATH=python/support python -m fuzz --replay '{packed}'\n"
         f"from {kind.__module__} import {kind.__name__}\n\n"
         f"{kind.__name__}({arguments}).run()\n"
     )

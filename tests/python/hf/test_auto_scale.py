@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from reference import rotated
+from rotary_reference import rotated
 
 import mrrope
 from mrrope.hf.auto_scale.follower import TABLES_ATTRIBUTE, GenerateKnowingLengths

@@ -40,7 +40,7 @@ from patched_models import (
 )
 from tiny_models import causal_lm_families, inputs, tiny_model, tokens
 from transformers import PreTrainedModel
-from two_processes import results_of
+from two_ranks import run_on_two_ranks
 
 SLIDING_WINDOW = 8
 
@@ -431,7 +431,7 @@ def distributed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
     """What the parts of the script above give in two processes on the CPU; fails where a part did not finish."""
     folder = tmp_path_factory.mktemp("distributed")
     tiny_model("llama").save_pretrained(folder / "model")
-    return results_of(DISTRIBUTED, folder)
+    return run_on_two_ranks(DISTRIBUTED, folder)
 
 
 def test_tensor_parallel(distributed: Callable[[str], dict[str, Any]]) -> None:

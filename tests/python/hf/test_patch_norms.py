@@ -37,7 +37,7 @@ from patched_models import (
 )
 from tiny_models import tiny_model, tokens
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from two_processes import results_of
+from two_ranks import run_on_two_ranks
 
 FAMILIES = {
     "qwen3": "per head",
@@ -617,7 +617,7 @@ def distributed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
     folder = tmp_path_factory.mktemp("distributed")
     for family in ("qwen3", "olmo2"):
         tiny_model(family).save_pretrained(folder / family)
-    return results_of(DISTRIBUTED, folder)
+    return run_on_two_ranks(DISTRIBUTED, folder)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "olmo2"])

@@ -1,8 +1,8 @@
 """A real model, patched, finds what it read further back than it was trained to look; unpatched, it does not."""
 
-import real_model
+import smollm2
 import torch
-from conftest import slow
+from markers import slow
 
 import mrrope
 
@@ -12,8 +12,8 @@ PASS_KEY = "71432"
 
 def question_after_a_long_text(tokenizer) -> torch.Tensor:
     """Tokens of a real text that gives away a pass key early on, and the question what it was."""
-    assert LENGTH - DEPTH > real_model.NATIVE_LENGTH
-    text = tokenizer(real_model.real_text())["input_ids"]
+    assert LENGTH - DEPTH > smollm2.NATIVE_LENGTH
+    text = tokenizer(smollm2.real_text())["input_ids"]
     subject = "pass key to the garden gate"
     fact = f"\n\nThe {subject} is {PASS_KEY}. Remember it: the {subject} is {PASS_KEY}.\n\n"
     question = f"\n\nQuestion: What is the {subject}? Answer: The {subject} is"
@@ -28,7 +28,7 @@ def answer(model, tokenizer, tokens: torch.Tensor) -> str:
 
 @slow
 def test_a_patched_model_finds_what_lies_further_back_than_it_was_trained_to_look(device):
-    model, tokenizer = real_model.model_and_tokenizer(device)
+    model, tokenizer = smollm2.model_and_tokenizer(device)
     tokens = question_after_a_long_text(tokenizer).to(device)
     with mrrope.patched(model, "mrrope_pro", scale=4.0):
         patched = answer(model, tokenizer, tokens)

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, cases
 from hypothesis import given
 from hypothesis import strategies as st
 from norm_reference import EPS, OVERS, assert_normed, weights_of
-from reference import assert_rotated
+from rotary_reference import assert_rotated
 from table_stacks import stack_of, tables_of
 
 import mrrope

@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
-from cases import table_of, whole_memory
-from conftest import needs_cuda
+from markers import needs_cuda
 from op_errors import assert_refused
+from rotary_cases import table_of, whole_memory
 
 import mrrope
 from mrrope import FrequencyTable, frequency_table

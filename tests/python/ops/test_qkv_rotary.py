@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, PAIRINGS, table_of
 from op_errors import assert_refused
-from reference import TOLERANCES, rotated
+from rotary_cases import DTYPES, LAYOUTS, PAIRINGS, table_of
+from rotary_reference import TOLERANCES, rotated
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck

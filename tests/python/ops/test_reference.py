@@ -3,8 +3,8 @@
 import mpmath
 import pytest
 import torch
-from cases import PAIRINGS, table_of
-from reference import components_of, pairs_of, plain_rotary, rotated, unit_rotations
+from rotary_cases import PAIRINGS, table_of
+from rotary_reference import components_of, pairs_of, plain_rotary, rotated, unit_rotations
 
 
 @pytest.mark.parametrize("position", [0, 1, -1, 4095, 16777215, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)])

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, PAIRINGS, Case, onto, storage_of, table_of
-from reference import assert_rotated, plain_rotary
+from rotary_cases import DTYPES, LAYOUTS, PAIRINGS, Case, onto, storage_of, table_of
+from rotary_reference import assert_rotated, plain_rotary
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 

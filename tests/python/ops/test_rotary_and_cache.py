@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, Case, cases, onto, storage_of, table_of, whole_memory
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from reference import TOLERANCES, assert_rotated, components_of, pairs_of, rotated
+from rotary_reference import TOLERANCES, assert_rotated, components_of, pairs_of, rotated
 from tensor_bits import bits_of, bytes_outside, same_bits
 from torch.library import opcheck
 

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from cases import (
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from markers import needs_cuda
+from rotary_cases import (
     DTYPES,
     EMPTY_DIMENSIONS,
     OWN_MEMORY,
@@ -15,10 +18,7 @@ from cases import (
     table_of,
     whole_memory,
 )
-from conftest import needs_cuda
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from reference import TOLERANCES, assert_rotated, rotated
+from rotary_reference import TOLERANCES, assert_rotated, rotated
 from tensor_bits import bits_of
 
 import mrrope

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import table_of
-from reference import assert_rotated, rotated
+from rotary_cases import table_of
+from rotary_reference import assert_rotated, rotated
 
 import mrrope
 from mrrope.ops import decompositions

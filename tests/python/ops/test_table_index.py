@@ -4,7 +4,10 @@ import weakref
 
 import pytest
 import torch
-from cases import (
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from markers import needs_cuda
+from rotary_cases import (
     DTYPES,
     EMPTY_DIMENSIONS,
     LAYOUTS,
@@ -15,10 +18,7 @@ from cases import (
     empty_case,
     table_of,
 )
-from conftest import needs_cuda
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from reference import assert_rotated, plain_rotary
+from rotary_reference import assert_rotated, plain_rotary
 from table_stacks import index_of, stack_of, tables_of
 from tensor_bits import bytes_outside
 from torch.autograd import gradcheck, gradgradcheck

@@ -9,7 +9,7 @@ import mpmath
 import pytest
 import torch
 from exact_tables import ExactTable
-from reference import TOLERANCES
+from rotary_reference import TOLERANCES
 
 import mrrope
 from mrrope import FrequencyTable, frequency_table

@@ -1,4 +1,4 @@
-"""Frequency tables from their formulas in 60 digits, written down again without the package's help."""
+"""Frequency tables by their formulas in 60 digits, implemented independently of the package."""
 
 from mpmath import ceil, floor, fprod, fsum, log, mp, mpf, nint, pi
 
@@ -6,7 +6,7 @@ mp.dps = 60
 
 
 class ExactTable:
-    """cumulative_scale, inv_freq and turns of a request, as mathematics has them."""
+    """cumulative_scale, inv_freq and turns for the arguments of ``mrrope.frequency_table``."""
 
     def __init__(self, method, *, rotary_dim, base, original_max_position, scale=1.0, alpha=1.0, beta=32.0, bounds=None,
                  power=None, factors=None):  # fmt: skip

@@ -1,7 +1,7 @@
-"""How far two results of a model may lie apart that are both right to rounding: derived from the model itself.
+"""Tolerance for two correctly rounded results of one model, derived from the model itself.
 
-Models differ by orders of magnitude in how they amplify a rounding: those that are recurrent in depth, for example, a
-hundred times as much as others.
+Models amplify rounding errors by very different factors: models that are recurrent in depth a hundred times as much as
+others.
 """
 
 from collections.abc import Callable
@@ -13,15 +13,16 @@ DRAWS = 3
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """The relative error in the Frobenius norm."""
+    """Return the relative error in the Frobenius norm."""
     return float((got - want).detach().double().norm() / want.detach().double().norm())
 
 
 @torch.no_grad()
 def rounding_noise(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> float:
-    """The largest relative change of ``run(model)``, of a few draws, with each number of the model off by one rounding.
+    """Return the largest relative change of ``run(model)`` when every weight and buffer is off by one rounding.
 
-    Frequencies are among those numbers, so that the error of float32 angles, which grows with the position, counts.
+    The signs are random, in ``DRAWS`` draws. Frequencies are among the buffers, so the error of float32 angles, which
+    grows with the position, is included.
     """
     want = run(model)
     eps = torch.finfo(want.dtype).eps
@@ -40,8 +41,8 @@ def rounding_noise(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> floa
 
 
 def tolerance(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> float:
-    """How far another result may lie from ``run(model)``, relatively: each may be off by the rounding noise.
+    """Return the largest relative error allowed against ``run(model)``: twice the rounding noise, once per result.
 
-    Of the causal-LM families of transformers 5.17 the patched models use at most a third of it.
+    Patched models of the causal-LM families of transformers 5.17 use at most a third of it.
     """
     return 2.0 * rounding_noise(model, run)

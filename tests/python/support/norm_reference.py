@@ -2,8 +2,8 @@
 
 import numpy as np
 import torch
-from cases import Case
-from reference import HEAD_AXIS, TOLERANCES, components_of, pairs_of, rotated
+from rotary_cases import Case
+from rotary_reference import HEAD_AXIS, TOLERANCES, components_of, pairs_of, rotated
 
 OVERS = ["head", "all_heads"]
 EPS = 1e-6

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from cases import table_of
+from rotary_cases import table_of
 
 import mrrope
 from mrrope.tables import packed_stack

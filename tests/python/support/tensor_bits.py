@@ -1,7 +1,7 @@
 """Bitwise comparison of tensors and of the memory around them."""
 
 import torch
-from cases import whole_memory
+from rotary_cases import whole_memory
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:

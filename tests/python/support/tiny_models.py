@@ -1,4 +1,4 @@
-"""A tiny random model for every causal-LM architecture of the installed transformers, and which of them use RoPE."""
+"""Tiny random models of all causal-LM architectures of the installed transformers, and which of them use RoPE."""
 
 import copy
 import dataclasses
@@ -16,10 +16,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 HEADS = 4
 VOCABULARY = 128
-ORDINARY_TOKENS = range(3, 96)  # pad, bos and eos lie below, the tokens that stand for images and audio above
+ORDINARY_TOKENS = range(3, 96)  # below: pad, bos, eos; above: placeholders for images and audio
 LENGTH = 64
 
-# A configuration of a Llama, or of many others, small enough to build a model of it.
+# Config sizes for a tiny Llama; many other families take the same names.
 TINY_SIZES = {
     "vocab_size": 40,
     "hidden_size": 64,
@@ -29,7 +29,7 @@ TINY_SIZES = {
     "num_key_value_heads": 1,
 }
 
-# How big an integer setting may be, by the first pattern that its name matches; sizes that depend on the head
+# Upper bounds of integer settings: the first pattern that matches the name decides. Bounds that depend on the head
 # dimension are in `tiny_config`.
 LARGEST: list[tuple[str, int]] = [
     (r"vocab", VOCABULARY),
@@ -41,7 +41,7 @@ LARGEST: list[tuple[str, int]] = [
     (r"experts_per_tok|topk_group|moe_k$|top_?k$|top_k_experts", 2),
     (r"experts$|expert_num$", 4),
     (r"^n_group$|expert_group$", 2),
-    (r"index_n_heads", 16),  # few heads would leave many tokens with a score of exactly zero, and the choice to chance
+    (r"index_n_heads", 16),  # with fewer heads many scores are exactly zero, and top-k is a tie
     (r"key_value_heads|kv_n_heads|kv_heads|num_key_heads", 2),
     (r"mamba_(n_|num_)?heads", 2 * HEADS),
     (r"heads?$|heads_per_layer$", HEADS),
@@ -52,8 +52,8 @@ LARGEST: list[tuple[str, int]] = [
     (r"first_k_dense|num_dense_layers", 1),
 ]
 
-# What the rules get wrong, or leave out of the model, by model type: settings as the config takes them, nested for a
-# config inside. Layers that are given here are all kept.
+# Settings by model type where the rules above give a broken or trivial model; nested for a config inside the config.
+# Layers listed here are all kept.
 GEMMA4 = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -101,7 +101,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "index_topk": 2,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
-    # With SDPA its attention is not causal; with a smaller window it chooses among tied tokens.
+    # With SDPA its attention is not causal; with a smaller window its top-k has ties.
     "doge": {"attn_implementation": "eager", "keep_window_size": LENGTH},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "gemma3n": {"text_config": GEMMA3N},
@@ -146,13 +146,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
-    """Random ordinary tokens, the same for the same seed."""
+    """Return random tokens without special ones, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(ORDINARY_TOKENS.start, ORDINARY_TOKENS.stop, shape, generator=generator)
 
 
 def inputs(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
-    """What to call the model with for these tokens; a drafter takes states of the model it drafts for, here random."""
+    """Return the forward arguments for these tokens; a drafter gets random states of its target model."""
     if "shared_kv_states" not in inspect.signature(model.forward).parameters:
         return {"input_ids": input_ids}
     text = model.config.get_text_config()
@@ -172,13 +172,13 @@ def inputs(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
 
 
 def smallest_rotary_share(rope_parameters: dict[str, Any]) -> float:
-    """The smallest partial_rotary_factor in RoPE parameters, which may be nested by layer type."""
+    """Return the smallest partial_rotary_factor in RoPE parameters, which may be nested by layer type."""
     nested = [smallest_rotary_share(value) for value in rope_parameters.values() if isinstance(value, dict)]
     return min([rope_parameters.get("partial_rotary_factor", 1.0), *nested])
 
 
 def tiny_rope(rope_parameters: dict[str, Any]) -> dict[str, Any]:
-    """RoPE parameters whose original length fits the tiny model's."""
+    """Return RoPE parameters whose original length fits the tiny model."""
     rope = copy.deepcopy(rope_parameters)
     for name, value in rope.items():
         if isinstance(value, dict):
@@ -189,12 +189,12 @@ def tiny_rope(rope_parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_per_layer(value: Any, layers: int) -> bool:
-    """Whether a setting has one value for each layer; a list of all the layers' indices is something else."""
+    """Return whether a setting has one value per layer; a list of all layer indices does not count."""
     return isinstance(value, list | tuple) and layers > 0 and len(value) == layers and list(value) != [*range(layers)]
 
 
 def layers_to_keep(settings: dict[str, Any], layers: int) -> list[int]:
-    """At least two layers, and enough that every kind of layer in the per-layer settings is there."""
+    """Return indices of at least two layers that cover every kind of layer in the per-layer settings."""
     per_layer = [value for value in settings.values() if is_per_layer(value, layers)]
     seen: set[tuple[int, Any]] = set()
     keep = []
@@ -208,7 +208,7 @@ def layers_to_keep(settings: dict[str, Any], layers: int) -> list[int]:
 
 
 def tiny_config(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrainedConfig:
-    """The same kind of config, with every size shrunk and then the overrides applied."""
+    """Return a config of the same class with all sizes shrunk and the overrides applied."""
     names = [field.name for field in dataclasses.fields(config)]
     settings = {name: vars(config).get(config.attribute_map.get(name, name)) for name in names}
     share = smallest_rotary_share(settings.get("rope_parameters") or {})
@@ -253,30 +253,30 @@ def tiny_config(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrain
 
 
 def tiny_model(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """What AutoModelForCausalLM gives for this model type, tiny and random, on the CPU, in eval mode."""
+    """Return a tiny random AutoModelForCausalLM of this model type, on the CPU, in eval mode."""
     return random_model(tiny_config_of(model_type), seed=seed, dtype=dtype)
 
 
 def tiny_config_of(model_type: str) -> PreTrainedConfig:
-    """A config of this model type that makes a tiny model."""
+    """Return a config of this model type for a tiny model."""
     overrides = OVERRIDES.get(model_type, {})
     return tiny_config(CONFIG_MAPPING[model_type](**copy.deepcopy(overrides)), overrides)
 
 
 def random_model(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A random model of this config, on the CPU, in eval mode."""
+    """Return a random model of this config, on the CPU, in eval mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         for parameter in model.parameters():
             if parameter.is_floating_point() and (parameter == parameter.flatten()[0]).all():
-                # A scale that starts at zero would hide what RoPE does.
+                # A gate or scale that is initialized to zero would hide the effect of RoPE.
                 parameter.data += 0.2 * torch.randn_like(parameter)
     return model
 
 
 def rotary_signs(model: nn.Module) -> list[str]:
-    """What in the model's modules shows that it rotates queries and keys; empty if nothing does."""
+    """Return the buffers, modules and calls that show that a model uses RoPE; empty without RoPE."""
     signs = {f"buffer {name}" for name, _ in model.named_buffers() if name.endswith("inv_freq")}
     for kind in {type(module) for module in model.modules()}:
         if re.search(r"Rotary|RoPE", kind.__name__):
@@ -287,19 +287,19 @@ def rotary_signs(model: nn.Module) -> list[str]:
 
 
 def called(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of the functions and attributes that a function's code uses, under its decorators."""
+    """Return the names of functions and attributes that a function's code uses, with decorators unwrapped."""
     return inspect.unwrap(function).__code__.co_names
 
 
 def position_modules(model: nn.Module) -> list[str]:
-    """The modules and parameters that seem to be about positions, without the path to them."""
+    """Return the last name components of modules and parameters that look like position embeddings."""
     names = [name for name, _ in [*model.named_modules(), *model.named_parameters()]]
     return sorted({last for name in names if re.search(r"pos(?!t)|wpe|alibi|relative", last := name.split(".")[-1])})
 
 
 @cache
 def survey() -> tuple[list[str], dict[str, str], dict[str, str]]:
-    """The model types with RoPE, those without and those that cannot be built, the latter two with the reason."""
+    """Return the model types with RoPE, those without, and those that fail to build; the last two with reasons."""
     with_rope, without_rope, unbuilt = [], {}, {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
@@ -310,41 +310,41 @@ def survey() -> tuple[list[str], dict[str, str], dict[str, str]]:
         if rotary_signs(model):
             with_rope.append(model_type)
         else:
-            without_rope[model_type] = ", ".join(position_modules(model)) or "no module about positions"
+            without_rope[model_type] = ", ".join(position_modules(model)) or "no position embedding"
     return with_rope, without_rope, unbuilt
 
 
 def causal_lm_families() -> list[str]:
-    """The causal-LM model types that use RoPE."""
+    """Return the causal-LM model types that use RoPE."""
     return survey()[0]
 
 
 def families_without_rope() -> dict[str, str]:
-    """The causal-LM model types that have no RoPE, and what they have in its place."""
+    """Return the causal-LM model types without RoPE and their position embeddings."""
     return survey()[1]
 
 
 def unbuildable() -> dict[str, str]:
-    """The causal-LM model types of which no tiny model can be built here, and why."""
+    """Return the causal-LM model types of which no tiny model can be built here, with the error."""
     return survey()[2]
 
 
 def rotary_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that the text model's rotations come from: frequencies, or a table of sines and cosines."""
+    """Return the tensors that define the text model's rotation: frequencies, or a table of cos and sin."""
     named = [*model.named_buffers(), *model.named_parameters()]
     found = {name: tensor for name, tensor in named if re.search(r"inv_freq$|embed_positions(\.weight)?$", name)}
     return {name: tensor for name, tensor in found.items() if not re.search(r"original_|vision|audio|depth_d", name)}
 
 
 def takes_position_ids(model: PreTrainedModel) -> bool:
-    """Whether the caller can say where the tokens are."""
+    """Return whether forward takes position_ids."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
 @torch.no_grad()
 def rope_effects(model: PreTrainedModel) -> dict[str, float]:
-    """How much the logits change, relatively, when a rotary tensor is slowed, or the positions are spread, by two."""
-    # With a mask, positions that do not rise by one are not taken for the starts of packed sequences.
+    """Return the relative change of the logits when a rotary tensor is slowed, or positions are spread, by two."""
+    # Without a mask, transformers takes gaps in the positions for the starts of packed sequences.
     call = inputs(model, tokens(2, 24)) | {"attention_mask": torch.ones(2, 24, dtype=torch.long)}
     logits = model(**call).logits
 

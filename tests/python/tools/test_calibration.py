@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_evaluation import EPSILON, VOCABULARY, OutOfMemory, RepeatsItself, byte_tokenizer, words
-from transformers import LlamaConfig, LlamaForCausalLM
+from byte_llama import byte_tokenizer, random_words, save_byte_llama
+from command_line import MRROPE, as_arguments
+from planted_tables import SMOLLM2, distance, sigmoid_table
+from scripted_models import OutOfMemory, RepeatsLastToken
+from transformers import LlamaForCausalLM
 
 import mrrope
 from mrrope import calibrated_tables
@@ -34,7 +36,7 @@ from mrrope.evaluation.texts import Document
 from mrrope.hf.patch import is_patched
 from mrrope.table_lookup import NativeRope
 
-SMOLLM = {"rotary_dim": 64, "base": 1e5, "original_max_position": 8192, "scale": 16.0}
+FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 # The search, on functions whose lowest point is known
 
@@ -123,34 +125,20 @@ def test_the_best_so_far_is_kept_when_the_budget_is_spent() -> None:
 # Tables as points
 
 
-def distance(table: mrrope.FrequencyTable, planted: mrrope.FrequencyTable) -> float:
-    """Of two tables, with about the weight that SmolLM2 gives to scales and temperature."""
-    scales = (table.cumulative_scale.log() - planted.cumulative_scale.log()).square().mean().item()
-    return scales + 3 * (table.attention_factor - planted.attention_factor) ** 2
-
-
 @pytest.mark.parametrize(
     ("power", "bounds", "factor"), [(0.0, (6, 20), 1.17), (2.0, (3, 25), 1.4), (-1.0, (12, 17), 1)]
 )
 def test_a_planted_power_with_its_bounds_and_temperature_is_found(power, bounds, factor) -> None:
-    planted = mrrope.frequency_table("mrrope_pow", power=power, bounds=bounds, attention_factor=factor, **SMOLLM)
-    space = spaces.PowerSpace(mrrope.frequency_table("mrrope_uni", **SMOLLM), 0.0)
-    assert distance(space.table(space.start), mrrope.frequency_table("mrrope_uni", **SMOLLM)) == pytest.approx(0)
+    planted = mrrope.frequency_table("mrrope_pow", power=power, bounds=bounds, attention_factor=factor, **SMOLLM2)
+    space = spaces.PowerSpace(mrrope.frequency_table("mrrope_uni", **SMOLLM2), 0.0)
+    assert distance(space.table(space.start), mrrope.frequency_table("mrrope_uni", **SMOLLM2)) == pytest.approx(0)
     found = space.table(descend(space, lambda point, _: distance(space.table(point), planted), 3))
     assert distance(found, planted) < min(0.02, distance(space.origin, planted) / 10)
 
 
-def curved_table() -> mrrope.FrequencyTable:
-    """Not of the power family, and its end is not the scale."""
-    place = torch.arange(32, dtype=torch.float64)
-    scales = (math.log(13) * torch.sigmoid((place - 12) / 2.5)).exp()
-    factors = (scales[1:] / scales[:-1]).tolist()
-    return mrrope.frequency_table("radix", factors=factors, attention_factor=1.15, **SMOLLM)
-
-
 def test_planted_radix_factors_are_found() -> None:
-    planted = curved_table()
-    table = mrrope.frequency_table("mrrope_uni", **SMOLLM)
+    planted = sigmoid_table()
+    table = mrrope.frequency_table("mrrope_uni", **SMOLLM2)
     distances = [distance(table, planted)]
     for knots in (4, 8):
         space = spaces.KnotSpace(table, knots)
@@ -165,7 +153,7 @@ def test_planted_radix_factors_are_found() -> None:
 @pytest.mark.parametrize("method", FIXED_METHODS)
 @pytest.mark.parametrize("knots", [1, 4, 8])
 def test_knots_start_from_the_very_table(method: str, knots: int) -> None:
-    table = mrrope.frequency_table(method, **SMOLLM)
+    table = mrrope.frequency_table(method, **SMOLLM2)
     space = spaces.KnotSpace(table, knots)
     start = space.table(space.start)
     torch.testing.assert_close(start.cumulative_scale, table.cumulative_scale, rtol=1e-14, atol=0)
@@ -175,7 +163,7 @@ def test_knots_start_from_the_very_table(method: str, knots: int) -> None:
 
 def test_what_a_knot_does() -> None:
     """Of a table between pairs 10 and 20 the fixed knot is at 6 2/3 and the last of three at 23 1/3."""
-    table = mrrope.frequency_table("mrrope_uni", bounds=(10, 20), **SMOLLM)
+    table = mrrope.frequency_table("mrrope_uni", bounds=(10, 20), **SMOLLM2)
     space = spaces.KnotSpace(table, 3)
     first, step = 10 - 10 / 3, (20 + 10 / 3 - (10 - 10 / 3)) / 3
     for knot in range(3):
@@ -229,7 +217,7 @@ def calibration_of(formula: Callable, seconds: float = 1e9, **more) -> Calibrati
 
 
 def test_a_calibration_finds_what_was_planted() -> None:
-    planted = curved_table()
+    planted = sigmoid_table()
     calibration = calibration_of(lambda table, _, length: distance(table, planted) + length / 1e6)
     chosen = calibration.run()
     assert chosen == "8 knots"
@@ -242,7 +230,7 @@ def test_a_calibration_finds_what_was_planted() -> None:
 
 def test_what_is_only_learnt_by_heart_is_not_chosen() -> None:
     """The documents of the search like radix factors of their own, all others a fixed method."""
-    heart, fixed = curved_table(), mrrope.frequency_table("yarn_ratio", **SMOLLM)
+    heart, fixed = sigmoid_table(), mrrope.frequency_table("yarn_ratio", **SMOLLM2)
     calibration = calibration_of(lambda table, document, _: distance(table, heart if document[0] == "s" else fixed))
     chosen = calibration.run()
     best = min(calibration.finalists, key=lambda part: calibration.finalists[part].search_loss)
@@ -254,7 +242,7 @@ def test_what_is_only_learnt_by_heart_is_not_chosen() -> None:
 @pytest.mark.parametrize("minutes", [200, 400, 1000])
 def test_the_budget_is_kept_with_the_decision_in_it(minutes: float) -> None:
     told = []
-    planted = curved_table()
+    planted = sigmoid_table()
     calibration = calibration_of(
         lambda table, *_: distance(table, planted), 60 * minutes, improved=lambda *one: told.append(one)
     )
@@ -271,8 +259,8 @@ def test_a_budget_that_is_too_small_for_the_fixed_methods_is_said_to_be() -> Non
 
 
 def test_losses_that_are_no_numbers_count_as_the_worst() -> None:
-    rope = mrrope.frequency_table("rope", **SMOLLM)
-    planted = mrrope.frequency_table("mrrope_pro", **SMOLLM)
+    rope = mrrope.frequency_table("rope", **SMOLLM2)
+    planted = mrrope.frequency_table("mrrope_pro", **SMOLLM2)
     calibration = calibration_of(lambda table, *_: math.inf if table == rope else distance(table, planted))
     assert calibration.run() == "mrrope_pro"
 
@@ -285,14 +273,7 @@ def llama_table(scale: float = 2.0) -> mrrope.FrequencyTable:
 
 
 def readings_of(path: Path, **options) -> Readings:
-    return Readings(RepeatsItselfPatched(), [4, 8], Journal(path, {"run": 1}), chunk=100, **options)
-
-
-class RepeatsItselfPatched(RepeatsItself):
-    """Knows nothing of tables."""
-
-    def __init__(self) -> None:
-        super().__init__(5)
+    return Readings(RepeatsLastToken(vocabulary=5), [4, 8], Journal(path, {"run": 1}), chunk=100, **options)
 
 
 @pytest.fixture
@@ -308,8 +289,8 @@ def test_a_reading_is_made_once_and_serves_all_shorter_lengths(tmp_path: Path) -
     readings = readings_of(tmp_path / "journal")
     # Tokens 2 and 3, a repeated one and another; then tokens 4 to 7, of which one is repeated.
     halves = {4: (ln2 + ln8) / 2, 8: (3 * ln8 + ln2) / 4}
-    assert readings.loss(table, Rung([document], 8)) == pytest.approx(sum(halves.values()) / 2, rel=4 * EPSILON)
-    assert readings.loss(table, Rung([document], 4)) == pytest.approx(halves[4], rel=4 * EPSILON)
+    assert readings.loss(table, Rung([document], 8)) == pytest.approx(sum(halves.values()) / 2, rel=4 * FLOAT32_EPS)
+    assert readings.loss(table, Rung([document], 4)) == pytest.approx(halves[4], rel=4 * FLOAT32_EPS)
     assert readings.model.lengths_of_calls == [7]
     assert readings.count == 1
     readings.journal.close()
@@ -428,8 +409,8 @@ def test_a_journal_that_was_damaged_is_said_to_be(tmp_path: Path) -> None:
 
 
 def test_keys_are_hidden_before_they_are_asked_for() -> None:
-    tokenizer = byte_tokenizer(begins_texts=True)
-    text = words(12_000)
+    tokenizer = byte_tokenizer(adds_bos=True)
+    text = random_words(12_000)
     document = Document("one", tokenizer(text).input_ids[: 2**16])
     keyed = with_keys(document, tokenizer, [64, 2**14, 2**15, 2**16])
     assert len(keyed.tokens) == 2**16
@@ -453,28 +434,30 @@ def test_keys_are_hidden_before_they_are_asked_for() -> None:
 
 
 def test_what_is_forgotten_is_counted_up_to_each_length() -> None:
-    document = with_keys(Document("one", []), byte_tokenizer(begins_texts=False), [])
+    document = with_keys(Document("one", []), byte_tokenizer(adds_bos=False), [])
     keyed = type(document)("one", [0] * 8, answers=(2, 5, 6))
     losses = torch.tensor([9.0, math.log(2), 9.0, 9.0, math.log(4), 0.0, 9.0])  # of tokens 1 to 7
     assert [figures_at(length, losses, keyed).forgotten for length in (2, 4, 8)] == pytest.approx(
-        [0, 1 / 2, (1 / 2 + 3 / 4 + 0) / 3], rel=8 * EPSILON
+        [0, 1 / 2, (1 / 2 + 3 / 4 + 0) / 3], rel=8 * FLOAT32_EPS
     )
     assert figures_at(8, losses, Document("one", [0] * 8)).forgotten == 0
 
 
 def test_forgetting_weighs_what_was_asked(tmp_path: Path, unpatchable: None) -> None:
-    keyed = type(with_keys(Document("one", []), byte_tokenizer(begins_texts=False), []))("one", [0] * 8, (3, 7))
+    keyed = type(with_keys(Document("one", []), byte_tokenizer(adds_bos=False), []))("one", [0] * 8, (3, 7))
     plain, weighed = (readings_of(tmp_path / f"{weight}", retrieval=weight) for weight in (0.0, 0.5))
     rung = Rung([keyed], 8)
     # Repeated tokens have probability 1/2, so half is forgotten.
-    assert weighed.loss(llama_table(), rung) - plain.loss(llama_table(), rung) == pytest.approx(0.25, rel=16 * EPSILON)
+    assert weighed.loss(llama_table(), rung) - plain.loss(llama_table(), rung) == pytest.approx(
+        0.25, rel=16 * FLOAT32_EPS
+    )
 
 
 # Documents
 
 
 def test_documents_are_dealt_out_in_turn(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer(begins_texts=False)
+    tokenizer = byte_tokenizer(adds_bos=False)
     (tmp_path / "text").write_text("\0".join(f"{i}" * 50 for i in range(9)))
     (tmp_path / "other").write_text("x" * 60)
 
@@ -491,7 +474,7 @@ def test_documents_are_dealt_out_in_turn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("join", [False, True])
 def test_what_was_searched_is_not_held_out(tmp_path: Path, join: bool) -> None:
-    tokenizer = byte_tokenizer(begins_texts=False)
+    tokenizer = byte_tokenizer(adds_bos=False)
     texts = tmp_path / "texts"
     texts.mkdir()
     for name in "abcd":
@@ -517,7 +500,7 @@ def test_what_was_searched_is_not_held_out(tmp_path: Path, join: bool) -> None:
 
 
 def test_short_documents_are_joined_where_asked(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer(begins_texts=True)
+    tokenizer = byte_tokenizer(adds_bos=True)
     (tmp_path / "text").write_text("\0".join(letter * 20 for letter in "abcdefg"))
     found = documents.joined_documents(tmp_path / "text", tokenizer, 31)
     assert [(document.name, tokenizer.decode(document.tokens[1:])) for document in found] == [
@@ -542,28 +525,16 @@ def test_lengths_double_up_to_the_scale() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that was never trained, its tokenizer, a text, and another to report on."""
     folder = tmp_path_factory.mktemp("calibration")
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        initializer_range=0.5,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    byte_tokenizer(begins_texts=True).save_pretrained(folder / "model")
-    (folder / "text.txt").write_text("\0".join(words(24, seed) for seed in range(6)))
-    (folder / "other.txt").write_text("\0".join(words(24, seed) for seed in (7, 8)))
+    save_byte_llama(folder / "model", 32, heads=2, initializer_range=0.5)
+    (folder / "text.txt").write_text("\0".join(random_words(24, seed) for seed in range(6)))
+    (folder / "other.txt").write_text("\0".join(random_words(24, seed) for seed in (7, 8)))
     return folder
 
 
 def arguments(folder: Path, output: Path, *options: str, **replaced: str) -> list[str]:
     given = {"--text": str(folder / "text.txt"), "--device": "cpu", "--scale": "4", "--output": str(output), **replaced}
     model = given.pop("model", str(folder / "model"))
-    return ["calibrate", model, *options, *(part for option in given.items() for part in option)]
+    return ["calibrate", model, *options, *as_arguments(given)]
 
 
 @pytest.fixture(scope="module")
@@ -596,7 +567,7 @@ def test_the_command_finds_writes_and_reports(folder: Path, unbroken: Path, tmp_
     held_out = {"--text": str(folder / "other.txt"), "--lengths": "32,64,128", "--scale": "4", "--device": "cpu"}
     methods = {"--methods": f"{','.join(FIXED_METHODS)},{unbroken.with_suffix('.table.json')}"}
     options = {**held_out, **methods, "--output": str(tmp_path / "eval")}
-    assert main(["eval", str(folder / "model"), *(part for option in options.items() for part in option)]) == 0
+    assert main(["eval", str(folder / "model"), *as_arguments(options)]) == 0
     expected = json.loads((tmp_path / "eval.json").read_text())["results"]["perplexity"]
     expected[report.CALIBRATED] = expected.pop(str(unbroken.with_suffix(".table.json")))
     assert data["results"]["perplexity"] == expected
@@ -609,7 +580,7 @@ def test_the_sweep_is_of_the_bounds(folder: Path, unbroken: Path) -> None:
     assert unbroken.with_suffix(".sweep.png").read_bytes().startswith(b"\x89PNG")
     assert len(sweep["perplexity"]) == len(sweep["d_l"])
     model = LlamaForCausalLM.from_pretrained(folder / "model").eval()
-    read = [0, *byte_tokenizer(begins_texts=False)(words(24, 7)).input_ids][:128]
+    read = [0, *byte_tokenizer(adds_bos=False)(random_words(24, 7)).input_ids][:128]
     for i, low in enumerate(sweep["d_l"]):
         for j, high in enumerate(sweep["d_h"]):
             if low >= high:
@@ -622,7 +593,7 @@ def test_the_sweep_is_of_the_bounds(folder: Path, unbroken: Path) -> None:
             losses = -logits.log_softmax(-1)[torch.arange(127), read[1:]]
             halves = [losses[length // 2 - 1 : length - 1].mean().item() for length in (32, 64, 128)]
             # Losses of about 10 in float32, by another order of sums.
-            assert math.log(sweep["perplexity"][i][j]) == pytest.approx(sum(halves) / 3, rel=64 * EPSILON)
+            assert math.log(sweep["perplexity"][i][j]) == pytest.approx(sum(halves) / 3, rel=64 * FLOAT32_EPS)
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT], ids=lambda kill: kill.name)
@@ -630,12 +601,10 @@ def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_read_twice(
     folder: Path, unbroken: Path, tmp_path: Path, kill: signal.Signals
 ) -> None:
     options = arguments(folder, tmp_path / "out", **{"--held-out": str(folder / "other.txt")})
-    command = [sys.executable, "-c", "import sys; from mrrope.cli import main; sys.exit(main(sys.argv[1:]))"]
     path = tmp_path / "out.journal"
     whole = readings_in(unbroken.with_suffix(".journal"))
-    # In another folder than the checkout, whose package is not compiled.
     said = (tmp_path / "stderr").open("w+")
-    process = subprocess.Popen([*command, *options], stderr=said, cwd=tmp_path)
+    process = subprocess.Popen([*MRROPE, *options], stderr=said, cwd=tmp_path)
     deadline = time.monotonic() + 120
     while not path.exists() or path.read_bytes().count(b"\n") < len(whole) / 2:
         assert process.poll() is None
@@ -737,7 +706,7 @@ def test_the_found_table_goes_to_patch_and_export(folder: Path, unbroken: Path, 
 def test_bad_options_are_named(
     folder: Path, tmp_path: Path, replaced: dict[str, str], message: str, monkeypatch, capsys
 ) -> None:
-    (tmp_path / "two.txt").write_text("\0".join(words(24, seed) for seed in range(2)))
+    (tmp_path / "two.txt").write_text("\0".join(random_words(24, seed) for seed in range(2)))
     monkeypatch.chdir(tmp_path)
     assert main(arguments(folder, tmp_path / "out", **replaced)) == 2
     printed = capsys.readouterr().err
@@ -779,7 +748,7 @@ def test_what_was_read_before_the_memory_was_full_is_kept(folder: Path, tmp_path
     fails = OutOfMemory(room=100)
     read = model.forward
     model.forward = lambda **given: (fails if int(given["position_ids"].max()) >= 100 else read)(**given)
-    monkeypatch.setattr(models, "load", lambda *_, **__: (model, byte_tokenizer(begins_texts=True)))
+    monkeypatch.setattr(models, "load", lambda *_, **__: (model, byte_tokenizer(adds_bos=True)))
     assert main(arguments(folder, tmp_path / "out")) == 2
     printed = capsys.readouterr().err
     assert "mrrope calibrate: out of memory; a smaller --chunk than 4096 or shorter --lengths need less" in printed
@@ -813,7 +782,7 @@ def test_patch_and_eval_take_the_name(shipped_table: mrrope.FrequencyTable, fold
     assert mrrope.patch(model, "tiny-4x").model.rotary_emb.ladders[None].tables == (shipped_table,)
     options = {"--text": str(folder / "text.txt"), "--lengths": "64", "--device": "cpu", "--methods": "rope,tiny-4x"}
     options["--output"] = str(tmp_path / "out")
-    assert main(["eval", str(folder / "model"), *(part for option in options.items() for part in option)]) == 0
+    assert main(["eval", str(folder / "model"), *as_arguments(options)]) == 0
 
 
 def test_patch_names_methods_and_tables_where_a_name_is_neither(shipped_table, folder: Path, monkeypatch) -> None:

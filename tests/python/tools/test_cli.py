@@ -4,15 +4,14 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import MRROPE
 
 import mrrope
 from mrrope import cli
 
-COMMAND = [sys.executable, "-c", "import sys; from mrrope.cli import main; sys.exit(main(sys.argv[1:]))"]
 TABLE = ["table", "mrrope_pro", "--base", "10000", "--original-max-position", "64", "--rotary-dim"]
 
 
@@ -34,9 +33,8 @@ def test_a_reader_that_leaves_is_no_error(arguments: list[str], tmp_path: Path) 
     reader, writer = os.pipe()
     # argparse is silent of errors in writing, and unbuffered sees them itself.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    # In another folder than the checkout, whose package need not be compiled.
     process = subprocess.Popen(
-        [*COMMAND, *arguments], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=environment
+        [*MRROPE, *arguments], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=environment
     )
     os.close(writer)
     os.close(reader)

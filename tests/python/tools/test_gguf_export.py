@@ -5,9 +5,9 @@ import math
 from pathlib import Path
 
 import pytest
-import real_model
+import smollm2
 import torch
-from conftest import slow
+from markers import slow
 
 import mrrope
 from mrrope import cli
@@ -211,7 +211,7 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_a_real_file(tmp_path):
-    source = real_model.gguf_file()
+    source = smollm2.gguf_file()
     table = mrrope.export_gguf(source, tmp_path / "d.gguf", "mrrope_pro", scale=4.0)
     assert table == mrrope.frequency_table("mrrope_pro", rotary_dim=64, base=1e5, original_max_position=8192, scale=4.0)
     check_copy(source, tmp_path / "d.gguf", table, 4 * 8192)
@@ -263,9 +263,9 @@ def test_the_real_llama_cpp_agrees_with_the_patched_model(tmp_path):
     2048 tokens and 3e-8 at 9216.
     """
     pytest.importorskip("llama_cpp", reason="the package llama-cpp-python is not installed")
-    source, short, long, last = real_model.gguf_file(), 2048, 9216, 256
-    model, tokenizer = real_model.model_and_tokenizer()
-    tokens = tokenizer(real_model.real_text())["input_ids"]
+    source, short, long, last = smollm2.gguf_file(), 2048, 9216, 256
+    model, tokenizer = smollm2.model_and_tokenizer()
+    tokens = tokenizer(smollm2.real_text())["input_ids"]
     original, exported = dequantized(source, tmp_path / "original.gguf"), tmp_path / "exported.gguf"
     table = mrrope.export_gguf(original, exported, "mrrope_pro", scale=4.0)
     plain = mrrope.frequency_table("rope", rotary_dim=64, base=table.base, original_max_position=8192)

@@ -1,8 +1,12 @@
-"""Who may include whom: csrc knows no torch and no CUDA, kernels no torch, and mrrope needs torch alone."""
+"""Layers: csrc knows neither torch nor CUDA, kernels no torch; mrrope needs only torch and imports downwards."""
 
 import ast
 import re
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,16 +18,35 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 TORCH = re.compile(r"^(torch|ATen|c10|pybind11)/|^Python\.h$")
 CUDA = re.compile(r"^cu(da|tlass|te|b)\b|^(cuda|cutlass|cute|cub|thrust)[_/.]|^nv")
 
+# From the bottom. A module belongs to the entry with its longest prefix; it may import its own layer and those below.
+PACKAGE_LAYERS = [
+    {"mrrope._core", "mrrope.calibrated_tables", "mrrope.tables", "mrrope.table_lookup"},
+    {"mrrope.ops"},
+    {"mrrope.hf"},
+    {"mrrope.hf.patch"},
+    {"mrrope.export"},
+    {"mrrope"},  # mrrope/__init__.py, the public names
+    {"mrrope.reporting"},
+    {"mrrope.evaluation", "mrrope.theory", "mrrope.benchmark"},
+    {"mrrope.calibration"},
+    {"mrrope.demo"},
+    {"mrrope.cli"},
+]
+MAX_LEVELS = 8
+
+
+# C++
+
 
 def includes(layer: str) -> list[tuple[str, str]]:
-    """(file, what it includes) for every include line of a layer."""
+    """Return (file, included name) for every include line of a layer."""
     files = [path for path in (ROOT / layer).rglob("*") if path.suffix in SOURCES]
     assert files, f"no sources in {layer}"
     return [(path.relative_to(ROOT).as_posix(), name) for path in files for name in INCLUDE.findall(path.read_text())]
 
 
 def headers_of(layer: str) -> set[str]:
-    """The names by which a layer's own headers are included."""
+    """Return the names by which a layer's own headers are included."""
     paths = [path for path in (ROOT / layer).rglob("*") if path.suffix in {".h", ".cuh"}]
     return {path.name if "include" not in path.parts else f"mrrope/{path.name}" for path in paths}
 
@@ -33,23 +56,23 @@ def headers_of(layer: str) -> set[str]:
     [("csrc", TORCH), ("csrc", CUDA), ("kernels", TORCH)],
     ids=["csrc-torch", "csrc-cuda", "kernels-torch"],
 )
-def test_no_foreign_includes(layer, forbidden):
+def test_no_foreign_includes(layer: str, forbidden: re.Pattern[str]) -> None:
     assert [(file, name) for file, name in includes(layer) if forbidden.search(name)] == []
 
 
 @pytest.mark.parametrize(("layer", "above"), [("csrc", "kernels"), ("csrc", "bindings"), ("kernels", "bindings")])
-def test_no_includes_from_the_layer_above(layer, above):
+def test_no_includes_from_the_layer_above(layer: str, above: str) -> None:
     foreign = headers_of(above)
     assert foreign
     assert [(file, name) for file, name in includes(layer) if name in foreign or f"{above}/" in name] == []
 
 
-def test_only_bindings_includes_torch():
+def test_only_bindings_includes_torch() -> None:
     layers = ["csrc", "kernels", "bindings"]
     assert {layer for layer in layers for _, name in includes(layer) if TORCH.search(name)} == {"bindings"}
 
 
-def test_the_patterns_know_the_usual_headers():
+def test_the_patterns_match_the_usual_headers() -> None:
     for name in ("torch/library.h", "ATen/core/Tensor.h", "c10/util/Exception.h", "pybind11/stl.h"):
         assert TORCH.search(name)
     for name in ("cuda_runtime.h", "cuda/std/array", "cuda.h", "cutlass/array.h", "cub/cub.cuh", "nvtx3/nvtx3.hpp"):
@@ -59,8 +82,11 @@ def test_the_patterns_know_the_usual_headers():
         assert not CUDA.search(name)
 
 
+# The Python package
+
+
 def imports_at_module_level(path: Path) -> set[str]:
-    """The top-level packages that importing the file imports; functions import when they are called."""
+    """Return the top-level packages that importing the file imports; imports inside functions do not count."""
     found: set[str] = set()
     pending: list[ast.AST] = list(ast.parse(path.read_text()).body)
     while pending:
@@ -74,9 +100,103 @@ def imports_at_module_level(path: Path) -> set[str]:
     return found
 
 
-def test_the_package_imports_torch_and_the_standard_library_only():
+def test_the_package_imports_torch_and_the_standard_library_only() -> None:
     files = list((ROOT / "mrrope").rglob("*.py"))
     assert files
     for path in files:
         foreign = imports_at_module_level(path) - set(sys.stdlib_module_names) - {"torch", "mrrope"}
         assert foreign == set(), path
+
+
+def module_files() -> dict[str, Path]:
+    """Return the package's files by module name; ``_core`` is compiled and has only its stub."""
+    paths = [*(ROOT / "mrrope").rglob("*.py"), *(ROOT / "mrrope").rglob("*.pyi")]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+def imported_names(path: Path, package: str) -> Iterator[tuple[str, str]]:
+    """Yield (module, name or "") for every import in a file, also those inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            module = ".".join([*parents, *filter(None, [node.module])])
+            yield from ((module, alias.name) for alias in node.names)
+
+
+@cache
+def package_imports() -> dict[str, set[str]]:
+    """Return, for every module of the package, the modules of the package that it imports."""
+    files = module_files()
+    found: dict[str, set[str]] = {}
+    for name, path in files.items():
+        package = name if path.stem == "__init__" else name.rpartition(".")[0]
+        pairs = {(module, f"{module}.{member}") for module, member in imported_names(path, package)}
+        found[name] = {member if member in files else module for module, member in pairs} & files.keys() - {name}
+    return found
+
+
+def layer_of(module: str) -> int:
+    entries = {prefix: i for i, layer in enumerate(PACKAGE_LAYERS) for prefix in layer if prefix != "mrrope"}
+    matching = [prefix for prefix in entries if f"{module}.".startswith(f"{prefix}.")]
+    assert matching or module == "mrrope", f"{module} belongs to no layer"
+    return entries[max(matching, key=len)] if matching else PACKAGE_LAYERS.index({"mrrope"})
+
+
+def test_modules_import_downwards() -> None:
+    imports = package_imports()
+    upward = [(name, other) for name in imports for other in imports[name] if layer_of(other) > layer_of(name)]
+    assert sorted(upward) == []
+
+
+def levels(package: str) -> dict[str, int]:
+    """Return the level of each module and folder directly in a package: one above the highest that it imports.
+
+    Raises:
+        graphlib.CycleError: They import each other in a circle.
+    """
+
+    def child(module: str) -> str | None:
+        if module == package:
+            return "__init__"
+        return module[len(package) + 1 :].split(".")[0] if module.startswith(f"{package}.") else None
+
+    graph: dict[str, set[str]] = defaultdict(set)
+    for name, others in package_imports().items():
+        if (importer := child(name)) is not None:
+            graph[importer] |= {below for other in others if (below := child(other)) not in (None, importer)}
+    found: dict[str, int] = {}
+    for name in TopologicalSorter(graph).static_order():
+        found[name] = 1 + max((found[below] for below in graph[name]), default=0)
+    return found
+
+
+@pytest.mark.parametrize("package", sorted(name for name, path in module_files().items() if path.name == "__init__.py"))
+def test_a_package_has_no_import_cycle_and_few_levels(package: str) -> None:
+    found = levels(package)
+    assert max(found.values()) <= MAX_LEVELS, f"levels: {sorted(found.items(), key=lambda item: item[1])}"
+
+
+def test_imports_are_read_from_every_form(tmp_path: Path) -> None:
+    source = "import a.b\nfrom . import c\nfrom .. import d\nfrom ..e import f\ndef g():\n    from h import i\n"
+    (tmp_path / "x.py").write_text(source)
+    found = set(imported_names(tmp_path / "x.py", "p.q"))
+    assert found == {("a.b", ""), ("p.q", "c"), ("p", "d"), ("p.e", "f"), ("h", "i")}
+
+
+# Tests
+
+
+def test_tests_share_code_through_support_only() -> None:
+    """No test file imports another test file or conftest.py, nor a private name of a module in tests."""
+    files = [path for folder in ("python", "fuzz") for path in (ROOT / "tests" / folder).rglob("*.py")]
+    own = {path.stem for path in files}
+    wrong = []
+    for path in files:
+        for module, name in imported_names(path, "fuzz"):
+            last = module.rpartition(".")[2]
+            is_private = name.startswith("_") and last in own and not module.startswith("mrrope")
+            if last.startswith("test_") or last == "conftest" or is_private:
+                wrong.append(f"{path.relative_to(ROOT)}: {module} {name}")
+    assert sorted(wrong) == []

@@ -18,9 +18,10 @@ import small_models
 import small_training
 import study_tables
 import torch
-from test_calibration import SMOLLM, curved_table, distance
-from test_evaluation import VOCABULARY, byte_tokenizer, words
-from transformers import LlamaConfig, LlamaForCausalLM
+from byte_llama import byte_llama, byte_tokenizer, random_words, save_byte_llama
+from command_line import as_arguments
+from planted_tables import SMOLLM2, distance, sigmoid_table
+from transformers import LlamaForCausalLM
 
 import mrrope
 from mrrope.calibration.calibrate import FIXED_METHODS
@@ -59,7 +60,7 @@ def test_contenders_are_all_different_and_of_one_scale() -> None:
     assert {*FIXED_METHODS, "mrrope_pow 0.5", "mrrope_pow 2", "su"} == set(tables)
     assert {table.scale for table in tables.values()} == {16.0}
     assert len({tuple(table.inv_freq.tolist()) for table in tables.values()}) == len(tables)
-    assert tables["mrrope_pow 2"] == mrrope.frequency_table("mrrope_pow", power=2.0, **SMOLLM)
+    assert tables["mrrope_pow 2"] == mrrope.frequency_table("mrrope_pow", power=2.0, **SMOLLM2)
 
 
 # Evolution
@@ -89,7 +90,7 @@ def test_genes_keep_a_table_and_its_order() -> None:
 @pytest.mark.parametrize("rungs", [1, 3])
 def test_evolution_nears_a_planted_table_within_its_budget(rungs: int) -> None:
     genes, seeds = genes_and_seeds()
-    planted, budget = curved_table(), 1500
+    planted, budget = sigmoid_table(), 1500
     asked: dict = {}
 
     def loss(point, rung) -> float:
@@ -117,26 +118,14 @@ def test_evolution_without_enough_for_the_first_generation_says_so() -> None:
         evolution.evolve(*genes_and_seeds(), spent, 3)
 
 
-def tiny_llama(native: int = 64) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            max_position_embeddings=native,
-            initializer_range=0.5,
-        )
-    ).eval()
-
-
 def test_rationed_readings_are_no_more_than_the_ration(tmp_path: Path) -> None:
     document = Document("one", list(range(128)))
     readings = evolution.RationedReadings(
-        tiny_llama(), [64, 128], Journal(tmp_path / "journal", {}), chunk=128, ration=64 + 128 + 100
+        byte_llama(64, initializer_range=0.5),
+        [64, 128],
+        Journal(tmp_path / "journal", {}),
+        chunk=128,
+        ration=64 + 128 + 100,
     )
     tables = [
         mrrope.frequency_table("mrrope_uni", rotary_dim=32, base=1e4, original_max_position=64, scale=scale)
@@ -159,10 +148,9 @@ def test_rationed_readings_are_no_more_than_the_ration(tmp_path: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that was never trained, texts to search and to report on, and its calibration at scale 2."""
     folder = tmp_path_factory.mktemp("study")
-    tiny_llama(512).save_pretrained(folder / "model")
-    byte_tokenizer(begins_texts=True).save_pretrained(folder / "model")
-    (folder / "search.txt").write_text("\0".join(words(200, seed) for seed in range(4)))
-    (folder / "eval.txt").write_text("\0".join(words(200, seed) for seed in (7, 8, 9)))
+    save_byte_llama(folder / "model", 512, initializer_range=0.5)
+    (folder / "search.txt").write_text("\0".join(random_words(200, seed) for seed in range(4)))
+    (folder / "eval.txt").write_text("\0".join(random_words(200, seed) for seed in (7, 8, 9)))
     options = {
         "--text": "search.txt",
         "--held-out": "eval.txt",
@@ -174,7 +162,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--output": "calibration_2x",
     }
     options |= {name: str(folder / options[name]) for name in ("--text", "--held-out", "--output")}
-    assert main(["calibrate", str(folder / "model"), *(part for option in options.items() for part in option)]) == 0
+    assert main(["calibrate", str(folder / "model"), *as_arguments(options)]) == 0
     return folder
 
 
@@ -273,7 +261,7 @@ def test_evolution_at_a_scale_that_is_not_studied(folder: Path, tmp_path: Path) 
 
 def test_long_texts_are_encoded_once() -> None:
     asked: list[str] = []
-    plain = byte_tokenizer(begins_texts=True)
+    plain = byte_tokenizer(adds_bos=True)
 
     class Watched:
         bos_token_id = 7
@@ -402,8 +390,8 @@ def examined(folder: Path, output: Path, *more: str) -> dict:
 
 @pytest.fixture
 def small_texts(tmp_path: Path) -> Path:
-    (tmp_path / "train.txt").write_text("\0".join(words(100, seed) for seed in range(8)))
-    (tmp_path / "held_out.txt").write_text("\0".join(words(200, 100 + seed) for seed in range(7)))
+    (tmp_path / "train.txt").write_text("\0".join(random_words(100, seed) for seed in range(8)))
+    (tmp_path / "held_out.txt").write_text("\0".join(random_words(200, 100 + seed) for seed in range(7)))
     return tmp_path
 
 

@@ -5,7 +5,9 @@ import math
 
 import pytest
 import torch
+from byte_llama import save_byte_llama
 from mpmath import cos, fmod, mp, mpf, pi
+from tiny_models import tiny_model, tokens
 
 import mrrope
 from mrrope.cli import main
@@ -143,9 +145,6 @@ def test_scores_are_those_of_the_rotated_heads(pairing: str) -> None:
 
 
 def test_products_come_from_every_layer_and_head_of_a_model() -> None:
-    pytest.importorskip("transformers")
-    from tiny_models import tiny_model, tokens
-
     model = tiny_model("llama")
     heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
     rotary_dim = model.config.hidden_size // heads
@@ -160,9 +159,6 @@ def test_products_come_from_every_layer_and_head_of_a_model() -> None:
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_products_come_from_layers_that_see_the_whole_text(family: str) -> None:
     """Layers that see a window count for nothing, with a RoPE of their own or not: what they rotate here is NaN."""
-    pytest.importorskip("transformers")
-    from tiny_models import tiny_model, tokens
-
     model = tiny_model(family)
     kinds, heads = model.config.layer_types, model.config.num_attention_heads
     assert {*kinds} == {"full_attention", "sliding_attention"}
@@ -180,9 +176,6 @@ def test_products_come_from_layers_that_see_the_whole_text(family: str) -> None:
 
 
 def test_products_of_a_model_that_rotates_in_windows_alone() -> None:
-    pytest.importorskip("transformers")
-    from tiny_models import tiny_model, tokens
-
     model = tiny_model("cohere2")
     shown = model.config.layer_types.count("sliding_attention")
     assert 0 < shown < len(model.config.layer_types)
@@ -213,9 +206,6 @@ def test_heads_that_the_op_norms_are_recorded_normed(over: str, layout: str) -> 
 
 def test_a_model_with_norms_is_recorded_as_if_it_normed_by_itself() -> None:
     """With a hook on each norm of its first layer, that layer norms by its own code and only rotates by the op."""
-    pytest.importorskip("transformers")
-    from tiny_models import tiny_model, tokens
-
     model = tiny_model("qwen3", dtype=torch.float64)
     heads, rotary_dim = model.config.num_attention_heads, model.config.head_dim
     text = tokens(1, 40)[0].tolist()
@@ -231,9 +221,6 @@ def test_a_model_with_norms_is_recorded_as_if_it_normed_by_itself() -> None:
 
 
 def test_a_model_that_rotates_q_and_k_one_by_one_is_refused() -> None:
-    pytest.importorskip("transformers")
-    from tiny_models import tiny_model, tokens
-
     model = tiny_model("gemma3n_text")
     with pytest.raises(ValueError, match=r"model must rotate q and k together for this, and Gemma3n"):
         attention.pair_products(model, tokens(1, 40)[0].tolist())
@@ -298,22 +285,8 @@ def test_wavering_is_averaged_past_the_native_length() -> None:
 @pytest.fixture
 def tiny_folder(tmp_path):
     """A model whose name has a dot in it, and its tokenizer."""
-    from test_evaluation import VOCABULARY, byte_tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-    )
     folder = tmp_path / "tiny-2.5-3B"
-    LlamaForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer(begins_texts=True).save_pretrained(folder)
+    save_byte_llama(folder, 512, layers=2, heads=2, hidden_size=64)
     return folder
 
 

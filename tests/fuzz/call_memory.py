@@ -1,17 +1,17 @@
-"""The memory that a call reads and writes: copied whole, and looked at for what changed."""
+"""The storages that a call reads and writes: clone them and find changes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from cases import whole_memory
+from rotary_cases import whole_memory
 
-from fuzz.attempts import Arguments, Tensor
-from fuzz.exact import bits
+from fuzz.float64_reference import as_integers
+from fuzz.op_call import Arguments, Tensor
 
 
-def tensors_of(arguments: Arguments) -> dict[str, Tensor]:
-    """All tensors of a call by name."""
+def tensors_by_name(arguments: Arguments) -> dict[str, Tensor]:
+    """Return all tensors among the arguments by name."""
     found = {}
     for name, value in arguments.items():
         items = {name: value} if not isinstance(value, list) else {f"{name}[{i}]": x for i, x in enumerate(value)}
@@ -19,8 +19,8 @@ def tensors_of(arguments: Arguments) -> dict[str, Tensor]:
     return found
 
 
-def copied(arguments: Arguments, device: str | None = None) -> Arguments:
-    """The same call on copies of all memory: views of one storage stay views of one."""
+def cloned(arguments: Arguments, device: str | None = None) -> Arguments:
+    """Return the arguments on copies of their storages; views of one storage stay views of one."""
     memories: dict[int, Tensor] = {}
 
     def copy(x: Any) -> Any:
@@ -39,16 +39,16 @@ def copied(arguments: Arguments, device: str | None = None) -> Arguments:
     return {name: copy(value) for name, value in arguments.items()}
 
 
-def storages(arguments: Arguments, before: Arguments) -> list[tuple[str, Tensor, Tensor]]:
-    """Every memory of a call, by the name of one that looks into it, now and as it was."""
-    now, was = tensors_of(arguments), tensors_of(before)
+def storages_now_and_before(arguments: Arguments, before: Arguments) -> list[tuple[str, Tensor, Tensor]]:
+    """Return every distinct storage with the name of one argument in it: after the call and before."""
+    now, was = tensors_by_name(arguments), tensors_by_name(before)
     distinct = {x.untyped_storage().data_ptr(): name for name, x in reversed(now.items()) if x.numel()}
     return [(name, whole_memory(now[name]), whole_memory(was[name])) for name in distinct.values()]
 
 
-def touched(now: Tensor, was: Tensor, written: list[Tensor]) -> Tensor:
-    """Whether memory has changed that is none of what is written."""
-    changed = bits(now) != bits(was)
+def changed_outside(now: Tensor, was: Tensor, written: list[Tensor]) -> Tensor:
+    """Return whether a storage changed outside the tensors that the call may write."""
+    changed = as_integers(now) != as_integers(was)
     for x in written:
         if x.untyped_storage().data_ptr() == now.untyped_storage().data_ptr():
             changed.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(False)

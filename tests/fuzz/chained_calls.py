@@ -1,18 +1,18 @@
-"""Several calls in a row, in place on the same memory: rotations compose."""
+"""Chains of in-place calls on the same memory: their rotations compose."""
 
 from __future__ import annotations
 
-from reference import TOLERANCES
+from rotary_reference import TOLERANCES
 
 import mrrope
-from fuzz import exact
-from fuzz.attempts import Arguments, Attempt, Expected, Tensor
-from fuzz.exact import Steps
+from fuzz import float64_reference
+from fuzz.float64_reference import PhaseSteps
+from fuzz.op_call import Arguments, Expected, OpCall, Tensor
 from fuzz.op_cases import OpCase
 
 
-class ChainAttempt(Attempt):
-    """Keys that are rotated, rescaled and rotated back in place, again and again."""
+class ChainedCalls(OpCall):
+    """q and k rotated, re-rotated and rotated back in place, in random order."""
 
     def __init__(self, case: OpCase) -> None:
         super().__init__(case)
@@ -27,7 +27,7 @@ class ChainAttempt(Attempt):
     def written(self, arguments: Arguments) -> list[Tensor]:
         return [arguments["q"], arguments["k"]]
 
-    def invoke(self, arguments: Arguments) -> list[Tensor]:
+    def run(self, arguments: Arguments) -> list[Tensor]:
         q, k, positions = arguments["q"], arguments["k"], arguments["positions"]
         options = (self.case.layout, self.case.pairing)
         for link, a, b in self.links:
@@ -41,11 +41,11 @@ class ChainAttempt(Attempt):
     def expected(self, before: Arguments) -> list[Expected]:
         case, none = self.case, mrrope.frequency_table("rope", rotary_dim=self.case.rotary_dim, base=1e4,
                                                        original_max_position=8)  # fmt: skip
-        total = Steps.of([none], case.device)
+        total = PhaseSteps.of([none], case.device)
         total = total.relative_to(total)
         gain = 1.0
         for link, a, b in self.links:
-            first, second = (Steps.of([case.make_table(i)], case.device) for i in (a, b))
+            first, second = (PhaseSteps.of([case.make_table(i)], case.device) for i in (a, b))
             identity = first.relative_to(first)
             link_steps = {
                 "rotary_": first,
@@ -54,15 +54,15 @@ class ChainAttempt(Attempt):
             }[link]
             total = link_steps.after(total)
             gain *= max(1.0, self.factor_of(link, a, b))
-        by = exact.rotations(before["positions"], total, case.layout, None)
+        by = float64_reference.rotations(before["positions"], total, case.layout, None)
         tolerance = TOLERANCES[case.torch_dtype]
         found = []
         for name in "qk":
-            value = exact.rotated(before[name], by, case.pairing)
-            norms = exact.pair_norms(value, case.rotary_dim, case.pairing)
-            # Errors turn with their pair, so that relative to its norm they add up.
+            value = float64_reference.rotated(before[name], by, case.pairing)
+            norms = float64_reference.pair_norms(value, case.rotary_dim, case.pairing)
+            # A rotation keeps the error of a pair relative to its norm, so errors add up.
             allowed = case.steps * ((tolerance.arithmetic + 1.1 * tolerance.rounding) * norms)
-            allowed += 2 * case.steps * gain * exact.smallest(case.torch_dtype)
+            allowed += 2 * case.steps * gain * float64_reference.smallest_subnormal(case.torch_dtype)
             allowed[..., case.rotary_dim :] = 0.0
             found.append(Expected(name, value, allowed))
         return found

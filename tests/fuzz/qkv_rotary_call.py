@@ -1,20 +1,20 @@
-"""What a case calls, with what, and what it should give: the projection to q, k and v."""
+"""Calls of qkv_rotary."""
 
 from __future__ import annotations
 
 import torch
-from reference import TOLERANCES
+from rotary_reference import TOLERANCES
 from torch.nn.functional import linear
 
 import mrrope
-from fuzz import exact
-from fuzz.attempts import Arguments, Attempt, Expected, Tensor, float32_or_more
-from fuzz.exact import Steps
+from fuzz import float64_reference
+from fuzz.float64_reference import PhaseSteps
+from fuzz.op_call import Arguments, Expected, OpCall, Tensor, compute_eps
 from fuzz.op_cases import OpCase
 
 
-class ProjectionAttempt(Attempt):
-    """qkv_rotary."""
+class QkvRotaryCall(OpCall):
+    """A projection to q, k and v with q and k rotated."""
 
     def __init__(self, case: OpCase) -> None:
         super().__init__(case)
@@ -40,7 +40,7 @@ class ProjectionAttempt(Attempt):
                 self.tensors.random(case.heads_shape(count)) / case.magnitude for count in counts
             ]
 
-    def invoke(self, arguments: Arguments) -> list[Tensor]:
+    def run(self, arguments: Arguments) -> list[Tensor]:
         arguments = dict(arguments)
         gradients = arguments.pop("gradients", None)
         if gradients is None:
@@ -61,17 +61,23 @@ class ProjectionAttempt(Attempt):
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor | None, by: Tensor) -> list[Tensor]:
         q, k, v = self.heads(linear(x, weight, bias))
-        return [exact.rotated(q, by, self.case.pairing), exact.rotated(k, by, self.case.pairing), v]
+        return [
+            float64_reference.rotated(q, by, self.case.pairing),
+            float64_reference.rotated(k, by, self.case.pairing),
+            v,
+        ]
 
     def expected(self, before: Arguments) -> list[Expected]:
-        """Within a rounding of the product, one of the rotation, and what sums are off by in float."""
-        case, tolerance, eps = self.case, TOLERANCES[self.case.torch_dtype], float32_or_more(self.case)
+        """Return q, k and v, with a rounding of the product, one of the rotation, and the error of sums allowed."""
+        case, tolerance, eps = self.case, TOLERANCES[self.case.torch_dtype], compute_eps(self.case)
         given = [None if before[name] is None else before[name].double() for name in ("x", "weight", "bias")]
-        by = exact.rotations(before["positions"], Steps.of(self.tables, case.device), case.layout, None)
+        by = float64_reference.rotations(
+            before["positions"], PhaseSteps.of(self.tables, case.device), case.layout, None
+        )
         leaves = [None if x is None else x.requires_grad_() for x in given]
         whole = self.project(*leaves, by)
         sizes = self.heads(linear(*(None if x is None else x.detach().abs() for x in given)))
-        # torch may round the product before it adds the bias.
+        # torch may round the product before adding the bias.
         plain = [
             a.abs() + b.abs()
             for a, b in zip(*(self.heads(linear(*(leaf.detach() for leaf in leaves[:n] if leaf is not None)))
@@ -81,7 +87,9 @@ class ProjectionAttempt(Attempt):
         found = []
         for i, value in enumerate(x.detach() for x in whole):
             dim = case.rotary_dim if i < 2 else 0
-            spread, size = (exact.pair_norms(x[i], dim, case.pairing) if dim else x[i].abs() for x in (plain, sizes))
+            spread, size = (
+                float64_reference.pair_norms(x[i], dim, case.pairing) if dim else x[i].abs() for x in (plain, sizes)
+            )
             allowed = max(1.0, gain) * (tolerance.rounding * spread + eps * (case.inputs + 20) * size)
             allowed = allowed + tolerance.rounding * value.abs() + torch.finfo(case.torch_dtype).smallest_normal
             found.append(Expected("qkv"[i], value, allowed))
@@ -92,13 +100,13 @@ class ProjectionAttempt(Attempt):
     def expected_gradients(
         self, before: Arguments, leaves: list[Tensor | None], whole: list[Tensor], by: Tensor
     ) -> list[Expected]:
-        """Products of gradients that were rotated back and rounded once more."""
-        case, eps = self.case, float32_or_more(self.case) * (self.case.components + 64)
+        """Return the gradients; those of q and k are rotated back and rounded before the products."""
+        case, eps = self.case, compute_eps(self.case) * (self.case.components + 64)
         given = [g.double() for g in before["gradients"]]
         wanted = [x for x in leaves if x is not None]
         values = torch.autograd.grad(whole, wanted, given)
-        back = [exact.pair_norms(exact.rotated(g, by.conj(), case.pairing), case.rotary_dim, case.pairing)
-                for g in given[:2]]  # fmt: skip
+        rotated_back = [float64_reference.rotated(g, by.conj(), case.pairing) for g in given[:2]]
+        back = [float64_reference.pair_norms(g, case.rotary_dim, case.pairing) for g in rotated_back]
         joined = torch.cat([g.transpose(1, 2) if case.layout == "bhsd" else g for g in (*back, given[2].abs())], dim=-2)
         joined = joined.flatten(-2).reshape(-1, leaves[1].shape[0])
         x, weight = (leaf.detach().abs() for leaf in leaves[:2])
@@ -106,6 +114,6 @@ class ProjectionAttempt(Attempt):
         rounding = TOLERANCES[case.torch_dtype].rounding
         names = ("gradient of x", "gradient of weight", "gradient of bias")
         return [
-            Expected(name, value, (2 * rounding + eps) * size + exact.smallest(case.torch_dtype))
+            Expected(name, value, (2 * rounding + eps) * size + float64_reference.smallest_subnormal(case.torch_dtype))
             for name, value, size in zip(names, values, sizes, strict=False)
         ]

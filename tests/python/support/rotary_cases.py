@@ -1,4 +1,4 @@
-"""Random calls of the op: what hypothesis varies, and how it becomes tensors."""
+"""Random calls of rotary: the arguments that hypothesis varies, and the tensors made of them."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ LAYOUTS = ["bhsd", "bshd", "thd"]
 PAIRINGS = ["halves", "interleaved"]
 HEAD_DIMS = [2, 4, 6, 16, 18, 34, 64, 80, 96, 128, 192, 256, 512]
 OWN_MEMORY = ["contiguous", "transposed", "padded", "sliced", "unaligned"]
-# A tensor's memory has room around it, filled with this.
+# Fills the memory around a tensor, so that writes outside it show.
 POISON = -77.0
 
 
@@ -22,7 +22,7 @@ def table_of(method: str, rotary_dim: int) -> mrrope.FrequencyTable:
 
 
 def storage_of(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> torch.Tensor:
-    """A view of this shape into poisoned memory; the last dimension is contiguous."""
+    """Return a view of this shape into poisoned memory, with a contiguous last dimension."""
     *outer, last = shape
     if memory == "transposed":
         outer[-2:] = outer[:-3:-1]
@@ -39,18 +39,20 @@ def storage_of(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> torch
 
 
 def whole_memory(x: torch.Tensor) -> torch.Tensor:
-    """All of the memory that a view looks into."""
+    """Return the whole storage of a view as a 1-D tensor."""
     elements = x.untyped_storage().nbytes() // x.element_size()
     return torch.as_strided(x, (elements,), (1,), 0)
 
 
 def onto(device: str, view: torch.Tensor) -> torch.Tensor:
-    """The same view of the same memory, on a device."""
+    """Copy the whole storage of a view to a device and return the same view of it."""
     return whole_memory(view).to(device).as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 @dataclass(frozen=True)
 class Case:
+    """One call of rotary."""
+
     layout: str = "bhsd"
     pairing: str = "halves"
     dtype: torch.dtype = torch.float32
@@ -108,7 +110,7 @@ EMPTY_DIMENSIONS = [
 
 
 def empty_case(layout: str, empty: str) -> Case:
-    """A call without sequences, tokens, or heads of q or k."""
+    """Return a call whose batch, tokens, or heads of q or k are zero."""
     heads = {"q_heads": (0, 2), "k_heads": (3, 0)}.get(empty, (3, 2))
     return Case(layout=layout, heads=heads, **({empty: 0} if empty in ("batch", "tokens") else {}))
 
@@ -116,7 +118,7 @@ def empty_case(layout: str, empty: str) -> Case:
 @st.composite
 def cases(draw, dtypes=DTYPES, memories=OWN_MEMORY) -> Case:
     head_dim = draw(st.sampled_from(HEAD_DIMS))
-    # Heads that are rotated whole are what most models have, and what the fast paths are for.
+    # Full rotation is drawn more often: most models use it, and the fast paths require it.
     rotary_dim = draw(st.sampled_from([head_dim, head_dim, *range(2, head_dim + 1, 2)]))
     position_dtype = draw(st.sampled_from([torch.int32, torch.int64]))
     reaches = [10, 2**17, 2**31 - 1] + ([2**63 - 1] if position_dtype == torch.int64 else [])

@@ -1,4 +1,4 @@
-"""The rotation in float64 numpy, independent of the package's arithmetic, and what every dtype may differ from it."""
+"""Reference rotation in float64 numpy, independent of the package's arithmetic, and the tolerances of each dtype."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,15 @@ HEAD_AXIS = {"bhsd": -3, "bshd": -2, "thd": -2}
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Errors a rotation may make: of the arithmetic, relative to the pair's norm, and of rounding the result."""
+    """Allowed errors: arithmetic, relative to the pair's norm; rounding of the result; relative Frobenius norm."""
 
     arithmetic: float
     rounding: float
     frobenius: float
 
 
-# A 16-bit result carries one rounding, at most half an eps; in Frobenius norm that is less, by the spread of mantissas
-# of many independent components, so that it is a measure for large random tensors only.
+# A 16-bit result is rounded once, by at most eps / 2. The Frobenius bound averages over the mantissas of many
+# components, so it holds for large random tensors only.
 TOLERANCES = {
     torch.float64: Tolerance(1e-15, 0.0, 1e-15),
     torch.float32: Tolerance(5e-7, 0.0, 5e-7),
@@ -29,7 +29,7 @@ TOLERANCES = {
 
 
 def unit_rotations(positions: torch.Tensor, turns: torch.Tensor) -> np.ndarray:
-    """exp(i position theta) of every position and pair; phases wrap exactly, in 64-bit integers."""
+    """Return exp(i * position * theta) of every position and pair; phases wrap exactly in 64-bit integers."""
     phase = positions.cpu().long().numpy().view(np.uint64)[..., None] * turns.numpy().view(np.uint64)
     quarter = (phase + np.uint64(2**61)) >> np.uint64(62)
     rest = (phase - (quarter << np.uint64(62))).view(np.int64)
@@ -37,7 +37,7 @@ def unit_rotations(positions: torch.Tensor, turns: torch.Tensor) -> np.ndarray:
 
 
 def pairs_of(x: np.ndarray, pairing: str) -> np.ndarray:
-    """The pairs of the last dimension as complex numbers."""
+    """Return the pairs of the last dimension as complex numbers."""
     half = x.shape[-1] // 2
     if pairing == "halves":
         return x[..., :half] + 1j * x[..., half:]
@@ -45,22 +45,22 @@ def pairs_of(x: np.ndarray, pairing: str) -> np.ndarray:
 
 
 def components_of(pairs: np.ndarray, pairing: str) -> np.ndarray:
-    """The inverse of pairs_of."""
+    """Return the components of complex pairs: the inverse of :func:`pairs_of`."""
     if pairing == "halves":
         return np.concatenate([pairs.real, pairs.imag], axis=-1)
     return np.stack([pairs.real, pairs.imag], axis=-1).reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
 
 
 def rotated(x, positions, table, layout="bhsd", pairing="halves", conjugate=False) -> torch.Tensor:
-    """What the op should give for q or k, in float64."""
+    """Return q or k rotated, in float64."""
     whole = x.detach().cpu().double().numpy()
     by = np.expand_dims(unit_rotations(positions, table.turns), HEAD_AXIS[layout]) * table.attention_factor
-    turned = pairs_of(whole[..., : table.rotary_dim], pairing) * (by.conj() if conjugate else by)
-    return torch.from_numpy(np.concatenate([components_of(turned, pairing), whole[..., table.rotary_dim :]], axis=-1))
+    pairs = pairs_of(whole[..., : table.rotary_dim], pairing) * (by.conj() if conjugate else by)
+    return torch.from_numpy(np.concatenate([components_of(pairs, pairing), whole[..., table.rotary_dim :]], axis=-1))
 
 
 def plain_rotary(x, positions, table, pairing="halves"):
-    """The rotation of [..., tokens, rotary_dim] in plain differentiable PyTorch, for its gradients."""
+    """Rotate [..., tokens, rotary_dim] in differentiable PyTorch."""
     by = torch.from_numpy(unit_rotations(positions, table.turns) * table.attention_factor)
     cos, sin = by.real.to(x), by.imag.to(x)
     if pairing == "halves":
@@ -71,7 +71,7 @@ def plain_rotary(x, positions, table, pairing="halves"):
 
 
 def assert_rotated(actual, x, positions, table, layout="bhsd", pairing="halves", conjugate=False) -> None:
-    """Asserts that `actual` is x rotated: every pair within the dtype's tolerance, the tail bit for bit."""
+    """Assert that ``actual`` is x rotated: pairs within the dtype's tolerance, the tail bit for bit."""
     assert (actual.shape, actual.dtype, actual.device) == (x.shape, x.dtype, x.device)
     tolerance = TOLERANCES[x.dtype]
     expected = rotated(x, positions, table, layout, pairing, conjugate)

@@ -1,87 +1,23 @@
-"""What a case calls, with what, and what it should give: the ops that write caches."""
+"""Calls of rotary_and_cache_."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-from cases import POISON, storage_of
-from reference import TOLERANCES
+from rotary_cases import POISON, storage_of
+from rotary_reference import TOLERANCES
 
 import mrrope
-from fuzz import exact
-from fuzz.attempts import Arguments, Attempt, Expected, Tensor
-from fuzz.exact import FLOAT8, SMALLEST_FLOAT8, Steps
+from fuzz import float64_reference
+from fuzz.float64_reference import FLOAT8, SMALLEST_FLOAT8, PhaseSteps
+from fuzz.op_call import Alternative, Arguments, Expected, OpCall, Tensor
 from fuzz.op_cases import OpCase
 
 SPARE_SLOTS = 3
 
 
-class RescaleAttempt(Attempt):
-    """rescale_cache_ of several layers, or of some blocks of them, which may hold each block once."""
-
-    def __init__(self, case: OpCase) -> None:
-        super().__init__(case)
-        self.olds, self.news = (self.tables(stream) for stream in (0, 1))
-        layers = [self.tensors.view(case.heads_shape(case.q_heads), self.memory(i)) for i in range(case.layers)]
-        blocks = None
-        if case.blocks:
-            # As many blocks as sequences, out of some more.
-            shape = list(case.heads_shape(case.q_heads))
-            shape[0] += SPARE_SLOTS
-            layers = [self.tensors.view(tuple(shape), self.memory(i)) for i in range(case.layers)]
-            order = case.numpy_random(5).permutation(shape[0])[: case.batch]
-            blocks = torch.from_numpy(order.astype(np.int64)).to(case.device)
-        as_given = (lambda tables: tables[0]) if case.tables == "one" else list
-        self.arguments = {
-            "keys": layers,
-            "positions": self.tensors.positions(),
-            "old": as_given(self.olds),
-            "new": as_given(self.news),
-            "layout": case.layout,
-            "pairing": case.pairing,
-            "blocks": blocks,
-        }
-
-    def memory(self, layer: int) -> str:
-        return "contiguous" if self.case.memory == "packed" else self.case.memory
-
-    def tables(self, stream: int) -> list[mrrope.FrequencyTable]:
-        """One for each sequence, and at least one."""
-        random = self.case.numpy_random(6, stream)
-        count = 1 if self.case.tables == "one" else self.case.sequences
-        return [self.case.make_table(int(random.integers(0, self.case.table_count + 1))) for _ in range(max(1, count))]
-
-    def written(self, arguments: Arguments) -> list[Tensor]:
-        return arguments["keys"]
-
-    def invoke(self, arguments: Arguments) -> list[Tensor]:
-        mrrope.rescale_cache_(**arguments)
-        return arguments["keys"]
-
-    def expected(self, before: Arguments) -> list[Expected]:
-        case = self.case
-        steps = Steps.of(self.news, case.device).relative_to(Steps.of(self.olds, case.device))
-        by = exact.rotations(before["positions"], steps, case.layout, None)
-        stays = torch.tensor([old == new for old, new in zip(self.olds, self.news, strict=True)], device=case.device)
-        found = []
-        for i, keys in enumerate(before["keys"]):
-            taken = keys if before["blocks"] is None else keys[before["blocks"]]
-            value = exact.rotated(taken, by, case.pairing)
-            allowed = exact.allowed_error(value, case.torch_dtype, case.rotary_dim, case.pairing)
-            kept = stays.view(-1, *[1] * (keys.dim() - 1))
-            value, allowed = torch.where(kept, taken.double(), value), torch.where(kept, 0.0, allowed)
-            if before["blocks"] is not None:
-                whole, none = keys.double(), torch.zeros(keys.shape, dtype=torch.float64, device=case.device)
-                value = whole.index_copy(0, before["blocks"], value)
-                allowed = none.index_copy(0, before["blocks"], allowed)
-            found.append(Expected(f"keys[{i}]", value, allowed))
-        return found
-
-
-class CacheAttempt(Attempt):
-    """rotary_and_cache_, paged or static."""
+class RotaryAndCacheCall(OpCall):
+    """A call with a paged or a static cache."""
 
     def __init__(self, case: OpCase) -> None:
         super().__init__(case)
@@ -118,7 +54,7 @@ class CacheAttempt(Attempt):
             "pairing": case.pairing,
             "key_scale": scales[0],
             "value_scale": scales[1],
-            "table_index": self.tensors.table_numbers(0) if case.tables == "index" else None,
+            "table_index": self.tensors.table_index(0) if case.tables == "index" else None,
             "q_out": torch.full_like(q, POISON) if case.q_out else None,
         }
 
@@ -135,37 +71,37 @@ class CacheAttempt(Attempt):
         q = arguments["q"] if arguments["q_out"] is None else arguments["q_out"]
         return [q, arguments["key_cache"], arguments["value_cache"]]
 
-    def invoke(self, arguments: Arguments) -> list[Tensor]:
+    def run(self, arguments: Arguments) -> list[Tensor]:
         q = mrrope.rotary_and_cache_(**arguments)
         return [q, arguments["key_cache"], arguments["value_cache"]]
 
     def expected(self, before: Arguments) -> list[Expected]:
         case = self.case
-        steps = Steps.of(self.tables, case.device)
+        steps = PhaseSteps.of(self.tables, case.device)
         if before["table_index"] is not None:
-            steps = steps.picked(before["table_index"])
-        by = exact.rotations(before["positions"], steps, case.layout, None)
-        q = exact.rotated(before["q"], by, case.pairing)
-        k = exact.rotated(before["k"], by, case.pairing)
+            steps = steps.select(before["table_index"])
+        by = float64_reference.rotations(before["positions"], steps, case.layout, None)
+        q = float64_reference.rotated(before["q"], by, case.pairing)
+        k = float64_reference.rotated(before["k"], by, case.pairing)
         options = (case.torch_dtype, case.rotary_dim, case.pairing)
-        found = [Expected("q", q, exact.allowed_error(q, *options))]
+        found = [Expected("q", q, float64_reference.allowed_error(q, *options))]
         k_scale, v_scale = (self.divisor(before[f"{name}_scale"]) for name in ("key", "value"))
         if case.float8:
-            tail = exact.nearest_float8(self.by_token(before["k"]), k_scale).double()
+            tail = float64_reference.nearest_float8(self.by_token(before["k"]), k_scale).double()
             keys, k_allowed = self.float8_keys(self.by_token(k), tail, k_scale)
-            values = exact.nearest_float8(self.by_token(before["v"]), v_scale).double()
+            values = float64_reference.nearest_float8(self.by_token(before["v"]), v_scale).double()
         else:
-            keys, k_allowed = self.by_token(k), self.by_token(exact.allowed_error(k, *options))
+            keys, k_allowed = self.by_token(k), self.by_token(float64_reference.allowed_error(k, *options))
             values = self.by_token(before["v"]).double()
         for name, rows, allowed in (("key", keys, k_allowed), ("value", values, torch.zeros_like(values))):
             found.append(self.scattered(name, before, rows, allowed))
         return found
 
     def float8_keys(self, k: Tensor, tail: Tensor, scale: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Rotated keys over their scale, saturated, and half a unit in the last place of float8."""
+        """Return rotated keys divided by their scale and saturated, and the allowed error of half a float8 ULP."""
         dim = self.case.rotary_dim
         over = k / (scale.double() if isinstance(scale, Tensor) else scale)
-        norms = exact.pair_norms(over, dim, self.case.pairing)
+        norms = float64_reference.pair_norms(over, dim, self.case.pairing)
         value = over.clamp(-448, 448)
         allowed = (value.abs() * 2.0**-4).clamp(min=SMALLEST_FLOAT8 / 2)
         allowed = allowed + TOLERANCES[torch.float32].arithmetic * norms
@@ -173,7 +109,7 @@ class CacheAttempt(Attempt):
         return value, allowed
 
     def scattered(self, name: str, before: Arguments, rows: Tensor, allowed: Tensor) -> Expected:
-        """The whole cache, where tokens without a slot leave everything as it was."""
+        """Return the whole cache after the writes; tokens without a slot write nothing."""
         case = self.case
         cache = before[f"{name}_cache"].double()
         by_slot = (cache.transpose(1, 2) if case.cache_layout == "hnd" else cache).flatten(0, 1)
@@ -182,7 +118,7 @@ class CacheAttempt(Attempt):
             length = case.tokens + SPARE_SLOTS
             sequence = torch.arange(len(slots), device=slots.device) // max(1, case.tokens)
             slots = torch.where(slots < 0, slots, slots + length * sequence)
-        # One more row takes what is left out.
+        # Tokens without a slot go to an extra row, which is dropped.
         rest = len(by_slot)
         slots = torch.where(slots < 0, rest, slots)
         spare = by_slot.new_zeros(1, *by_slot.shape[1:])
@@ -201,9 +137,10 @@ class CacheAttempt(Attempt):
     def divisor(self, scale: Tensor | None) -> Tensor | float:
         return 1.0 if scale is None else scale.reshape(-1, 1)
 
-    def other_ways(self) -> dict[str, Any]:
-        def with_q_elsewhere(arguments: Arguments) -> list[Tensor]:
+    def alternatives(self) -> list[Alternative]:
+        def toggle_q_out(arguments: Arguments) -> list[Tensor]:
             q_out = torch.empty_like(arguments["q"]) if arguments["q_out"] is None else None
-            return self.invoke(arguments | {"q_out": q_out})
+            return self.run(arguments | {"q_out": q_out})
 
-        return {"bits with q elsewhere": with_q_elsewhere}
+        without = "without q_out" if self.case.q_out else "with q_out"
+        return [Alternative(f"the call {without}", toggle_q_out, is_bitwise=True)]

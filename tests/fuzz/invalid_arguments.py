@@ -1,4 +1,4 @@
-"""Calls with one argument spoiled: they must raise an error that names it, and leave every tensor as it was."""
+"""Calls with one invalid argument: they must raise an error that names it and leave every tensor unchanged."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 
 import torch
 
-from fuzz.attempts import Attempt
-from fuzz.exact import bits
-from fuzz.memory import copied, storages, tensors_of
+from fuzz.call_memory import cloned, storages_now_and_before, tensors_by_name
+from fuzz.float64_reference import as_integers
+from fuzz.op_call import OpCall
 from fuzz.op_cases import OpCase
 
-REFUSALS = (TypeError, ValueError, IndexError, RuntimeError)
+ARGUMENT_ERRORS = (TypeError, ValueError, IndexError, RuntimeError)
 
 
 def longer(x: torch.Tensor) -> torch.Tensor:
-    """One element more, in the last dimension."""
+    """Return a tensor with one element more in the last dimension."""
     return torch.cat([x, x[..., :1]], dim=-1) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
 
 
-def with_gaps(x: torch.Tensor) -> torch.Tensor:
-    """The last dimension in steps of two."""
+def with_stride_two(x: torch.Tensor) -> torch.Tensor:
+    """Return the same values with stride 2 in the last dimension."""
     return torch.stack([x, x], dim=-1)[..., 0]
 
 
-def beyond(x: torch.Tensor) -> torch.Tensor:
+def out_of_range(x: torch.Tensor) -> torch.Tensor:
     return torch.full_like(x, 2**31 - 1)
 
 
@@ -34,26 +34,27 @@ def other_dtype(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float32 if x.dtype == torch.bfloat16 else torch.bfloat16)
 
 
-# By argument: what is done to it. Faults of arguments that a call does not have, or has as None, are not drawn for it.
+# Faults by argument: description and change. A fault of an argument that a call lacks, or has as None, is skipped.
 CHANGES: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "q": {"integers": lambda x: x.long(), "a dimension more": lambda x: x[None], "a list": list, "gaps": with_gaps},
+    "q": {"integers": lambda x: x.long(), "a dimension more": lambda x: x[None], "a list": list,
+          "gaps": with_stride_two},
     "k": {"another dtype": other_dtype, "a dimension less": lambda x: x.flatten(0, 1), "more components": longer,
-          "gaps": with_gaps, "a string": str},
+          "gaps": with_stride_two, "a string": str},
     "v": {"another dtype": other_dtype, "more components": longer, "nothing": lambda x: None},
     "x": {"a dimension more": lambda x: x[None], "another dtype": other_dtype, "more inputs": longer},
     "weight": {"another dtype": other_dtype, "more inputs": longer},
     "bias": {"more": longer, "a number": lambda x: 1.0},
     "num_q_heads": {"none": lambda n: 0, "negative": lambda n: -1, "a half": lambda n: n + 0.5},
     "keys": {"nothing": lambda x: [], "integers": lambda x: [x[0].int()],
-             "a dimension less": lambda x: [x[0].flatten(0, 1)], "gaps": lambda x: [with_gaps(x[0])],
+             "a dimension less": lambda x: [x[0].flatten(0, 1)], "gaps": lambda x: [with_stride_two(x[0])],
              "the same twice": lambda x: [x[0], x[0]]},
     "positions": {"floats": lambda x: x.float(), "one too many": longer, "a list": lambda x: x.tolist(),
                   "two dimensions too many": lambda x: x[None, None, None], "elsewhere": lambda x: x.to("meta")},
     "table": {"a name": lambda t: "yarn", "nothing": lambda t: None, "no tables": lambda t: []},
     "old": {"a name": lambda t: "yarn", "too many": lambda t: ([t] if not isinstance(t, list) else t) * 9},
     "new": {"nothing": lambda t: None, "too many": lambda t: ([t] if not isinstance(t, list) else t) * 9},
-    "blocks": {"int32": lambda x: x.int(), "beyond": beyond, "negative": lambda x: x - 2**20},
-    "table_index": {"int64": lambda x: x.long(), "one too many": longer, "beyond": beyond,
+    "blocks": {"int32": lambda x: x.int(), "beyond": out_of_range, "negative": lambda x: x - 2**20},
+    "table_index": {"int64": lambda x: x.long(), "one too many": longer, "beyond": out_of_range,
                     "negative": lambda x: x - 2**20, "a list": lambda x: x.tolist()},
     "layout": {"unknown": lambda _: "hbsd", "empty": lambda _: ""},
     "pairing": {"unknown": lambda _: "neighbours"},
@@ -63,9 +64,9 @@ CHANGES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "weight_offset": {"infinite": lambda _: float("inf")},
     "q_weight": {"another dtype": other_dtype, "more": longer, "a dimension more": lambda x: x[None]},
     "k_weight": {"another dtype": other_dtype, "nothing": lambda x: None, "more": longer},
-    "slots": {"floats": lambda x: x.float(), "beyond": beyond, "one too many": longer},
-    "cache_positions": {"floats": lambda x: x.float(), "beyond": beyond, "one too many": longer},
-    "key_cache": {"another dtype": lambda x: x.to(torch.int16), "more components": longer, "gaps": with_gaps,
+    "slots": {"floats": lambda x: x.float(), "beyond": out_of_range, "one too many": longer},
+    "cache_positions": {"floats": lambda x: x.float(), "beyond": out_of_range, "one too many": longer},
+    "key_cache": {"another dtype": lambda x: x.to(torch.int16), "more components": longer, "gaps": with_stride_two,
                   "a block less": lambda x: x[:0]},
     "value_cache": {"another dtype": lambda x: x.to(torch.int16), "more components": longer,
                     "one block for all": lambda x: x[:1].expand(x.shape)},
@@ -74,21 +75,21 @@ CHANGES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "q_out": {"another dtype": other_dtype, "more components": longer},
 }  # fmt: skip
 FAULTS = [f"{name}: {what}" for name, changes in CHANGES.items() for what in changes]
-# Nobody looks at these values on a GPU before they are used.
-UNSEEN_ON_GPU = {"table_index: beyond", "table_index: negative", "slots: beyond", "cache_positions: beyond",
+# The ops do not check these values on a GPU: it would synchronize.
+UNCHECKED_ON_GPU = {"table_index: beyond", "table_index: negative", "slots: beyond", "cache_positions: beyond",
                  "key_scale: zero", "key_scale: infinite", "blocks: beyond", "blocks: negative"}  # fmt: skip
 
 
-def is_harmless(case: OpCase, fault: str, given: Any) -> bool:
-    """Whether this call is right in spite of the fault, or does not have what it is about."""
+def is_still_valid(case: OpCase, fault: str, given: Any) -> bool:
+    """Return whether the call is valid in spite of the fault."""
     what = fault.partition(": ")[2]
-    nothing_there = isinstance(given, torch.Tensor) and given.numel() == 0
-    if case.device != "cpu" and fault in UNSEEN_ON_GPU:
+    is_empty = isinstance(given, torch.Tensor) and given.numel() == 0
+    if case.device != "cpu" and fault in UNCHECKED_ON_GPU:
         return True
     if case.op == "rescale_cache_" and case.sequences * case.tokens == 0:
-        return True  # there is nothing to turn, whatever else is given
+        return True  # without tokens there is nothing to rotate
     if case.blocks and what == "gaps":
-        return True  # blocks are copied, turned and copied back
+        return True  # blocks are copied, rotated and copied back
     if what in (
         "beyond",
         "negative",
@@ -100,25 +101,25 @@ def is_harmless(case: OpCase, fault: str, given: Any) -> bool:
         "the same twice",
     ):
         if isinstance(given, list):
-            nothing_there = given[0].numel() == 0
-        return nothing_there or (what == "one block for all" and given.shape[0] <= 1)
+            is_empty = given[0].numel() == 0
+        return is_empty or (what == "one block for all" and given.shape[0] <= 1)
     return False
 
 
-def refusal(case: OpCase, attempt: Attempt) -> tuple[str, bool]:
-    """What is wrong with how the call refuses its fault, and whether anything is."""
+def rejection_failure(case: OpCase, call: OpCall) -> tuple[str, bool]:
+    """Return what is wrong with how the call rejects its fault, and whether anything is."""
     name, _, what = case.fault.partition(": ")
-    arguments = attempt.arguments
+    arguments = call.arguments
     given = arguments.get(name)
-    if given is None or getattr(attempt, "is_raw", False) or is_harmless(case, case.fault, given):
+    if given is None or getattr(call, "is_raw", False) or is_still_valid(case, case.fault, given):
         return "nothing to refuse", False
-    spoiled = arguments | {name: CHANGES[name][what](given)}
-    spoiled.pop("gradients", None)
-    before = copied(spoiled)
-    versions = {key: x._version for key, x in tensors_of(spoiled).items()}
+    invalid = arguments | {name: CHANGES[name][what](given)}
+    invalid.pop("gradients", None)
+    before = cloned(invalid)
+    versions = {key: x._version for key, x in tensors_by_name(invalid).items()}
     try:
-        attempt.invoke(spoiled)
-    except REFUSALS as error:
+        call.run(invalid)
+    except ARGUMENT_ERRORS as error:
         text = str(error)
         if not re.search(rf"(?<![a-z_]){name}(?![a-z_])", text):
             return f"does not name the argument in its error for {case.fault}: {text.splitlines()[0][:160]}", True
@@ -126,7 +127,11 @@ def refusal(case: OpCase, attempt: Attempt) -> tuple[str, bool]:
         return f"raises {type(error).__name__} for {case.fault}: {error}", True
     else:
         return f"takes {case.fault}", True
-    if any(x._version != versions[key] for key, x in tensors_of(spoiled).items()):
+    if any(x._version != versions[key] for key, x in tensors_by_name(invalid).items()):
         return f"counts a tensor as written though it refused {case.fault}", True
-    changed = [key for key, now, was in storages(spoiled, before) if not now.is_meta and not bits(now).equal(bits(was))]
+    changed = [
+        key
+        for key, now, was in storages_now_and_before(invalid, before)
+        if not now.is_meta and not as_integers(now).equal(as_integers(was))
+    ]
     return f"wrote to {changed} though it refused {case.fault}", bool(changed)

@@ -1,4 +1,4 @@
-"""Logits of exported models by transformers alone: test_export.py runs this as a process that never imports mrrope."""
+"""Script: logits of exported models by transformers alone, in a process that never imports mrrope."""
 
 import sys
 from pathlib import Path
@@ -10,10 +10,10 @@ from tiny_models import inputs, tokens
 
 @torch.no_grad()
 def logits_of(folder: Path, lengths: list[int]) -> list[torch.Tensor]:
-    """One forward after the other, of the same model."""
+    """Return the logits of one forward per length, all of the same model."""
     config = transformers.AutoConfig.from_pretrained(folder)
     weights = torch.load(folder / "weights.pt")
-    # Some models' attention functions differ.
+    # Attention implementations of some models give different logits.
     model_class = getattr(transformers, weights["class"])
     model = model_class._from_config(config, attn_implementation=weights["attention"]).eval()
     model.load_state_dict(weights["state"])
@@ -21,7 +21,7 @@ def logits_of(folder: Path, lengths: list[int]) -> list[torch.Tensor]:
 
 
 def main(folder: Path, lengths: list[int]) -> None:
-    """Writes every folder's logits beside its configuration, or what transformers raised."""
+    """Write the logits beside each exported config, or the error that transformers raised."""
     transformers.logging.set_verbosity_error()
     for path in sorted(folder.iterdir()):
         try:

@@ -1,4 +1,4 @@
-"""A script run by two processes that talk to each other, on the CPU."""
+"""Run a script with torchrun on two CPU ranks."""
 
 import os
 import subprocess
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 
-def results_of(script: str, folder: Path) -> Callable[[str], dict[str, Any]]:
-    """Runs a script, which is given a folder to leave its results in; they are read by name."""
+def run_on_two_ranks(script: str, folder: Path) -> Callable[[str], dict[str, Any]]:
+    """Run a script that saves results in the folder given as its argument; return a function that loads one by name."""
     file = folder / "script.py"
     file.write_text(script)
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
