@@ -1,4 +1,4 @@
-"""Fixtures for devices and golden tables, and the number of examples that hypothesis draws."""
+"""Fixtures for devices and golden tables, hypothesis profiles, and the selection of ``pytest --quick``."""
 
 import json
 import os
@@ -16,7 +16,48 @@ os.environ.setdefault("USE_HUB_KERNELS", "NO")
 
 settings.register_profile("default", deadline=None, max_examples=150)
 settings.register_profile("ci", deadline=None, max_examples=150, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "default")
+settings.register_profile("quick", deadline=None, max_examples=15, derandomize=True)
+
+# Left out of --quick: whole model families, training runs and real models.
+SLOW_FILES = {
+    "hf/test_patch_families.py",
+    "hf/test_patch_native.py",
+    "hf/test_patch_with_kernels.py",
+    "hf/test_real_model.py",
+    "hf/test_tiny_models.py",
+    "tools/test_export_families.py",
+    "tools/test_study.py",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="the first case of every test, without SLOW_FILES")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    profile = "quick" if config.getoption("quick") else "ci" if os.environ.get("CI") else "default"
+    settings.load_profile(profile)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    here = Path(__file__).parent
+    missing = [name for name in SLOW_FILES if not (here / name).exists()]
+    assert not missing, f"SLOW_FILES names files that do not exist: {missing}"
+    is_slow = config.getoption("quick") and collection_path in {here / name for name in SLOW_FILES}
+    return True if is_slow else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --quick, keep the first case of every test on every device."""
+    if not config.getoption("quick"):
+        return
+    first: dict[tuple[Any, ...], pytest.Item] = {}
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        first.setdefault((item.nodeid.split("[")[0], parameters.get("device"), parameters.get("cuda")), item)
+    kept = set(first.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 # Session scope: hypothesis rejects function-scoped fixtures.
