@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from norm_reference import EPS, OVERS, assert_normed, weights_of
+from rotary_cases import Case, cases
 from rotary_reference import assert_rotated
 from table_stacks import stack_of, tables_of
 

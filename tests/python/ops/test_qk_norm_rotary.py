@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from norm_reference import EPS, OVERS, assert_normed, normed, weights_of
 from op_errors import assert_refused
+from rotary_cases import DTYPES, LAYOUTS, PAIRINGS, Case, cases, empty_case, table_of
 from rotary_reference import HEAD_AXIS, TOLERANCES, rotated
 from torch.autograd import gradcheck
 from torch.library import opcheck

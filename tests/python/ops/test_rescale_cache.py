@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rotary_cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, Case, cases, table_of, whole_memory
 from rotary_reference import TOLERANCES, assert_rotated, components_of, pairs_of, rotated
 from table_stacks import METHODS, index_of, stack_of, tables_of
 from tensor_bits import bytes_outside, same_bits

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rotary_cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, Case, cases, onto, storage_of, table_of, whole_memory
 from rotary_reference import TOLERANCES, assert_rotated, components_of, pairs_of, rotated
 from tensor_bits import bits_of, bytes_outside, same_bits
 from torch.library import opcheck
