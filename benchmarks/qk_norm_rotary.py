@@ -26,7 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import mrrope
 from mrrope.benchmark import baseline, record
-from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, Step, buffer_sets, medians_in_turns, with_faster_copy
+from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, Step, buffer_sets, interleaved_medians, with_faster_copy
 
 RESULTS = Path(__file__).parent / "results"
 TABLE = mrrope.frequency_table("mrrope_pro", rotary_dim=128, base=5e5, original_max_position=8192, scale=16.0)
@@ -213,7 +213,7 @@ def measure(device: str, names: list[str]) -> list[dict[str, Any]]:
                 steps[name] = [step_of(CONTENDERS[name], buffers, case.with_backward) for buffers in sets]
             errors = {}
             with torch.set_grad_enabled(case.with_backward):
-                seconds = with_faster_copy(medians_in_turns(steps, device))
+                seconds = with_faster_copy(interleaved_medians(steps, device))
                 if not case.with_backward:
                     errors = {name: relative_error(case, CONTENDERS[name], device) for name in taking}
             progress.update()

@@ -31,7 +31,7 @@ from torch.nn.functional import linear
 
 import mrrope
 from mrrope.benchmark import baseline, record
-from mrrope.benchmark.timing import CACHE_BYTES, Turns
+from mrrope.benchmark.timing import CACHE_BYTES, InterleavedTimer
 from mrrope.ops.qkv_rotary import split_qkv
 
 RESULTS = Path(__file__).parent / "results"
@@ -154,7 +154,7 @@ def relative_error(run: Step, buffers: Buffers, weight: torch.Tensor, pairing: s
 
 def measure(geometry: Geometry, rows: int, device: str) -> dict[str, Any]:
     buffers = Buffers(geometry, rows, device)
-    turns = Turns(device)
+    turns = InterleavedTimer(device)
     contenders: dict[str, Callable[..., torch.Tensor]] = {ALONE: alone, APART: apart, OP: op}
     for name, contender in contenders.items():
         turns.add(name, [functools.partial(contender, buffers, weight) for weight in buffers.weights])
@@ -231,7 +231,7 @@ def sweep(geometry: Geometry, rows: int, only: str) -> dict[str, Any]:
     """All plans in few turns, then the best of each kernel in many, beside cuBLAS."""
     buffers = Buffers(geometry, rows, "cuda")
     weight = buffers.weights[0]
-    turns = Turns("cuda")
+    turns = InterleavedTimer("cuda")
 
     def add(name: str, contender: Callable[..., torch.Tensor], *more: Any) -> None:
         turns.add(name, [functools.partial(contender, buffers, w, *more) for w in buffers.weights])

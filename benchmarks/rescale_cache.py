@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 import mrrope
 from mrrope.benchmark import record
-from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, Step, medians_in_turns, with_faster_copy
+from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, Step, interleaved_medians, with_faster_copy
 from mrrope.tables import packed_stack
 
 RESULTS = Path(__file__).parent / "results"
@@ -56,7 +56,7 @@ def measure(tokens: int) -> dict[str, Any]:
         "turn": [lambda: rescale(0, 1), lambda: rescale(1, 0)],
         "nothing to turn": [lambda: rescale(0, 0)] * 20,
     }
-    seconds = with_faster_copy(medians_in_turns(steps, "cuda"))
+    seconds = with_faster_copy(interleaved_medians(steps, "cuda"))
     before = keys[-1].clone()
     rescale(0, 1)
     exact = mrrope.rotary(before.double(), None, positions, table(2.0).relative_to(table(1.0)))[0]

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import mrrope
 from mrrope.benchmark import record
-from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, Step, buffer_sets, medians_in_turns, with_faster_copy
+from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, Step, buffer_sets, interleaved_medians, with_faster_copy
 
 RESULTS = Path(__file__).parent / "results"
 # Rotated again and again in place, q must not grow.
@@ -28,7 +28,7 @@ TABLE = mrrope.frequency_table(
 )
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 BLOCK_SIZE = 16
-MOST_DECODED = 256
+MAX_DECODE_TOKENS = 256
 TOKENS = {"cuda": (1, 64, 256, 1024, 8192), "cpu": (1, 64)}
 
 
@@ -77,7 +77,7 @@ class Buffers:
         tokens = case.tokens
         packed = torch.randn(tokens, Q_HEADS + 2 * KV_HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
         self.q, self.k, self.v = packed[:, :Q_HEADS], packed[:, Q_HEADS:-KV_HEADS], packed[:, -KV_HEADS:]
-        is_decoding = tokens <= MOST_DECODED
+        is_decoding = tokens <= MAX_DECODE_TOKENS
         self.positions = 8000 + torch.arange(tokens, device=device)
         self.heads_first = case.cache != "paged nhd"
         if case.cache == "static":
@@ -186,7 +186,7 @@ def measure(device: str) -> list[dict[str, object]]:
             sets = [Buffers(case, device) for _ in range(buffer_sets(case.bytes, device))]
             torch.compiler.reset()  # every case is compiled for its own shape
             steps = {name: steps_of(contender, sets) for name, contender in contenders.items()}
-            seconds = with_faster_copy(medians_in_turns(steps, device))
+            seconds = with_faster_copy(interleaved_medians(steps, device))
             errors = {name: relative_error(case, one, device) for name, one in CONTENDERS.items() if name != COPY}
             progress.update()
             rows.append({**asdict(case), "name": case.name, "bytes": case.bytes, "seconds": seconds, "errors": errors})

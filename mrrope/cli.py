@@ -1,4 +1,4 @@
-"""The command ``mrrope``."""
+"""The command line ``mrrope``: ``table`` and ``export`` here, all other commands in their packages."""
 
 from __future__ import annotations
 
@@ -22,9 +22,18 @@ from mrrope.export.hf_config import ENGINES, export_config
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
 from mrrope.theory import command as theory_command
 
+PACKAGE_COMMANDS: tuple[tuple[str, Any, str], ...] = (
+    ("eval", evaluation_command, "compare methods on a model: perplexity by length, retrieval tasks"),
+    ("bench", benchmark_command, "time the rotary op beside a copy, transformers and installed peers"),
+    ("calibrate", calibration_command, "search for the best table for a model, on your text"),
+    ("plot", theory_command, "draw the theory of the methods' tables, and of a model's heads"),
+    ("demo", demo_command, "let a real model read past its native length, with several methods"),
+)
+"""Name, module with ``add_options`` and ``run``, and help text of every command that is a package."""
+
 
 def parser() -> argparse.ArgumentParser:
-    """Every command and its options."""
+    """The parser of all commands."""
     top = argparse.ArgumentParser(prog="mrrope", description="Mixed-radix rotary position embeddings.")
     top.add_argument("--version", action="version", version=f"mrrope {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
@@ -44,57 +53,42 @@ def parser() -> argparse.ArgumentParser:
     chosen = export.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--method", choices=METHODS)
     chosen.add_argument("--table", metavar="FILE", help="a table's JSON, instead of a method")
-    export.add_argument("--engine", choices=(*ENGINES, "llama.cpp"), required=True, help="who is to read it")
+    export.add_argument("--engine", choices=(*ENGINES, "llama.cpp"), required=True, help="the engine that reads it")
     export.add_argument(
-        "--original-max-position", type=float, metavar="N", help="start over from plain RoPE, trained on N tokens"
+        "--original-max-position", type=float, metavar="N", help="extend plain RoPE, trained on N tokens"
     )
-    export.add_argument("--local-layers", action="store_true", help="extend layers that see only a window, too")
+    export.add_argument("--local-layers", action="store_true", help="extend sliding-window layers too")
     add_table_options(export)
     export.add_argument("--output", metavar="FILE", help="where to write it (default: print the configuration)")
     export.add_argument("--json", action="store_true", help="print the configuration, or the GGUF's table, as JSON")
     export.set_defaults(run=run_export)
 
-    evaluation = commands.add_parser("eval", help="compare methods on a model: perplexity by length, retrieval tasks")
-    evaluation_command.add_options(evaluation)
-    evaluation.set_defaults(run=evaluation_command.run)
-
-    benchmark = commands.add_parser("bench", help="time the rotation here, beside a copy, transformers and its peers")
-    benchmark_command.add_options(benchmark)
-    benchmark.set_defaults(run=benchmark_command.run)
-
-    calibration = commands.add_parser("calibrate", help="find the table that suits a model, on a text of yours")
-    calibration_command.add_options(calibration)
-    calibration.set_defaults(run=calibration_command.run)
-
-    plot = commands.add_parser("plot", help="draw what the theory says of the methods' tables, and of a model's heads")
-    theory_command.add_options(plot)
-    plot.set_defaults(run=theory_command.run)
-
-    shown = commands.add_parser("demo", help="let a real model read past its native length, by several methods")
-    demo_command.add_options(shown)
-    shown.set_defaults(run=demo_command.run)
+    for name, package, summary in PACKAGE_COMMANDS:
+        command = commands.add_parser(name, help=summary)
+        package.add_options(command)
+        command.set_defaults(run=package.run)
     return top
 
 
 def add_table_options(command: argparse.ArgumentParser) -> None:
-    """The options that shape a table; those not given are left to the method."""
-    command.add_argument("--scale", type=float, default=1.0, help="by how much to extend it (default: %(default)s)")
+    """Add the options that shape a table; the method has a default for each."""
+    command.add_argument("--scale", type=float, default=1.0, help="factor of the extension (default: %(default)s)")
     command.add_argument("--alpha", type=float, help="slow bound in rotations (default: 1)")
     command.add_argument("--beta", type=float, help="fast bound in rotations (default: 32)")
     command.add_argument("--bounds", type=int, nargs=2, metavar=("D_L", "D_H"), help="bounds as pair indices")
     command.add_argument("--power", type=float, help="for mrrope_pow")
     command.add_argument("--factors", type=float, nargs="+", metavar="F", help="for radix and longrope")
-    command.add_argument("--attention-factor", type=float, metavar="F", help="instead of the method's own")
+    command.add_argument("--attention-factor", type=float, metavar="F", help="replaces the method's own")
 
 
 def table_options(options: argparse.Namespace) -> dict[str, Any]:
-    """What was given of :func:`add_table_options`, but for the scale."""
+    """The given options of :func:`add_table_options`, without the scale."""
     names = ("alpha", "beta", "bounds", "power", "factors", "attention_factor")
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
 def run_table(options: argparse.Namespace) -> None:
-    """``mrrope table``."""
+    """Run ``mrrope table``."""
     table = frequency_table(
         options.method,
         rotary_dim=options.rotary_dim,
@@ -112,7 +106,7 @@ def run_table(options: argparse.Namespace) -> None:
 
 
 def print_table(table: FrequencyTable) -> None:
-    """One row a pair."""
+    """Print one row per pair."""
     print(table)
     print(f"{'pair':>5}{'inv_freq':>26}{'wavelength':>16}{'cumulative scale':>19}{'radix factor':>15}")
     factors = [*table.radix_factors.tolist(), None]
@@ -124,7 +118,7 @@ def print_table(table: FrequencyTable) -> None:
 
 
 def run_export(options: argparse.Namespace) -> None:
-    """``mrrope export``."""
+    """Run ``mrrope export``."""
     method = Path(options.table) if options.table else options.method
     given = {"scale": options.scale, **table_options(options)}
     if options.original_max_position is not None:
@@ -152,7 +146,7 @@ def run_export(options: argparse.Namespace) -> None:
 
 
 def write_config(config: dict[str, Any], output: Path, source: Path) -> None:
-    """Writes a configuration to a file or into a folder, but not over the one it comes from."""
+    """Write a configuration to a file or folder; overwriting its source is an error."""
     output, source = (path / "config.json" if path.is_dir() else path for path in (output, source))
     if output.exists() and output.samefile(source):
         raise ValueError(f"--output must be another file than the model's own {output}")
@@ -160,7 +154,7 @@ def write_config(config: dict[str, Any], output: Path, source: Path) -> None:
 
 
 def run_command(arguments: list[str] | None) -> int:
-    """Parses and runs; errors in the input and Ctrl-C are one line, not a traceback."""
+    """Parse and run; input errors and Ctrl-C print one line instead of a traceback."""
     options = parser().parse_args(arguments)
     try:
         options.run(options)
@@ -176,13 +170,13 @@ def run_command(arguments: list[str] | None) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Entry point; return the exit status."""
     try:
         try:
             return run_command(arguments)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of a pipe, such as head, has what it wants. Python flushes stdout once more at exit.
+        # The reader of the pipe, such as head, has closed it. Python flushes stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

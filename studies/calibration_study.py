@@ -21,11 +21,11 @@ from mrrope.calibration import report
 from mrrope.calibration.command import calibrate, check
 from mrrope.cli import parser as command_parser
 from mrrope.evaluation import models
-from mrrope.evaluation.methods import methods_named
+from mrrope.evaluation.compared_methods import methods_named
 from mrrope.evaluation.report import draw, table
 from mrrope.evaluation.results import Results
-from mrrope.evaluation.run import Evaluation
-from mrrope.evaluation.texts import long_documents
+from mrrope.evaluation.evaluate import Evaluation
+from mrrope.evaluation.documents import long_documents
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PASSKEY = "passkey"

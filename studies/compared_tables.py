@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mrrope.calibration.calibrate import FIXED_METHODS
-from mrrope.evaluation.methods import Method
+from mrrope.evaluation.compared_methods import Method
 from mrrope.table_lookup import NativeRope, resolve_table
 from mrrope.tables import FrequencyTable
 

@@ -27,23 +27,23 @@ from pathlib import Path
 from typing import Any
 
 from compared_tables import EVOLVED, HOPELESS, as_methods, contenders
-from evolution import RationedReadings, TableGenes, evolve
+from evolution import TokenLimitedReadings, TableGenes, evolve
 
 from mrrope.calibration.calibrate import Calibration
 from mrrope.calibration.command import trained_with
-from mrrope.calibration.documents import DocumentSets, lengths_up_to
+from mrrope.calibration.document_sets import DocumentSets, lengths_up_to
 from mrrope.calibration.journal import Journal
-from mrrope.calibration.keys import with_keys
-from mrrope.calibration.readings import fingerprint, weights_fingerprint
+from mrrope.calibration.pass_keys import with_keys
+from mrrope.calibration.objective import fingerprint, weights_fingerprint
 from mrrope.calibration.report import CALIBRATED
 from mrrope.calibration.search import Point
 from mrrope.evaluation import models, report
 from mrrope.evaluation.command import machine
-from mrrope.evaluation.methods import Method
+from mrrope.evaluation.compared_methods import Method
 from mrrope.evaluation.results import Results
-from mrrope.evaluation.run import PERPLEXITY, Evaluation
-from mrrope.evaluation.tasks import TASKS
-from mrrope.evaluation.texts import Document, long_documents
+from mrrope.evaluation.evaluate import PERPLEXITY, Evaluation
+from mrrope.evaluation.retrieval_tasks import TASKS
+from mrrope.evaluation.documents import Document, long_documents
 from mrrope.reporting import plotting
 from mrrope.table_lookup import NativeRope
 from mrrope.tables import FrequencyTable
@@ -72,7 +72,7 @@ class Clock:
             raise OutOfTimeError
 
 
-class EncodingOnce:
+class CachingTokenizer:
     """A tokenizer that remembers what it made of long texts, which several scales want."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -209,7 +209,7 @@ class ScaleStudy:
         about = {name: data[name] for name in (*SAME, "scale", "lengths", "retrieval", "documents")}
         history: list[list[float]] = []
         with closing(Journal(journal_path, about)) as journal:
-            readings = RationedReadings(
+            readings = TokenLimitedReadings(
                 self.evaluation.model,
                 lengths,
                 journal,
@@ -386,7 +386,7 @@ def main() -> None:
         raise SystemExit(f"--evolve must be of --scales {options.scales}, got {sorted(missing)}")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     model, tokenizer = models.load(options.model)
-    results = run(options, model, EncodingOnce(tokenizer))
+    results = run(options, model, CachingTokenizer(tokenizer))
     print(f"\nwritten: {results.path}", f"({results.data['stopped']})" if results.data["stopped"] else "")
 
 

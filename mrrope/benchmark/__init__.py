@@ -1,1 +1,4 @@
-"""How fast the rotation is here: beside a copy of the same bytes, transformers, and every peer that is installed."""
+"""``mrrope bench``: time and error of the rotary op beside a copy of the same bytes, transformers and installed peers.
+
+A peer is added in peers.py, a case in workloads.py.
+"""

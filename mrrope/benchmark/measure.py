@@ -1,8 +1,7 @@
-"""Times and errors, case by case."""
+"""Time and error of every contender, case by case."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -10,14 +9,15 @@ from typing import Any
 
 import torch
 
-from mrrope.benchmark.cases import Case, Heads, Positions
-from mrrope.benchmark.contenders import COPIES, Contender
-from mrrope.benchmark.timing import Step, Turns, buffer_sets, with_faster_copy
-from mrrope.reporting.optional_packages import needs
+from mrrope.benchmark import baseline
+from mrrope.benchmark.implementations import Contender
+from mrrope.benchmark.timing import InterleavedTimer, Step, buffer_sets, copy_steps, with_faster_copy
+from mrrope.benchmark.workloads import Case, Heads, Positions
+from mrrope.reporting.optional_packages import progress_bar
 
 TOKENS_COMPARED = 256
-TEXT_BEFORE = 8192
-"""Tokens of a text that a case of fewer goes on with: at the first position nothing turns."""
+CONTEXT_BEFORE = 8192
+"""Errors are taken at this position or later: at position 0 the rotation is the identity."""
 
 
 def steps_of(contender: Contender, sets: list[Heads]) -> list[Step]:
@@ -25,60 +25,44 @@ def steps_of(contender: Contender, sets: list[Heads]) -> list[Step]:
 
 
 def without_folders(text: str) -> str:
-    """Files by their names alone: where they lie is nobody's business."""
+    """Reduce paths in a message to file names: a results file names no folders of the machine."""
     return re.sub(r"(?:/[^\s/:]+)+/([^\s/:]+)", r"\1", text)
 
 
 def relative_error(case: Case, contender: Contender, device: str) -> float:
-    """Of q, against float64 with exact phases, over the last tokens of the case, or of a text that it goes on with."""
+    """Relative error of q against float64 with exact phases, over the last ``TOKENS_COMPARED`` tokens."""
     tokens = min(case.tokens, TOKENS_COMPARED)
-    shared = Positions(replace(case, tokens=tokens), device, first=max(case.tokens, TEXT_BEFORE) - tokens)
+    shared = Positions(replace(case, tokens=tokens), device, first=max(case.tokens, CONTEXT_BEFORE) - tokens)
     heads = Heads(shared.case, shared)
-    phases = (shared.positions[:, None] * shared.table.turns.to(device)).double() * (math.tau / 2**64)
-    direction = -1.0 if case.backward else 1.0
-    want = exact(heads.by_head(heads.q).double(), phases.cos(), direction * phases.sin(), case)
-    got = contender.rotate(heads)[0].double()
-    return float((got - want).norm() / want.norm())
-
-
-def exact(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, case: Case) -> torch.Tensor:
-    """The rotation written out; x is [1, heads, tokens, head_dim], cos and sin [tokens, rotary_dim / 2]."""
-    turning, rest = x[..., : case.rotary_dim], x[..., case.rotary_dim :]
-    if case.pairing == "halves":
-        first, second = turning.chunk(2, dim=-1)
-        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    else:
-        first, second = turning[..., ::2], turning[..., 1::2]
-        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
-    return torch.cat([turned, rest], dim=-1)
+    phases = baseline.exact_phases(shared.positions, shared.table)
+    sin = phases.sin() * (-1.0 if case.backward else 1.0)
+    want = baseline.exact_rotary(heads.by_head(heads.q).double(), phases.cos(), sin, case.pairing)
+    return baseline.relative_error(contender.rotate(heads)[0], want)
 
 
 def measure(cases: Sequence[Case], contenders: Sequence[Contender], device: str) -> Iterator[dict[str, Any]]:
-    """A row for every case, as soon as it is there: seconds and errors by contender."""
-    with needs("tqdm"):
-        from tqdm import tqdm
-
+    """Yield one row per case: seconds and errors by contender."""
     work = [(case, [one for one in contenders if one.takes(case)]) for case in cases]
-    with tqdm(total=sum(len(taking) for _, taking in work), desc="rotary", unit="timing") as progress:
+    with progress_bar(total=sum(len(taking) for _, taking in work), desc="rotary", unit="timing") as progress:
         for case, taking in work:
             shared = Positions(case, device)
             sets = [Heads(case, shared) for _ in range(buffer_sets(case.bytes, device))]
-            torch.compiler.reset()  # every case is compiled for its own shape
-            turns = Turns(device)
-            for copy in COPIES:
-                turns.add(copy.name, steps_of(copy, sets))
+            torch.compiler.reset()  # compile anew for the shape of this case
+            timer = InterleavedTimer(device)
+            for name, steps in copy_steps([[heads.copies] for heads in sets]).items():
+                timer.add(name, steps)
             errors, failures = {}, {}
             for contender in taking:
                 progress.set_postfix_str(f"{case.name}, {contender.name}")
                 try:
-                    off = relative_error(case, contender, device)
-                    turns.add(contender.name, steps_of(contender, sets))
-                    errors[contender.name] = off
-                except Exception as error:  # somebody else's op, perhaps for another version of torch
+                    error = relative_error(case, contender, device)
+                    timer.add(contender.name, steps_of(contender, sets))
+                    errors[contender.name] = error
+                except Exception as failure:  # a peer may be built for another torch, or run out of memory
                     if contender.name.startswith("mrrope"):
                         raise
-                    failures[contender.name] = f"{type(error).__name__}: {without_folders(str(error))}"
+                    failures[contender.name] = f"{type(failure).__name__}: {without_folders(str(failure))}"
                 progress.update()
-            seconds = with_faster_copy(turns.medians())
+            seconds = with_faster_copy(timer.medians())
             row = {**asdict(case), "name": case.name, "bytes": case.bytes, "seconds": seconds, "errors": errors}
             yield row | ({"failures": failures} if failures else {})

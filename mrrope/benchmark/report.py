@@ -1,4 +1,4 @@
-"""The tables and the plot."""
+"""The printed tables and the plot of ``mrrope bench``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mrrope.benchmark.cases import Case
+from mrrope.benchmark.workloads import Case
 
-MOST_SHOWN = 2.0
-"""Copies, in the plot."""
+MAX_RATIO = 2.0
+"""Upper limit of the plot's time-to-copy axis."""
 
 
 def names_in(rows: list[dict[str, Any]]) -> list[str]:
@@ -17,7 +17,7 @@ def names_in(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    """Microseconds with their ratio to a copy, then errors."""
+    """Print microseconds with their ratio to a copy, then errors."""
     names = names_in(rows)
 
     def time(row: dict[str, Any], name: str) -> str:
@@ -26,7 +26,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
             return "failed" if name in row.get("failures", {}) else ""
         return f"{seconds * 1e6:.2f} ({seconds / row['seconds']['copy']:.2f})"
 
-    print("\nMicroseconds (and how many copies of the same bytes that is)")
+    print("\nMicroseconds (and ratio to a copy of the same bytes)")
     _print_table(rows, names, time)
     print("\nRelative error of q against float64")
     _print_table(rows, [name for name in names if name != "copy"], lambda row, name: _error(row, name))
@@ -45,13 +45,13 @@ def _print_table(rows: list[dict[str, Any]], names: list[str], cell: Callable[[d
 
 
 def print_host(seconds: dict[str, float]) -> None:
-    print("\nMicroseconds of the host for one token, from the call in Python to the launch")
+    print("\nHost microseconds per call for one token, from Python to the launch")
     for name, value in seconds.items():
         print(f"{name:24}{value * 1e6:10.2f}")
 
 
 def plot(rows: list[dict[str, Any]], machine: str, path: Path) -> None:
-    """Bandwidth over size, for the rows that differ in tokens alone; and every other row beside a copy."""
+    """Plot bandwidth over tokens for the default shape, and the ratio to a copy for all other rows."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -76,14 +76,13 @@ def plot(rows: list[dict[str, Any]], machine: str, path: Path) -> None:
         places = [j for j, row in enumerate(others) if name in row["seconds"]]
         ratios = [others[j]["seconds"][name] / others[j]["seconds"]["copy"] for j in places]
         offset = (i - len(names) / 2) * 0.8 / len(names)
-        # What is slower still stands at the edge.
-        shown_at = [min(ratio, MOST_SHOWN) for ratio in ratios]
+        shown_at = [min(ratio, MAX_RATIO) for ratio in ratios]
         right.scatter(shown_at, [j + offset for j in places], s=18, color=colours[name])
     right.set_yticks(range(len(others)), [row["name"] for row in others])
     right.axvline(1.0, color="black", linewidth=3, alpha=0.4)
     right.invert_yaxis()
-    right.set(xlabel=f"time / time of a copy of the same bytes ({MOST_SHOWN:g}: as long or longer)")
-    right.set(xlim=(0.5, MOST_SHOWN + 0.05))
+    right.set(xlabel=f"time / time of a copy of the same bytes (clipped at {MAX_RATIO:g})")
+    right.set(xlim=(0.5, MAX_RATIO + 0.05))
     right.grid(alpha=0.3)
     handles = [*left.lines, *(right.scatter([], [], color=colours[name], label=name) for name in names)]
     named = {handle.get_label(): handle for handle in reversed(handles)}

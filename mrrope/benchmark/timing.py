@@ -1,4 +1,4 @@
-"""How time is taken: medians after a warm-up, over buffers that together do not fit the cache, without launch gaps."""
+"""Interleaved timing: medians after a warm-up, over buffers that exceed L2, by CUDA-graph replay on GPUs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from typing import Any
 import torch
 
 Step = Callable[[], object]
+Copies = tuple[torch.Tensor, torch.Tensor]
 
-CACHE_BYTES = 60 * 2**20  # an H200's second-level cache
+L2_BYTES = 60 * 2**20  # H200
 REPLAYS = 15
-SECONDS_TO_SETTLE = 0.1
+WARM_UP_SECONDS = 0.1
 COPY, COPY_BY_KERNEL = "copy", "copy by a kernel"
 
 
 def buffer_sets(bytes_per_set: int, device: str) -> int:
-    """How many sets of buffers to rotate through so that each is out of the cache when its turn comes."""
+    """Number of buffer sets to rotate through so that each is evicted from L2 before it is used again."""
     if device == "cpu":
         return 1
-    return max(3, min(400, 4 * CACHE_BYTES // max(bytes_per_set, 1) + 1))
+    return max(3, min(400, 4 * L2_BYTES // max(bytes_per_set, 1) + 1))
 
 
-class Turns:
-    """Contenders that take turns, so that all see the same clocks: a GPU slows down as it warms."""
+class InterleavedTimer:
+    """Times contenders round-robin, so that all see the same clocks: a GPU slows down as it warms."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -35,7 +36,7 @@ class Turns:
         self._steps: dict[str, int] = {}
         self._pool: Any = None
         if device == "cuda":
-            _replay_a_first_graph()
+            _discard_first_graph()
             self._pool = torch.cuda.graph_pool_handle()
 
     @property
@@ -43,12 +44,16 @@ class Turns:
         return list(self._replays)
 
     def add(self, name: str, steps: Sequence[Step]) -> None:
-        """The steps do the same work on different buffers. What cannot be run fails here, and the others go on."""
+        """Add a contender whose steps do the same work on different buffers.
+
+        A step that cannot run raises here, and the other contenders are unaffected.
+        """
         if self.device == "cuda":
             try:
-                self._replays[name] = _graph_of(steps, self._pool)
+                self._replays[name] = _capture(steps, self._pool)
             except Exception:
-                self._pool = torch.cuda.graph_pool_handle()  # torch lets nobody else use that of a broken capture
+                # torch refuses further captures to the pool of a broken one.
+                self._pool = torch.cuda.graph_pool_handle()
                 raise
         else:
             steps[0]()
@@ -60,8 +65,8 @@ class Turns:
         for known in (self._replays, self._steps, self.seconds):
             known.pop(name)
 
-    def settle(self, seconds: float) -> None:
-        """Lets all run untimed for so long: until caches are warm, and the clocks those of a GPU at work."""
+    def warm_up(self, seconds: float) -> None:
+        """Run all contenders untimed until caches are warm and the GPU runs at its clocks under load."""
         until = time.monotonic() + seconds
         while True:
             for replay in self._replays.values():
@@ -71,10 +76,10 @@ class Turns:
             if time.monotonic() >= until:
                 return
 
-    def take(self, turns: int) -> None:
-        """Every contender so many times, in an order that changes: whoever follows a cool one is faster."""
-        for turn in range(turns):
-            for name in self.names if turn % 2 else reversed(self.names):
+    def run_rounds(self, rounds: int) -> None:
+        """Time every contender once per round; the order alternates, since one that follows a light load is faster."""
+        for number in range(rounds):
+            for name in self.names if number % 2 else reversed(self.names):
                 self.seconds[name].append(self._time(name))
 
     def _time(self, name: str) -> float:
@@ -93,43 +98,69 @@ class Turns:
         return statistics.median(self.seconds[name])
 
     def medians(self) -> dict[str, float]:
-        """Seconds of one step, by contender, after a warm-up."""
-        self.settle(SECONDS_TO_SETTLE)
-        self.take(REPLAYS)
+        """Median seconds per step of each contender, after a warm-up."""
+        self.warm_up(WARM_UP_SECONDS)
+        self.run_rounds(REPLAYS)
         return {name: self.median(name) for name in self.names}
 
     def ratio(self, name: str, to: str) -> float:
-        """Of those turns that both took; a contender that was dropped and added anew starts later."""
+        """Median of the ratios within the rounds that both ran; a contender that was added later has fewer."""
         return statistics.median(a / b for a, b in zip(self.seconds[name][::-1], self.seconds[to][::-1], strict=False))
 
 
-def medians_in_turns(contenders: Mapping[str, Sequence[Step]], device: str) -> dict[str, float]:
-    """Seconds of one step, by contender."""
-    turns = Turns(device)
+def interleaved_medians(contenders: Mapping[str, Sequence[Step]], device: str) -> dict[str, float]:
+    """Median seconds per step of each contender."""
+    timer = InterleavedTimer(device)
     for name, steps in contenders.items():
-        turns.add(name, steps)
-    return turns.medians()
+        timer.add(name, steps)
+    return timer.medians()
+
+
+def copy_buffers(bytes_moved: int, device: str | torch.device) -> Copies:
+    """Destination and source of a copy that reads and writes ``bytes_moved`` in all."""
+    size = bytes_moved // 8 * 4  # whole int32 elements
+    destination, source = (torch.ones(size, device=device, dtype=torch.uint8) for _ in range(2))
+    return destination, source
+
+
+def copy_steps(buffers: Sequence[Sequence[Copies]]) -> dict[str, list[Step]]:
+    """The driver's copy and a kernel's, one step per set of buffers; a set may have several copies to make."""
+
+    def by_driver(copies: Sequence[Copies]) -> None:
+        for destination, source in copies:
+            destination.copy_(source)
+
+    def by_kernel(copies: Sequence[Copies]) -> None:
+        for destination, source in copies:
+            torch.bitwise_not(source.view(torch.int32), out=destination.view(torch.int32))
+
+    return {
+        COPY: [functools.partial(by_driver, copies) for copies in buffers],
+        COPY_BY_KERNEL: [functools.partial(by_kernel, copies) for copies in buffers],
+    }
 
 
 def with_faster_copy(seconds: Mapping[str, float]) -> dict[str, float]:
-    """One copy for two: the driver's is slow for more than a gigabyte."""
+    """Keep the faster of the two copies: the driver's is slow beyond a gigabyte."""
     others = {name: time for name, time in seconds.items() if name not in (COPY, COPY_BY_KERNEL)}
     return {COPY: min(seconds[COPY], seconds[COPY_BY_KERNEL]), **others}
 
 
 @functools.cache
-def _replay_a_first_graph() -> None:
-    """In vain: the first of a process replays up to a sixth faster than any later one, with the same work or other.
-    On an H200 a copy for one token takes 0.89 us there, and 1.07 us ever after."""
+def _discard_first_graph() -> None:
+    """Replay and discard a graph: the first graph of a process replays up to a sixth faster than all later ones.
+
+    On an H200 a one-token copy takes 0.89 us in the first graph and 1.07 us in any other.
+    """
     x = torch.zeros(2**16, device="cuda")
-    replay = _graph_of([lambda: x.copy_(x.roll(1))] * 200, torch.cuda.graph_pool_handle())
+    replay = _capture([lambda: x.copy_(x.roll(1))] * 200, torch.cuda.graph_pool_handle())
     for _ in range(REPLAYS):
         replay()
     torch.cuda.synchronize()
 
 
-def _graph_of(steps: Sequence[Step], pool: Any) -> Step:
-    """All the steps in a graph: kernels follow each other as in a captured decoder, and Python's time stays out."""
+def _capture(steps: Sequence[Step], pool: Any) -> Step:
+    """Capture all steps in one graph: kernels run back to back, and host time is excluded."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -138,7 +169,7 @@ def _graph_of(steps: Sequence[Step], pool: Any) -> Step:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
-        # Held until all are captured, or each would write where the one before it did, and still has in the cache.
+        # Outputs are held until the capture ends; otherwise steps would reuse one output buffer, which stays in L2.
         results = [step() for step in steps]
     del results
     return graph.replay

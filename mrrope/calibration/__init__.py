@@ -1,4 +1,4 @@
-"""Finds the frequency table that suits a model and a text, by forward passes alone: ``mrrope calibrate``.
+"""``mrrope calibrate``: search for the frequency table with the lowest loss of a model on a text.
 
-Needs the extra ``eval``; nothing here is imported by ``import mrrope``.
+The search needs forward passes only. Needs the extra ``eval``; ``import mrrope`` imports nothing of this package.
 """

@@ -14,20 +14,26 @@ from typing import Any
 
 from mrrope.calibration import report
 from mrrope.calibration.calibrate import Calibration, CalibrationStoppedError
-from mrrope.calibration.documents import DocumentSets, document_sets, lengths_up_to
+from mrrope.calibration.document_sets import DocumentSets, document_sets, lengths_up_to
 from mrrope.calibration.journal import Journal
-from mrrope.calibration.readings import Readings, fingerprint, weights_fingerprint
+from mrrope.calibration.objective import Readings, fingerprint, weights_fingerprint
 from mrrope.calibration.search import BudgetSpentError
-from mrrope.evaluation import models
+from mrrope.evaluation import model_loading
 from mrrope.evaluation import report as evaluation_report
-from mrrope.evaluation.command import checked_lengths, checked_positive, machine
-from mrrope.evaluation.reading import DEFAULT_CHUNK
+from mrrope.evaluation.documents import text_files
+from mrrope.evaluation.evaluate import is_out_of_memory
 from mrrope.evaluation.results import Results
-from mrrope.evaluation.run import is_out_of_memory
-from mrrope.evaluation.texts import text_files
 from mrrope.hf import rope_config
-from mrrope.reporting.optional_packages import needs
-from mrrope.reporting.output import checked_stem
+from mrrope.reporting.machine import measured_with
+from mrrope.reporting.optional_packages import progress_bar, require
+from mrrope.reporting.options import (
+    add_forward_options,
+    add_model_and_text,
+    add_output,
+    checked_lengths,
+    checked_positive,
+)
+from mrrope.reporting.output import checked_stem, with_ending
 from mrrope.table_lookup import NativeRope
 from mrrope.tables import FrequencyTable
 
@@ -37,75 +43,66 @@ BUDGET_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} s{postfix}"
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Everything that can be chosen."""
-
-    def add(option: str, **how: Any) -> None:
-        command.add_argument(option, **how)
-
-    add("model", metavar="MODEL", help="a model's folder, its name on the hub, or a .gguf file")
-    add("--text", required=True, metavar="FILE", help="a text (.xz too; NUL between documents), or a folder of them")
+    """Add the options of ``mrrope calibrate``."""
+    add = command.add_argument
+    add_model_and_text(command)
     add("--held-out", metavar="FILE", help="another text, to report on (default: a third of the documents)")
-    add("--scale", type=float, required=True, metavar="S", help="by how much to extend the context")
+    add("--scale", type=float, required=True, metavar="S", help="factor by which to extend the context")
     add("--lengths", metavar="N,N,...", help="in tokens (default: the native length, doubled up to the scale)")
-    add("--original-max-position", type=float, metavar="N", help="start over from plain RoPE, trained on N tokens")
+    add("--original-max-position", type=float, metavar="N", help="extend plain RoPE, trained on N tokens")
     add("--budget", type=float, default=DEFAULT_BUDGET, metavar="MINUTES", help="for the search (default: %(default)s)")
     add(
         "--documents",
         type=int,
         default=6,
         metavar="N",
-        help="to search and decide with, at most (default: %(default)s)",
+        help="at most N for search and validation (default: %(default)s)",
     )
-    add("--held-out-documents", type=int, default=3, metavar="N", help="to report on, at most (default: %(default)s)")
-    add("--join", action="store_true", help="put documents that are too short together")
+    add("--held-out-documents", type=int, default=3, metavar="N", help="at most N to report on (default: %(default)s)")
+    add("--join", action="store_true", help="concatenate documents that are too short")
     add(
         "--retrieval",
         type=float,
         default=DEFAULT_RETRIEVAL,
         metavar="W",
-        help="what forgetting all keys hidden in the text adds to the loss, in nats (default: %(default)s)",
+        help="weight of hidden pass keys: nats added to the loss if all are forgotten (default: %(default)s)",
     )
-    add("--sweep", type=int, metavar="N", help="also read N x N pairs of bounds (d_l, d_h), and draw them")
-    add("--chunk", type=int, default=DEFAULT_CHUNK, metavar="N", help="tokens read at a time (default: %(default)s)")
-    add("--dtype", help=f"one of {', '.join(models.DTYPES)} (default: bfloat16 on GPUs, else float32)")
-    add("--device", help="as torch names it (default: a GPU where there is one)")
-    add(
-        "--output",
-        default="mrrope-calibrate",
-        metavar="NAME",
-        help="for NAME.table.json, NAME.json, NAME.*.png and NAME.journal, from which a killed run goes on "
-        "(default: %(default)s)",
+    add("--sweep", type=int, metavar="N", help="also measure and plot an N x N grid of bounds (d_l, d_h)")
+    add_forward_options(command)
+    add_output(
+        command,
+        "mrrope-calibrate",
+        "NAME.table.json, NAME.json, NAME.*.png and NAME.journal, from which an interrupted run resumes",
     )
-    add("--json", action="store_true", help="print the report as JSON")
 
 
 @dataclass(frozen=True)
 class Files:
-    """Where everything goes."""
+    """The output files of a calibration."""
 
     stem: Path
 
     def named(self, ending: str) -> Path:
-        """One of the files."""
-        return self.stem.with_name(f"{self.stem.name}.{ending}")
+        """``NAME.ending``."""
+        return with_ending(self.stem, ending)
 
     @property
     def table(self) -> Path:
         return self.named("table.json")
 
     def written(self) -> list[Path]:
-        """All that there are."""
+        """All existing output files."""
         return sorted(self.stem.parent.glob(f"{glob.escape(self.stem.name)}.*"))
 
     def save_table(self, table: FrequencyTable) -> None:
-        """Writes the table in one step, so that a kill leaves the old one or the new one."""
+        """Write the table atomically: a kill leaves either the old or the new one."""
         new = self.named("table.json.new")
         table.save(new)
         new.replace(self.table)
 
 
 def trained_with(model: Any, original_max_position: float | None) -> NativeRope:
-    """What the layers that see the whole text do as they are; a length starts over from plain RoPE."""
+    """The RoPE settings of the model's global layers; ``original_max_position`` replaces them by plain RoPE."""
     held = rope_config.held_attention_factor(model)
     found = {
         NativeRope(own.rotary_dim, own.base, original_max_position, held_attention_factor=held)
@@ -130,9 +127,8 @@ def trained_with(model: Any, original_max_position: float | None) -> NativeRope:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuses what can be seen to be wrong before anything is loaded."""
-    with needs("matplotlib"):
-        import matplotlib  # noqa: F401  # before minutes of reading, not after
+    """Check the options before a model is loaded."""
+    require("matplotlib")
     if not 1.0 < options.scale < math.inf:
         raise ValueError(f"--scale must be a number above 1, got {options.scale:g}")
     if not 0.0 < options.budget < math.inf:
@@ -151,13 +147,13 @@ def check(options: argparse.Namespace) -> None:
         checked_positive(f"--{option.replace('_', '-')}", getattr(options, option))
     checked_stem(options.output)
     for text in filter(None, (options.text, options.held_out)):
-        text_files(text)  # a model takes its time to load
+        text_files(text)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Searches, decides, reports and prints."""
+    """Calibrate and print the report."""
     check(options)
-    model, tokenizer = models.load(options.model, dtype=options.dtype, device=options.device)
+    model, tokenizer = model_loading.load(options.model, dtype=options.dtype, device=options.device)
     results = calibrate(options, model, tokenizer)
     if options.json:
         print(json.dumps(results.data))
@@ -167,13 +163,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def calibrate(options: argparse.Namespace, model: Any, tokenizer: Any) -> Results:
-    """The report on the table that was found; the best so far is on disk at any time."""
+    """Calibrate and return the results; the best table so far is on disk at any time."""
     files = Files(Path(options.output))
     trained = trained_with(model, options.original_max_position)
     lengths = chosen_lengths(options, trained)
     documents = chosen_documents(options, tokenizer, lengths)
     about = {
-        "model": models.short_name(options.model),
+        "model": model_loading.short_name(options.model),
         "weights": weights_fingerprint(model),
         "scale": options.scale,
         "original_max_position": trained.original_max_position,
@@ -184,7 +180,7 @@ def calibrate(options: argparse.Namespace, model: Any, tokenizer: Any) -> Result
             name: [[document.name, fingerprint(document.tokens)] for document in getattr(documents, name)]
             for name in ("search", "decide", "held_out")
         },
-        **machine(model),
+        **measured_with(model),
     }
     with closing(Journal(files.named("journal"), about)) as journal:
         results = Results(files.named("json"), about)
@@ -223,7 +219,7 @@ def chosen_documents(options: argparse.Namespace, tokenizer: Any, lengths: list[
 
 
 def chosen_lengths(options: argparse.Namespace, trained: NativeRope) -> list[int]:
-    """Those asked for, or the native length doubled up to the scale."""
+    """The lengths of ``--lengths``; by default the native length, doubled up to the scale."""
     if options.lengths:
         return checked_lengths(options.lengths)
     assert trained.original_max_position is not None
@@ -231,11 +227,9 @@ def chosen_lengths(options: argparse.Namespace, trained: NativeRope) -> list[int
 
 
 def search(calibration: Calibration, files: Files, results: Results) -> None:
-    """Finds the table and writes it, under a bar that shows the budget."""
-    with needs("tqdm"):
-        from tqdm import tqdm
+    """Search for the table and write it; the progress bar shows the budget."""
     before = len(calibration.readings.journal)
-    with tqdm(desc="calibrate", total=round(calibration.seconds), bar_format=BUDGET_BAR) as bar:
+    with progress_bar(desc="calibrate", total=round(calibration.seconds), bar_format=BUDGET_BAR) as bar:
         if before:
             bar.write(f"going on with {before} readings from {calibration.readings.journal.path}", file=sys.stderr)
 
@@ -261,7 +255,7 @@ def search(calibration: Calibration, files: Files, results: Results) -> None:
 
 
 def read_reports(calibration: Calibration, files: Files, results: Results, sweep: int | None) -> None:
-    """Reads the documents that had no part in the search, and draws."""
+    """Measure the held-out documents and draw the plots."""
     table = FrequencyTable.load(files.table)
     report.read_held_out(calibration, table, results)
     evaluation_report.draw(results.data, files.stem)
@@ -272,7 +266,7 @@ def read_reports(calibration: Calibration, files: Files, results: Results, sweep
 
 
 def stopped(reason: str, files: Files, results: Results) -> CalibrationStoppedError:
-    """The error to raise, once it is noted in the results."""
+    """Record the reason in the results and return the error to raise."""
     results.finish(reason)
     table = f", the best table so far in {files.table}" if files.table.exists() else ""
     return CalibrationStoppedError(f"{reason}. What was read is in {files.named('journal')}{table}")

@@ -1,4 +1,4 @@
-"""Every reading of a run, on disk as soon as it is done: a run that was killed goes on where it was."""
+"""The journal of a calibration: every reading is on disk as soon as it is done, so a killed run resumes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ BEGINNING = json.dumps({"format": FORMAT})[:-1].encode()
 
 
 class Journal:
-    """A file with a line for what the run is about, and one for each reading."""
+    """A JSON-lines file: a header with the settings of the run, then one line per reading."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
-        """Opens the journal of a run, or begins it.
+        """Open the journal of an earlier run with the same settings, or create it.
 
         Raises:
-            ValueError: where the file is that of another run, is in use by one, or is none of these.
-            OSError: where it cannot be written.
+            ValueError: the file is in use, belongs to a run with other settings, or is no journal.
+            OSError: the file cannot be written.
         """
         self.path = path
         self._readings: dict[str, dict[str, Any]] = {}
@@ -29,11 +29,11 @@ class Journal:
             self._lock()
             whole = self._whole_lines()
             if whole:
-                self._go_on(whole, header)
+                self._resume(whole, header)
         except BaseException:
             self._file.close()
             raise
-        # What a kill cut off in the middle of a line is lost, and only that.
+        # Only a line that a kill cut off is lost.
         self._file.truncate(sum(map(len, whole)))
         if not whole:
             self._append(header)
@@ -42,20 +42,20 @@ class Journal:
         return len(self._readings)
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """A reading that was done, in this run or before the kill."""
+        """A reading of this run or of the run it resumes."""
         return self._readings.get(key)
 
     def put(self, key: str, reading: dict[str, Any]) -> None:
-        """Keeps a reading; once this returns, a kill or a power cut does not lose it."""
+        """Append a reading, durably: neither a kill nor a power cut after the return loses it."""
         self._readings[key] = {"key": key, **reading}
         self._append(self._readings[key])
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Close the file, which releases the lock."""
         self._file.close()
 
     def _lock(self) -> None:
-        """Until the file is closed, so also after a kill."""
+        """Lock the file until it is closed; the system releases the lock of a killed run."""
         try:
             import fcntl
         except ImportError:  # not on Windows
@@ -67,7 +67,7 @@ class Journal:
                 f"--output must be another one: the journal {self.path} is in use by another run"
             ) from None
 
-    def _go_on(self, whole: list[bytes], header: dict[str, Any]) -> None:
+    def _resume(self, whole: list[bytes], header: dict[str, Any]) -> None:
         try:
             found, *readings = map(json.loads, whole)
         except ValueError as error:

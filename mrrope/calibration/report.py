@@ -1,4 +1,4 @@
-"""What came out: held-out text under every fixed method and the found table, and the sweep over the bounds."""
+"""The report of a calibration: held-out perplexity of all methods, and the sweep over the bounds."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from mrrope.calibration.calibrate import Calibration
-from mrrope.calibration.readings import Rung
+from mrrope.calibration.objective import Rung
 from mrrope.calibration.spaces import PowerSpace, clamp
+from mrrope.evaluation.evaluate import PERPLEXITY, perplexity_figures
 from mrrope.evaluation.perplexity import perplexity
 from mrrope.evaluation.results import Results
-from mrrope.evaluation.run import PERPLEXITY, perplexity_figures
-from mrrope.reporting.optional_packages import needs
+from mrrope.reporting.optional_packages import needs, progress_bar
 from mrrope.tables import FrequencyTable
 
 CALIBRATED = "calibrated"
 
 
 def read_held_out(calibration: Calibration, table: FrequencyTable, results: Results) -> None:
-    """Perplexities of the documents that had no part in the search, in the form of ``mrrope eval``."""
-    with needs("tqdm"):
-        from tqdm import tqdm
+    """Measure held-out perplexity of every fixed method and the table, in the format of ``mrrope eval``."""
     readings, documents = calibration.readings, calibration.documents.held_out
     tables = {**calibration.fixed, CALIBRATED: table}
-    for method, one in tqdm(tables.items(), desc="held-out documents", unit="table"):
+    for method, one in progress_bar(tables.items(), desc="held-out documents", unit="table"):
         found = [readings.read(one, document, readings.lengths[-1]) for document in documents]
         for losses in zip(*found, strict=True):
             named = [(document.name, loss) for document, loss in zip(documents, losses, strict=True)]
@@ -32,7 +30,7 @@ def read_held_out(calibration: Calibration, table: FrequencyTable, results: Resu
 
 
 def geometric_means(results: Results) -> dict[str, float]:
-    """Over all lengths, of each method's second-half perplexity."""
+    """Geometric mean over lengths of each method's second-half perplexity."""
     by_method = results.data["results"][PERPLEXITY]
     return {
         method: math.exp(
@@ -43,7 +41,7 @@ def geometric_means(results: Results) -> dict[str, float]:
 
 
 def summary(data: dict[str, Any]) -> str:
-    """Which table was chosen, and how far it is below the best fixed method on held-out text."""
+    """The chosen table, and its held-out perplexity relative to the best fixed method."""
     means = data["calibration"]["held_out_geometric_means"]
     best = min((method for method in means if method != CALIBRATED), key=means.__getitem__)
     change = means[CALIBRATED] / means[best] - 1
@@ -57,7 +55,7 @@ def summary(data: dict[str, Any]) -> str:
 
 
 def swept_bounds(space: PowerSpace, side: int) -> tuple[list[int], list[int]]:
-    """Bounds around those of a table: as many values of d_l and of d_h, two pairs apart."""
+    """``side`` values each of d_l and d_h around the table's bounds, in steps of two pairs."""
     assert space.origin.bounds is not None
     last = space.origin.rotary_dim // 2 - 1
     lows, highs = (
@@ -67,15 +65,15 @@ def swept_bounds(space: PowerSpace, side: int) -> tuple[list[int], list[int]]:
 
 
 def read_sweep(calibration: Calibration, side: int) -> dict[str, Any]:
-    """The paper's sweep over d_l and d_h, with the power and temperature found, on one held-out document."""
-    with needs("tqdm"):
-        from tqdm import tqdm
+    """The paper's sweep over d_l and d_h, with the calibrated power and temperature, on one held-out document."""
     space = calibration.power_space
     power, _, _, temperature = space.start
     lows, highs = swept_bounds(space, side)
     rung = Rung(calibration.documents.held_out[:1], calibration.readings.lengths[-1])
     perplexities: dict[tuple[int, int], float] = {}
-    for low, high in tqdm([(low, high) for low in lows for high in highs if low < high], desc="bounds", unit="table"):
+    for low, high in progress_bar(
+        [(low, high) for low in lows for high in highs if low < high], desc="bounds", unit="table"
+    ):
         table = space.table((power, low, high, temperature))
         perplexities[low, high] = perplexity([calibration.readings.loss(table, rung)])
     return {
@@ -88,14 +86,14 @@ def read_sweep(calibration: Calibration, side: int) -> dict[str, Any]:
 
 
 def draw_sweep(sweep: dict[str, Any], path: Path) -> None:
-    """Perplexity by d_l and d_h as a picture."""
+    """Plot perplexity by d_l and d_h."""
     with needs("matplotlib"):
         from matplotlib.figure import Figure
     rows = [[math.nan if cell is None else cell for cell in row] for row in sweep["perplexity"]]
     figure = Figure(layout="constrained", figsize=(2.5 + 0.75 * len(sweep["d_h"]), 1.5 + 0.5 * len(sweep["d_l"])))
     axes = figure.subplots()
     shown = [cell for row in rows for cell in row if not math.isnan(cell)]
-    # Bounds that fail altogether leave the others to be told apart.
+    # Clip the colour scale, so that failing bounds do not hide the differences of the others.
     lowest, highest = min(shown), min(max(shown), 1.5 * min(shown))
     image = axes.imshow(rows, aspect="auto", cmap="viridis_r", origin="lower", vmin=lowest, vmax=highest)
     axes.set_xticks(range(len(sweep["d_h"])), sweep["d_h"])

@@ -1,6 +1,6 @@
-"""Search for the lowest point of a function that is dear to evaluate and has cheaper versions of itself.
+"""Multi-fidelity search: successive halving and coordinate descent for an objective with cheap and costly rungs.
 
-Knows nothing of models and tables: any objective of this form can be searched, by this or by other means.
+Independent of models and tables: any objective of this form can be searched.
 """
 
 from __future__ import annotations
@@ -13,39 +13,40 @@ Point = tuple[float, ...]
 Candidate = TypeVar("Candidate")
 
 Objective = Callable[[Candidate, int], float]
-"""The loss of a candidate on a rung. Rungs count from 0; each is dearer and nearer the truth than the one below.
-Losses compare only on the same rung."""
+"""The loss of a candidate on a rung. Rungs count from 0; each is costlier and more accurate than the one below.
+Losses compare only within a rung."""
 
-WORTHWHILE = 1e-3
-"""How much lower a loss must be to count as better on the last rung: 0.1 % of perplexity. Less is not worth following,
-and would be learnt by heart sooner than learnt."""
+MIN_IMPROVEMENT = 1e-3
+"""Smallest decrease of the loss that counts on the last rung: 0.1 % of perplexity. Smaller ones are likely overfit."""
 
 
 class BudgetSpentError(Exception):
-    """An objective raises it instead of going on; the search then ends with the best it has."""
+    """Raised by an objective when its budget is spent; the search then returns its best point."""
 
 
 class Space(Protocol):
-    """Where to search."""
+    """A search space."""
 
     @property
     def start(self) -> Point:
-        """Where to begin."""
+        """The starting point."""
 
     @property
     def steps(self) -> Point:
-        """How far to go at first, in each coordinate."""
+        """Initial step size of each coordinate."""
 
     @property
     def halvings(self) -> int:
-        """How often the steps are halved before the search ends."""
+        """Number of times the steps are halved before the search ends."""
 
     def nearest(self, point: Point) -> Point:
-        """The point itself, or one nearby that makes sense."""
+        """The point projected to the valid ones."""
 
 
-def climb(candidates: Iterable[Candidate], objective: Objective[Candidate], rungs: range) -> list[Candidate]:
-    """Successive halving: on every rung but the last, the better half go on. Those that reach the end, best first."""
+def successive_halving(
+    candidates: Iterable[Candidate], objective: Objective[Candidate], rungs: range
+) -> list[Candidate]:
+    """Keep the better half on every rung but the last; return the survivors, best first."""
     left = list(candidates)
     for rung in rungs:
         left = sorted(left, key=lambda candidate: objective(candidate, rung))
@@ -57,13 +58,16 @@ def climb(candidates: Iterable[Candidate], objective: Objective[Candidate], rung
 def descend(
     space: Space, objective: Objective[Point], rungs: int, improved: Callable[[Point, float], object] = lambda *_: None
 ) -> Point:
-    """The lowest point found by sweeps of steps along the coordinates, halved where they lead nowhere.
+    """Coordinate descent: sweep steps along the coordinates, and halve them when no step helps.
 
     Args:
-        space: where to search.
-        objective: what to make small.
-        rungs: how many the objective has. A move counts as better only where it is so on the last of them.
-        improved: told every new best point, and its loss on the last rung.
+        space: the search space.
+        objective: the function to minimize.
+        rungs: the objective's number of rungs. A move is accepted only if it is better on the last one.
+        improved: called with every new best point and its loss on the last rung.
+
+    Returns:
+        The best point found, also if the objective's budget is spent.
     """
     best = space.nearest(space.start)
     last = rungs - 1
@@ -74,8 +78,8 @@ def descend(
             while (moved := sweep(space, best, steps, objective, rungs)) != best:
                 before, best = best, moved
                 improved(best, objective(best, last))
-                # What led down once often leads further down.
-                while is_better(further := moved_by(space, best, before), best, objective, rungs):
+                # Repeat a successful move while it keeps helping.
+                while is_better(further := extrapolated(space, best, before), best, objective, rungs):
                     before, best = best, further
                     improved(best, objective(best, last))
     except BudgetSpentError:
@@ -83,32 +87,34 @@ def descend(
     return best
 
 
-def moved_by(space: Space, best: Point, before: Point) -> Point:
-    """Once more the way that led from ``before`` to ``best``."""
+def extrapolated(space: Space, best: Point, before: Point) -> Point:
+    """The move from ``before`` to ``best`` applied once more."""
     return space.nearest(tuple(2 * new - old for new, old in zip(best, before, strict=True)))
 
 
 def is_better(point: Point, than: Point, objective: Objective[Point], rungs: int) -> bool:
-    """Whether a point is better on every rung; the dear ones are not asked where a cheap one denies it."""
+    """Whether a point is better on every rung; costly rungs are evaluated only if the cheap ones agree."""
     gains = (objective(than, rung) - objective(point, rung) for rung in range(rungs))
-    return point != than and all(gain > (WORTHWHILE if rung == rungs - 1 else 0) for rung, gain in enumerate(gains))
+    return point != than and all(
+        gain > (MIN_IMPROVEMENT if rung == rungs - 1 else 0) for rung, gain in enumerate(gains)
+    )
 
 
 def sweep(space: Space, best: Point, steps: Sequence[float], objective: Objective[Point], rungs: int) -> Point:
-    """Where the best step along a coordinate leads, or all steps that help together; ``best`` if neither is better."""
+    """The better of the best single step and all helpful steps combined, or ``best`` if neither helps."""
     moves = neighbours(space, best, steps)
     last = rungs - 1
     screening = range(max(last, 1))
-    survivors = climb(moves, objective, screening)
+    survivors = successive_halving(moves, objective, screening)
     helping = [point for point in survivors if objective(point, screening[-1]) < objective(best, screening[-1])]
-    # Of two steps along the same coordinate the better one counts.
+    # Of two helpful steps along one coordinate, the better one is kept.
     together = space.nearest(combined(best, {moves[point]: point for point in reversed(helping)}))
     winner = min([*helping[:1], together], key=lambda point: objective(point, last))
-    return winner if objective(best, last) - objective(winner, last) > WORTHWHILE else best
+    return winner if objective(best, last) - objective(winner, last) > MIN_IMPROVEMENT else best
 
 
 def neighbours(space: Space, best: Point, steps: Sequence[float]) -> dict[Point, int]:
-    """One step either way along every coordinate: where it leads, and which coordinate it is along."""
+    """The points one step away in either direction, with the coordinate of each step."""
     found: dict[Point, int] = {}
     for coordinate, step in enumerate(steps):
         for move in (step, -step):
@@ -119,7 +125,7 @@ def neighbours(space: Space, best: Point, steps: Sequence[float]) -> dict[Point,
 
 
 def combined(best: Point, moved: dict[int, Point]) -> Point:
-    """All these moves at once, each of which is along one coordinate."""
+    """All moves at once, each along one coordinate."""
     return tuple(
         moved[coordinate][coordinate] if coordinate in moved else value for coordinate, value in enumerate(best)
     )

@@ -1,4 +1,4 @@
-"""Tables as points: a few numbers first, then the radix factors themselves."""
+"""Search spaces of tables: power, bounds and temperature; and free radix factors at knots."""
 
 from __future__ import annotations
 
@@ -12,38 +12,39 @@ from mrrope.calibration.search import Point
 from mrrope.tables import FrequencyTable, frequency_table
 
 USUAL_TEMPERATURE = 0.1
-"""The coefficient that YaRN and MrRoPE come with: the attention factor is 1 + temperature ln(scale)."""
+"""The default coefficient of YaRN and MrRoPE: the attention factor is 1 + temperature ln(scale)."""
 
 TEMPERATURES = (-0.1, 0.5)
 POWERS = (-4.0, 8.0)
-TOUCHED = 1e-9
+SAME_SCALE = 1e-9
+"""Log scales of neighbouring pairs that differ by less are equal."""
 
 
 def temperature_of(table: FrequencyTable, native: FrequencyTable | None = None) -> float:
-    """The coefficient that gives a table's attention factor, beside that of the table it extends."""
+    """The temperature of a table's attention factor, relative to that of the table it extends."""
     own = 1.0 if native is None else native.attention_factor
     return (table.attention_factor / own - 1) / math.log(table.scale)
 
 
 def attention_factor(temperature: float, scale: float, native: FrequencyTable | None = None) -> float:
-    """What a coefficient gives."""
+    """The attention factor of a temperature."""
     own = 1.0 if native is None else native.attention_factor
     return own * (1 + temperature * math.log(scale))
 
 
 def clamp(value: float, low: float, high: float) -> float:
-    """The number in the range that is nearest."""
+    """Clamp a value to a range."""
     return min(max(value, low), high)
 
 
 @dataclass(frozen=True)
 class PowerSpace:
-    """Power, bounds and temperature of ``mrrope_pow``, from a table of that family on."""
+    """Power, bounds and temperature of ``mrrope_pow``, starting from a table of that family."""
 
     origin: FrequencyTable
     power: float
     native: FrequencyTable | None = None
-    """What the model rotates by as it is, where that is not plain RoPE."""
+    """The model's own table if it is not plain RoPE."""
 
     steps = (1.0, 4.0, 4.0, 0.04)
     halvings = 2
@@ -54,7 +55,7 @@ class PowerSpace:
         return (self.power, *map(float, self.origin.bounds), temperature_of(self.origin, self.native))
 
     def nearest(self, point: Point) -> Point:
-        """Bounds are whole numbers, in order, within the table; pairs between them share the scale."""
+        """Round bounds to integers with d_l < d_h within the table; clamp power and temperature."""
         power, low, high, temperature = point
         last = self.origin.rotary_dim // 2 - 1
         low = clamp(round(low), 0, last - 1)
@@ -66,7 +67,7 @@ class PowerSpace:
         )
 
     def table(self, point: Point) -> FrequencyTable:
-        """The table that a point stands for."""
+        """The table of a point."""
         power, low, high, temperature = point
         return frequency_table(
             "mrrope_pow",
@@ -83,18 +84,17 @@ class PowerSpace:
 
 @dataclass(frozen=True)
 class KnotSpace:
-    """Free radix factors: what is added to the logarithm of a table's cumulative scale at a few knots, and between
-    them in proportion; and the temperature.
+    """Free radix factors: offsets of the log cumulative scale at knots, linearly interpolated; and the temperature.
 
-    The knots cover the pairs that the table slows by a part of the scale and some on either side. Pairs before them
-    stay as they are; pairs after them move with the last knot, so that the end need not be the scale itself. No radix
-    factor gets below 1, and no pair is slowed by more than twice the scale.
+    The knots cover the pairs that the table scales partially, with a margin on either side. Pairs before them keep
+    their scale; pairs after them move with the last knot, so that the largest scale is free too. No radix factor is
+    below 1, and no cumulative scale above twice the table's scale.
     """
 
     origin: FrequencyTable
     knots: int
     native: FrequencyTable | None = None
-    """What the model rotates by as it is, where that is not plain RoPE."""
+    """The model's own table if it is not plain RoPE."""
 
     halvings = 2
 
@@ -107,42 +107,42 @@ class KnotSpace:
         return (*[math.log(self.origin.scale) / 12] * self.knots, 0.02)
 
     def nearest(self, point: Point) -> Point:
-        """Any point will do: the table keeps its order."""
+        """Every offset is valid, since :meth:`table` makes the scales monotone; clamp the temperature."""
         return (*(round(value, 9) for value in point[:-1]), round(clamp(point[-1], *TEMPERATURES), 9))
 
     @cached_property
     def fastest_first(self) -> torch.Tensor:
-        """The pairs in the order in which the model rotates them."""
+        """Pair indices by decreasing frequency."""
         table = self.native or self.origin
         return table.inv_freq.argsort(descending=True, stable=True)
 
     @cached_property
     def log_scales(self) -> torch.Tensor:
-        """By how much the table that the search starts from slows each pair, the fastest first."""
+        """Log scale of each pair relative to the model's own table, the fastest first."""
         native = torch.ones_like(self.origin.inv_freq) if self.native is None else self.native.cumulative_scale
         return (self.origin.cumulative_scale / native).log()[self.fastest_first]
 
     @cached_property
     def weights(self) -> torch.Tensor:
-        """How much of each knot's value every pair gets, ``[pairs, knots]``."""
+        """Interpolation weights ``[pairs, knots]``."""
         pairs = torch.arange(len(self.log_scales), dtype=torch.float64)
-        moving = self.log_scales.diff().abs() > TOUCHED
+        moving = self.log_scales.diff().abs() > SAME_SCALE
         between = torch.nonzero(moving).flatten()
         first, last = (int(between[0]), int(between[-1]) + 1) if len(between) else (0, len(pairs) - 1)
         margin = (last - first) / self.knots
         low, high = max(first - margin, 0.0), min(last + margin, len(pairs) - 1.0)
-        # In units of the distance between knots; the one at 0 is fixed, the others are 1, 2, ...
+        # In units of the knot spacing; the offset at 0 is fixed at zero, the knots are at 1, 2, ...
         place = ((pairs - low) / (high - low) * self.knots).clamp(0, self.knots)
         return (1 - (place[:, None] - torch.arange(1, self.knots + 1)).abs()).clamp(min=0)
 
     def table(self, point: Point) -> FrequencyTable:
-        """The table that a point stands for."""
+        """The table of a point."""
         moved = self.log_scales + self.weights @ torch.tensor(point[:-1], dtype=torch.float64)
         rising = moved.cummax(0).values.clamp(0, math.log(2 * self.origin.scale))
         factors = torch.empty_like(rising)
         factors[self.fastest_first] = rising.exp()
         return frequency_table(
-            # Radix factors alone would have the first pair keep its speed, which PI slows.
+            # Not "radix", whose first pair keeps its frequency, which PI scales.
             "longrope",
             rotary_dim=self.origin.rotary_dim,
             base=self.origin.base,

@@ -1,1 +1,1 @@
-"""What ``mrrope demo`` shows: a real model that reads on past its native length, by one method and another."""
+"""``mrrope demo``: a real model reads past its native length with several methods."""

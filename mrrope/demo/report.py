@@ -1,4 +1,4 @@
-"""What was read, as JSON, as a table and as a picture."""
+"""The results of the demo as JSON, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mrrope.demo.reading_on import PASS_KEY, Course, Reading
+from mrrope.demo.long_context import PASS_KEY, Course, Reading
 from mrrope.evaluation.perplexity import perplexity
 from mrrope.reporting import plotting
 
 FORMAT = "mrrope.demo/1"
 POINTS = 80
-"""Of the curves."""
+"""Points per curve."""
 TRAILING = 4
-"""How many of them the picture draws as one."""
+"""Points per moving average in the plot."""
 
 
 def results(course: Course, readings: Mapping[str, Reading]) -> dict[str, Any]:
-    """Everything that the table and the picture show."""
+    """The data of the table and the plot."""
     step = math.ceil(course.length / POINTS)
     found: dict[str, Any] = {}
     for method, reading in readings.items():
@@ -43,17 +43,17 @@ def results(course: Course, readings: Mapping[str, Reading]) -> dict[str, Any]:
 
 
 def short(tokens: int) -> str:
-    """8192 as 8K."""
+    """Format a token count: 8192 is 8K."""
     return f"{tokens / 1024:.3g}K" if tokens >= 1024 else str(tokens)
 
 
 def first_line(text: str) -> str:
-    """Nothing where the text is empty."""
+    """The first line, or nothing if the text is empty."""
     return next(iter(text.splitlines()), "")
 
 
 def table(data: dict[str, Any]) -> str:
-    """One row a method: its perplexity by position, then what it answered."""
+    """One row per method: perplexity by position, then its answers."""
     readings: dict[str, Any] = data["readings"]
     first = next(iter(readings.values()))
     spans = [" to ".join(short(int(edge)) for edge in span.split("-")) for span in first["perplexity"]]
@@ -72,13 +72,13 @@ def table(data: dict[str, Any]) -> str:
 
 
 def trailing(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Of every point and those just before it, the perplexity together: a text is now easy, now hard."""
+    """Moving geometric mean of the last ``TRAILING`` points, which smooths out the text's varying difficulty."""
     logs = [math.log(value) for _, value in curve]
     return [(place, math.exp(fmean(logs[max(i + 1 - TRAILING, 0) : i + 1]))) for i, (place, _) in enumerate(curve)]
 
 
 def draw(data: dict[str, Any], path: Path) -> Path:
-    """Perplexity over position, a line for every method, from half of the native length on."""
+    """Plot perplexity over position, one line per method, from half of the native length on."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.2), layout="constrained")

@@ -1,4 +1,4 @@
-"""What a model makes of long texts under each frequency table: ``mrrope eval``.
+"""``mrrope eval``: perplexity by context length and retrieval tasks of a model under several frequency tables.
 
-Needs the extra ``eval``; nothing here is imported by ``import mrrope``.
+Needs the extra ``eval``; ``import mrrope`` imports nothing of this package.
 """

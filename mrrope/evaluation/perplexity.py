@@ -1,8 +1,8 @@
 """Perplexity by context length.
 
-Reading a text once gives the likelihood of every token after all those before it, and with it the figures of every
-length: a causal model's token does not know how much is to come. Only a table that follows the length of the text
-does; it is read anew for every length.
+One forward pass gives the loss of every token, and thereby the perplexity at every length, because a causal model's
+loss at a position does not depend on later tokens. ``scale="auto"`` breaks this: its table depends on the length of
+the text, so every length takes its own pass.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from statistics import fmean
 import torch
 from torch import nn
 
-from mrrope.evaluation.reading import DEFAULT_CHUNK, Progress, Reader
+from mrrope.evaluation.chunked_reader import Progress, Reader
+from mrrope.reporting.options import DEFAULT_CHUNK
 
-# Rows of logits that are turned to float32 at a time.
 FLOAT32_ROWS = 1024
+"""Rows of logits that are converted to float32 at a time, to bound memory."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +28,20 @@ class DocumentLoss:
 
     length: int
     whole: float
-    """Of all its tokens but the first: the usual protocol, and the papers'."""
+    """Over all tokens but the first: the usual protocol, also that of the papers."""
     second_half: float
-    """Of the tokens from ``length / 2`` on, each of which has at least half of the context before it."""
+    """Over the tokens from ``length / 2`` on, each of which has at least half of the context before it."""
 
 
 def token_losses(
     model: nn.Module, tokens: Sequence[int], *, chunk: int = DEFAULT_CHUNK, progress: Progress | None = None
 ) -> Iterator[torch.Tensor]:
-    """The negative log-likelihood of every token but the first, float32 on the CPU, one chunk at a time."""
-    return losses_ahead(Reader(model, chunk=chunk, progress=progress), tokens)
+    """Yield the negative log-likelihood of every token but the first, float32 on the CPU, chunk by chunk."""
+    return next_token_losses(Reader(model, chunk=chunk, progress=progress), tokens)
 
 
-def losses_ahead(reader: Reader, tokens: Sequence[int]) -> Iterator[torch.Tensor]:
-    """The same of the tokens that come after those that were read already; all but the last are read then."""
+def next_token_losses(reader: Reader, tokens: Sequence[int]) -> Iterator[torch.Tensor]:
+    """The same for the tokens after the reader's position; reads all of them but the last."""
     for logits in reader.read(tokens[reader.position : -1]):
         following = torch.tensor(tokens[reader.position - len(logits) + 1 : reader.position + 1], device=logits.device)
         rows = zip(torch.split(logits, FLOAT32_ROWS), torch.split(following, FLOAT32_ROWS), strict=True)
@@ -49,7 +50,7 @@ def losses_ahead(reader: Reader, tokens: Sequence[int]) -> Iterator[torch.Tensor
 
 
 def loss_at(length: int, losses: torch.Tensor) -> DocumentLoss:
-    """The figures of the first ``length`` tokens, from the losses of all tokens but the first."""
+    """Mean losses of the first ``length`` tokens; ``losses`` starts with the second token."""
     whole, second_half = losses[: length - 1].double(), losses[length // 2 - 1 : length - 1].double()
     return DocumentLoss(length, whole.mean().item(), second_half.mean().item())
 
@@ -63,16 +64,16 @@ def document_losses(
     chunk: int = DEFAULT_CHUNK,
     progress: Progress | None = None,
 ) -> Iterator[DocumentLoss]:
-    """A document's figures at every length, the shortest first, each as soon as it is known.
+    """Yield a document's mean losses at every length, the shortest first.
 
     Args:
         model: a causal language model of transformers.
         tokens: the document, at least as long as the longest length.
-        lengths: in tokens, from 2 on.
-        one_reading: whether one reading of the longest serves all lengths, as it does for a fixed table; otherwise
-            every length is read by itself.
-        chunk: how many tokens go through the model at a time; their logits are in memory together.
-        progress: told how many tokens were read, after every chunk.
+        lengths: in tokens, at least 2.
+        one_reading: one pass over the longest length serves all lengths, as is right for a fixed table; otherwise
+            every length takes its own pass.
+        chunk: tokens per forward pass; their logits are in memory together.
+        progress: called after every chunk with its number of tokens.
     """
     lengths = sorted(set(lengths))
     if not lengths or lengths[0] < 2:
@@ -89,6 +90,6 @@ def document_losses(
 
 
 def perplexity(losses: Sequence[float]) -> float:
-    """The perplexity of several documents: the exponential of the mean of their mean losses."""
+    """The perplexity of several documents: the exponential of their average mean loss."""
     mean = fmean(losses)
     return math.exp(mean) if mean < 700 else math.inf

@@ -1,11 +1,11 @@
-"""Prompts of an exact length: real text with sentences hidden in it, and a question after it."""
+"""Retrieval prompts of an exact length: real text with hidden sentences, then a question."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from mrrope.evaluation.texts import Document, encode, opening_tokens
+from mrrope.evaluation.documents import Document, encode, opening_tokens
 
 
 class Haystack:
@@ -17,7 +17,7 @@ class Haystack:
         self._documents = [document.tokens[len(self.opening) :] for document in documents]
 
     def text(self, trial: int, length: int, depth: float = 0.0) -> list[int]:
-        """So many tokens of a document, every trial's next one, from its beginning (0) to its end (1)."""
+        """``length`` tokens of the trial's document, from its beginning (depth 0) to its end (depth 1)."""
         document = self._documents[trial % len(self._documents)]
         if len(document) < length:
             raise ValueError(f"documents must have {length} tokens for this prompt, got one of {len(document)}")
@@ -28,10 +28,10 @@ class Haystack:
         """A prompt of ``length`` tokens.
 
         Args:
-            trial: a number that chooses the document.
+            trial: selects the document.
             length: of the whole prompt, in tokens.
             hidden: the sentences to hide, each with its depth: the share of the text that comes before it.
-            question: what the prompt ends with.
+            question: the end of the prompt.
         """
         needles = [(depth, encode(self.tokenizer, f"\n{sentence}\n")) for depth, sentence in sorted(hidden)]
         end = encode(self.tokenizer, f"\n{question}")

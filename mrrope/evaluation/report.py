@@ -1,4 +1,4 @@
-"""Results as a table and as pictures."""
+"""Results of ``mrrope eval`` as a table and as plots."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 
 from mrrope.reporting import plotting
 from mrrope.reporting.optional_packages import needs
+from mrrope.reporting.output import with_ending
 
 FIGURES = {"perplexity": {"perplexity": "perplexity", "second_half_perplexity": "perplexity of the second half"}}
-"""What is shown of a task: the field of its figures, and the name for it; for other tasks the share that was right."""
+"""Result fields to show per task, with their titles; all other tasks show their score."""
 
-GRID_PANELS_IN_A_ROW = 3
+MAX_PANELS_PER_ROW = 3
 
 
 def figures_of(task: str) -> dict[str, str]:
-    """The fields to show, each with its name."""
+    """The fields to show, each with its title."""
     return FIGURES.get(task, {"score": task})
 
 
 def table(data: dict[str, Any]) -> str:
-    """One block a figure: a row for every method, a column for every length."""
+    """One block per field: a row per method, a column per length."""
     blocks = []
     for task, by_method in data["results"].items():
         lengths = lengths_in(by_method)
@@ -38,25 +39,25 @@ def table(data: dict[str, Any]) -> str:
 
 
 def lengths_in(by_method: dict[str, dict[str, Any]]) -> list[int]:
-    """Every length that any method was measured at, rising."""
+    """All measured lengths, ascending."""
     return sorted({int(length) for by_length in by_method.values() for length in by_length})
 
 
 def draw(data: dict[str, Any], stem: Path) -> list[Path]:
-    """Writes a picture for every task, named after the stem; returns their paths."""
+    """Write one plot per task, ``STEM.TASK.png``, and return the paths."""
     with needs("matplotlib"):
         from matplotlib.figure import Figure
     paths = []
     for task, by_method in data["results"].items():
         figure = Figure(layout="constrained")
         (draw_grid if task == "needle" else draw_lines)(figure, task, by_method)
-        paths.append(stem.with_name(f"{stem.name}.{task}.png"))
+        paths.append(with_ending(stem, f"{task}.png"))
         figure.savefig(paths[-1], dpi=120)
     return paths
 
 
 def draw_lines(figure: Any, task: str, by_method: dict[str, dict[str, Any]]) -> None:
-    """A figure by length, a line for every method."""
+    """Plot a task's fields over length, one line per method."""
     fields = figures_of(task)
     figure.set_size_inches(1.5 + 5 * len(fields), 4.2)
     lengths = lengths_in(by_method)
@@ -80,7 +81,7 @@ def draw_lines(figure: Any, task: str, by_method: dict[str, dict[str, Any]]) -> 
 
 
 def cut_off_explosions(axes: Any, lines: list[list[float]]) -> None:
-    """Lets methods that fail leave the picture, so that those that do not can be told apart."""
+    """Limit the y axis so that diverging methods do not flatten the others."""
     top = 1.5 * median_low(max(line) for line in lines)
     if any(value > top for line in lines for value in line):
         lowest = min(min(line) for line in lines)
@@ -89,9 +90,9 @@ def cut_off_explosions(axes: Any, lines: list[list[float]]) -> None:
 
 
 def draw_grid(figure: Any, task: str, by_method: dict[str, dict[str, Any]]) -> None:
-    """Length by depth, a panel for every method: green where the answer was found, red where not."""
+    """Plot scores by length and depth, one panel per method."""
     lengths = lengths_in(by_method)
-    wide = min(len(by_method), GRID_PANELS_IN_A_ROW)
+    wide = min(len(by_method), MAX_PANELS_PER_ROW)
     high = math.ceil(len(by_method) / wide)
     figure.set_size_inches(1.8 + (0.8 + 0.5 * len(lengths)) * wide, 0.8 + 3.2 * high)
     panels = figure.subplots(high, wide, squeeze=False, sharex=True, sharey=True).flatten()

@@ -1,4 +1,4 @@
-"""What was measured, kept on disk as it grows."""
+"""The results file of an evaluation, rewritten as figures arrive."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SECONDS_BETWEEN_SAVES = 5.0
 
 
 class EvaluationStoppedError(RuntimeError):
-    """Why an evaluation could not go on; what it had measured by then is kept."""
+    """An evaluation stopped early; the figures measured so far are in its results file."""
 
 
 class Results:
-    """Figures by task, method and length, and what they were measured on."""
+    """Figures by task, method and length, and the settings they were measured with."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path = path
@@ -27,10 +27,10 @@ class Results:
 
     @classmethod
     def going_on(cls, path: Path, about: dict[str, Any]) -> Results:
-        """What an earlier run on the same things left in the file, or nothing yet.
+        """Resume from the file of an earlier run with the same settings, or start with no figures.
 
         Raises:
-            ValueError: where the file is of a run on other things.
+            ValueError: the file belongs to a run with other settings.
         """
         results = cls(path, json.loads(json.dumps(about)))
         if path.exists():
@@ -44,22 +44,22 @@ class Results:
         return results
 
     def part(self, name: str) -> Results:
-        """One part of several, which is kept in the file of the whole."""
+        """A named part, stored in the same file."""
         return _Part(self, self.data.setdefault("parts", {}).setdefault(name, {"results": {}}))
 
     def put(self, task: str, method: str, length: int, figures: dict[str, Any]) -> None:
-        """Keeps some figures, in place of those that were there, and writes the file."""
+        """Store figures, replacing older ones, and save."""
         by_length = self.data["results"].setdefault(task, {}).setdefault(method, {})
         by_length[str(length)] = figures
         self.save()
 
     def finish(self, stopped: str | None = None) -> None:
-        """Notes that all was measured, or why not."""
+        """Mark the results complete, or stopped for a reason, and save."""
         self.data |= {"complete": stopped is None, "stopped": stopped}
         self.save()
 
     def save(self) -> None:
-        """Writes the file in one step, so that a kill leaves either the old one or the new one."""
+        """Write the file atomically: a kill leaves either the old or the new one."""
         new = self.path.with_name(f"{self.path.name}.new")
         new.write_text(json.dumps(self.data, indent=1) + "\n")
         os.replace(new, self.path)
@@ -67,12 +67,12 @@ class Results:
 
 
 class _Part(Results):
-    """Figures that are saved with those of the other parts; now and then, since the file of the whole is large."""
+    """A part of a large file, which is saved at most every ``SECONDS_BETWEEN_SAVES``."""
 
     def __init__(self, whole: Results, data: dict[str, Any]) -> None:
         self.path, self.data, self._whole = whole.path, data, whole
 
     def save(self) -> None:
-        """A kill loses the last seconds at most; who measures saves the whole at the end."""
+        """Save the whole file if the last save is old enough; the caller saves it at the end."""
         if time.monotonic() - self._whole._saved > SECONDS_BETWEEN_SAVES:
             self._whole.save()

@@ -1,1 +1,1 @@
-"""What every command shares: plots, output files, optional packages."""
+"""Plumbing that the commands share: options, output files, progress bars, plots, machine description."""

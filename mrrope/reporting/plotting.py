@@ -1,11 +1,11 @@
-"""How pictures look: one colour and dash for a method, in all of them, that every eye can tell apart."""
+"""Plot style: every method has one colour and dash pattern in all figures."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-# Colours by Okabe and Ito, told apart by colour-blind eyes too; dashes help in print.
+# Okabe-Ito colours, which are safe for colour-blind readers; dashes distinguish lines in black-and-white print.
 STYLES: dict[str, tuple[str, str]] = {
     "rope": ("#000000", ":"),
     "pi": ("#999999", "-."),
@@ -23,7 +23,7 @@ STYLES: dict[str, tuple[str, str]] = {
 
 
 def line(method: str) -> dict[str, Any]:
-    """What to plot a method with; one without a style of its own gets matplotlib's next colour."""
+    """Keyword arguments for ``axes.plot``; a method without a style gets matplotlib's next colour."""
     if method not in STYLES:
         return {"label": method}
     colour, dashes = STYLES[method]
@@ -31,11 +31,11 @@ def line(method: str) -> dict[str, Any]:
 
 
 def thousands(tokens: int) -> str:
-    """131072 as 128K."""
+    """Format a token count in units of 1024: 131072 is 128K."""
     return f"{tokens / 1024:g}K"
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Writes a picture, small: few colours are in it."""
+    """Write a PNG, optimized for size."""
     figure.savefig(path, dpi=110, pil_kwargs={"optimize": True})
     return path

@@ -1,1 +1,1 @@
-"""What the theory says of a frequency table, computed and drawn: ``mrrope plot``."""
+"""``mrrope plot``: the theory of a frequency table, computed and drawn."""

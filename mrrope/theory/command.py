@@ -10,33 +10,31 @@ from itertools import compress
 from statistics import fmean
 from typing import Any
 
-from mrrope.demo.library_text import library_texts
-from mrrope.evaluation import models
-from mrrope.evaluation.texts import encode, opening_tokens
+from mrrope.evaluation import model_loading
+from mrrope.evaluation.documents import encode, opening_tokens
+from mrrope.evaluation.sample_text import library_texts
 from mrrope.hf.rope_config import global_settings
-from mrrope.reporting.optional_packages import needs
-from mrrope.reporting.output import checked_stem
-from mrrope.theory import drawing, figures
-from mrrope.theory.figures import Setting
+from mrrope.reporting.optional_packages import require
+from mrrope.reporting.options import add_output
+from mrrope.reporting.output import checked_stem, with_ending
+from mrrope.theory import drawing, figure_data
+from mrrope.theory.figure_data import Setting
 
 FORMAT = "mrrope.theory/1"
 ATTENTION = "attention"
 TOKENS_READ = 2048
 
 NUMBERS: dict[str, Callable[[Setting], Any]] = {
-    "scale": figures.cumulative_scales,
-    "radix": figures.radix_factors,
-    "digits": figures.spelled_numbers,
-    "similarity": figures.similarities,
+    "scale": figure_data.cumulative_scales,
+    "radix": figure_data.radix_factors,
+    "digits": figure_data.spelled_numbers,
+    "similarity": figure_data.similarities,
 }
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Everything that can be chosen."""
-
-    def add(option: str, **how: Any) -> None:
-        command.add_argument(option, **how)
-
+    """Add the options of ``mrrope plot``."""
+    add = command.add_argument
     add(
         "figures",
         nargs="*",
@@ -46,19 +44,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add("--rotary-dim", type=int, default=128, metavar="N", help="components of a head that rotate (default: 128)")
     add("--base", type=float, default=10_000.0, help="RoPE's theta (default: 10000)")
     add("--original-max-position", type=int, default=4096, metavar="N", help="the trained length (default: 4096)")
-    add("--scale", type=float, default=16.0, help="by how much to extend it (default: 16)")
+    add("--scale", type=float, default=16.0, help="factor of the extension (default: 16)")
     add("--model", metavar="MODEL", help=f"a folder, a name on the hub or a .gguf file, whose {ATTENTION} is drawn")
-    add(
-        "--output",
-        default="mrrope-theory",
-        metavar="NAME",
-        help="for NAME.json and NAME.FIGURE.png (default: %(default)s)",
-    )
-    add("--json", action="store_true", help="print the numbers as JSON")
+    add_output(command, "mrrope-theory", "NAME.json and NAME.FIGURE.png")
 
 
 def chosen_figures(names: list[str], *, has_model: bool) -> list[str]:
-    """In their order, once each."""
+    """The distinct figures to draw, in their fixed order."""
     unknown = [name for name in names if name not in drawing.FIGURES]
     if unknown:
         raise ValueError(f"figures must be of {', '.join(drawing.FIGURES)}, got {unknown[0]!r}")
@@ -68,33 +60,32 @@ def chosen_figures(names: list[str], *, has_model: bool) -> list[str]:
 
 
 def attention_of(source: str, scale: float) -> dict[str, Any]:
-    """The numbers of a model's attention, by tables made for that model."""
-    model, tokenizer = models.load(source)
+    """The data of the attention figure, with tables made for the model."""
+    model, tokenizer = model_loading.load(source)
     trained = global_settings(model)
     if trained.original_max_position is None:
         raise ValueError(f"model must say how far it was trained to read, and the configuration of {source} does not")
-    # The methods are drawn as they extend plain RoPE.
+    # The methods extend plain RoPE here, even if the model is extended already.
     length = int(trained.trained_length or trained.original_max_position)
     setting = Setting(trained.rotary_dim, trained.base, length, scale)
-    figures.require_distances_past_native(setting)
+    figure_data.require_distances_past_native(setting)
     tokens = opening_tokens(tokenizer)
     for text in library_texts():
         tokens += encode(tokenizer, text)
         if len(tokens) >= TOKENS_READ:
             break
-    found = figures.middle_attention(setting, model, tokens[: min(TOKENS_READ, setting.original_max_position)])
-    return {"model": models.short_name(source), "setting": asdict(setting), **found}
+    found = figure_data.middle_attention(setting, model, tokens[: min(TOKENS_READ, setting.original_max_position)])
+    return {"model": model_loading.short_name(source), "setting": asdict(setting), **found}
 
 
 def run(options: argparse.Namespace) -> None:
-    """Computes, writes the numbers, and draws from them."""
-    with needs("matplotlib"):
-        import matplotlib  # noqa: F401
+    """Compute the data of the figures, write it, and draw."""
+    require("matplotlib")
     names = chosen_figures(options.figures, has_model=options.model is not None)
     stem = checked_stem(options.output)
     setting = Setting(options.rotary_dim, options.base, options.original_max_position, options.scale)
     middle = setting.middle
-    # First, since only the model says whether it can be done.
+    # First, since a model may turn out to be unsuitable.
     of_model = {ATTENTION: attention_of(options.model, options.scale)} if ATTENTION in names else {}
     data: dict[str, Any] = {
         "format": FORMAT,
@@ -103,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
         **{name: NUMBERS[name](setting) for name in names if name != ATTENTION},
         **of_model,
     }
-    numbers = stem.with_name(f"{stem.name}.json")
+    numbers = with_ending(stem, "json")
     numbers.write_text(json.dumps(data) + "\n")
     pictures = drawing.draw(data, stem)
     if options.json:
@@ -113,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def summary(data: dict[str, Any]) -> str:
-    """The figures that are single numbers or words."""
+    """The results that are single numbers or words."""
     lines = []
     if "radix" in data:
         lines += ["radix factors of the middle pairs:"]
@@ -133,7 +124,7 @@ def summary(data: dict[str, Any]) -> str:
 
 
 def wavering_past_native(found: dict[str, Any]) -> dict[str, float]:
-    """By method, the mean over the stretches of distances past the native length."""
+    """Per method, the mean deviation over the bins of distances past the native length."""
     native = found["setting"]["original_max_position"]
     past = [place >= native for place in found["distances"]]
     return {method: fmean(compress(curves["wavering"], past)) for method, curves in found["methods"].items()}

@@ -1,4 +1,4 @@
-"""The figures, from their numbers."""
+"""Draws the figures from their data."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 from mrrope.reporting import plotting
 from mrrope.reporting.optional_packages import needs
+from mrrope.reporting.output import with_ending
 
 Data = dict[str, Any]
 
 
-def of_setting(data: Data) -> str:
-    """For titles."""
+def setting_title(data: Data) -> str:
+    """The setting, as a title."""
     setting = data["setting"]
     return (
         f"rotary_dim {setting['rotary_dim']}, base {setting['base']:g}, "
@@ -25,12 +26,12 @@ PAIRS = "pair (shaded: the middle ones)"
 
 
 def shade_middle(axes: Any, data: Data) -> None:
-    """Between d_l and d_h."""
+    """Shade the pairs between d_l and d_h."""
     axes.axvspan(*data["bounds"], color="gray", alpha=0.12, linewidth=0)
 
 
 def mark_native(axes: Any, setting: Data) -> None:
-    """Where the trained length ends."""
+    """Mark the trained length."""
     native = setting["original_max_position"]
     axes.axvline(native, color="gray", linewidth=1, linestyle=":")
     axes.annotate("native", (native, 0.98), xycoords=("data", "axes fraction"), xytext=(3, 0),
@@ -38,7 +39,7 @@ def mark_native(axes: Any, setting: Data) -> None:
 
 
 def draw_scale(figure: Any, data: Data) -> None:
-    """By how much every pair is slowed."""
+    """Plot the cumulative scale of every pair."""
     figure.set_size_inches(10, 4)
     for axes, (scale, by_method) in zip(figure.subplots(1, 2), data["scale"].items(), strict=True):
         shade_middle(axes, data)
@@ -53,7 +54,7 @@ def draw_scale(figure: Any, data: Data) -> None:
 
 
 def draw_radix(figure: Any, data: Data) -> None:
-    """How much of the scale every pair takes on."""
+    """Plot the radix factor of every pair."""
     figure.set_size_inches(8, 4)
     axes = figure.subplots()
     shade_middle(axes, data)
@@ -61,13 +62,13 @@ def draw_radix(figure: Any, data: Data) -> None:
         style = plotting.line(method)
         style["label"] = f"{method}: {found['trend']}"
         axes.plot(found["factors"], marker=".", linewidth=1.5, **style)
-    axes.set(title=of_setting(data), xlabel=PAIRS, ylabel=r"radix factor $\lambda_i = s_{i+1} / s_i$")
+    axes.set(title=setting_title(data), xlabel=PAIRS, ylabel=r"radix factor $\lambda_i = s_{i+1} / s_i$")
     axes.grid(alpha=0.3)
     axes.legend()
 
 
 def draw_digits(figure: Any, data: Data) -> None:
-    """The number that the phases spell."""
+    """Plot m-hat, the number that the phases spell."""
     from matplotlib import colormaps
 
     figure.set_size_inches(10.5, 4)
@@ -89,14 +90,14 @@ def draw_digits(figure: Any, data: Data) -> None:
 
 
 def ticks(data: Data) -> tuple[list[int], list[str]]:
-    """Every fourth of the extended context."""
+    """Ticks at every quarter of the extended context."""
     reach = int(data["setting"]["original_max_position"] * data["setting"]["scale"])
     places = [reach * i // 4 for i in range(5)]
     return places, [plotting.thousands(place) if place else "0" for place in places]
 
 
 def draw_similarity(figure: Any, data: Data) -> None:
-    """The dips of B(m), its first zeros marked."""
+    """Plot the minima of B(m) and mark its first zeros."""
     figure.set_size_inches(11.5, 4.4)
     panels = figure.subplots(1, 2, sharey=True)
     distances = data["similarity"]["distances"]
@@ -118,10 +119,10 @@ def draw_similarity(figure: Any, data: Data) -> None:
 
 
 def draw_attention(figure: Any, data: Data) -> None:
-    """Middle-pair scores of a real model."""
+    """Plot the middle-pair scores of a real model."""
     figure.set_size_inches(10.5, 4.2)
     found = data["attention"]
-    titles = {"mean": "mean score of the middle pairs", "wavering": "its wavering from distance to distance"}
+    titles = {"mean": "mean score of the middle pairs", "wavering": "its deviation within a bin of distances"}
     for axes, (name, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         for method, curves in found["methods"].items():
             axes.plot(found["distances"], curves[name], linewidth=1.5, **plotting.line(method))
@@ -139,16 +140,16 @@ FIGURES: dict[str, Callable[[Any, Data], None]] = {
     "similarity": draw_similarity,
     "attention": draw_attention,
 }
-"""By name, which is also that of their numbers."""
+"""Drawing functions by name, which is also the key of their data."""
 
 
 def draw(data: Data, stem: Path) -> list[Path]:
-    """Writes a picture for all the numbers there are; returns their paths."""
+    """Draw every figure that has data, and return the paths."""
     with needs("matplotlib"):
         from matplotlib.figure import Figure
     paths = []
     for name in (name for name in FIGURES if name in data):
         figure = Figure(layout="constrained")
         FIGURES[name](figure, data)
-        paths.append(plotting.save(figure, stem.with_name(f"{stem.name}.{name}.png")))
+        paths.append(plotting.save(figure, with_ending(stem, f"{name}.png")))
     return paths

@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
-from mrrope.benchmark import cases, contenders, measure, peers, timing
-from mrrope.benchmark.cases import CASES, LAYOUTS, Case, Heads, Positions
-from mrrope.benchmark.contenders import OURS, TRANSFORMERS, Contender
-from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, Turns, medians_in_turns, with_faster_copy
+from mrrope.benchmark import implementations, measure, peers, timing, workloads
+from mrrope.benchmark.implementations import OURS, TRANSFORMERS, Contender
+from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, InterleavedTimer, interleaved_medians, with_faster_copy
+from mrrope.benchmark.workloads import CASES, LAYOUTS, Case, Heads, Positions
 from mrrope.cli import main
 
 SMALL = [
@@ -36,13 +36,13 @@ def test_everybody_rotates_the_same(case):
         if contender.takes(case):
             error = measure.relative_error(case, contender, "cpu")
             # Theirs are angles in float32.
-            angle_error = measure.TEXT_BEFORE * 2.0**-24 if contender in TRANSFORMERS else 0.0
+            angle_error = measure.CONTEXT_BEFORE * 2.0**-24 if contender in TRANSFORMERS else 0.0
             assert error < (5e-7 if case.dtype == "float32" else 5e-3) + angle_error, contender.name
 
 
 def test_a_wrong_rotation_is_an_error_of_its_size():
     def unturned(heads: Heads):
-        return heads.turned()
+        return heads.rotated()
 
     assert measure.relative_error(SMALL[0], Contender("wrong", unturned), "cpu") > 0.1
 
@@ -92,7 +92,7 @@ def test_a_peer_that_fails_when_it_is_timed_is_named_too():
 
 def test_peers_are_spared_what_ends_a_run():
     takes = {name: takes for name, _, takes in peers.PEERS}["flashinfer"]
-    wide = {case.head_dim: takes(case) for case in cases.CASES["cuda"] if case.dtype == "bfloat16"}
+    wide = {case.head_dim: takes(case) for case in workloads.CASES["cuda"] if case.dtype == "bfloat16"}
     assert {head_dim: wide[head_dim] for head_dim in (64, 80, 96, 128)} == {64: True, 80: False, 96: False, 128: True}
 
 
@@ -113,10 +113,10 @@ def test_a_capture_that_breaks_off_leaves_the_others_a_pool(monkeypatch):
             broken.remove(pool)
         return lambda: None
 
-    monkeypatch.setattr(timing, "_replay_a_first_graph", lambda: None)
-    monkeypatch.setattr(timing, "_graph_of", graph_of)
+    monkeypatch.setattr(timing, "_discard_first_graph", lambda: None)
+    monkeypatch.setattr(timing, "_capture", graph_of)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
-    turns = timing.Turns("cuda")
+    turns = timing.InterleavedTimer("cuda")
     with pytest.raises(ZeroDivisionError):
         turns.add("broken", [lambda: 1 / 0])
     turns.add("whole", [lambda: 1])
@@ -124,8 +124,8 @@ def test_a_capture_that_breaks_off_leaves_the_others_a_pool(monkeypatch):
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(cases.CASES, "cpu", SMALL[:2])
-    monkeypatch.setattr(contenders, "MOST_DECODED", 1)
+    monkeypatch.setitem(workloads.CASES, "cpu", SMALL[:2])
+    monkeypatch.setattr(implementations, "MAX_DECODE_TOKENS", 1)
     assert main(["bench", "--device", "cpu", "--output", str(tmp_path / "speed")]) == 0
     record = json.loads((tmp_path / "speed.json").read_text())
     assert [row["name"] for row in record["rows"]] == [case.name for case in SMALL[:2]]
@@ -140,7 +140,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 
 def test_rows_before_an_error_of_the_gpu_are_kept(tmp_path, monkeypatch):
-    medians, taken = timing.Turns.medians, []
+    medians, taken = timing.InterleavedTimer.medians, []
 
     def medians_once(turns):
         if taken:
@@ -148,8 +148,8 @@ def test_rows_before_an_error_of_the_gpu_are_kept(tmp_path, monkeypatch):
         taken.append(turns)
         return medians(turns)
 
-    monkeypatch.setitem(cases.CASES, "cpu", SMALL[:2])
-    monkeypatch.setattr(timing.Turns, "medians", medians_once)
+    monkeypatch.setitem(workloads.CASES, "cpu", SMALL[:2])
+    monkeypatch.setattr(timing.InterleavedTimer, "medians", medians_once)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         main(["bench", "--device", "cpu", "--output", str(tmp_path / "speed")])
     record = json.loads((tmp_path / "speed.json").read_text())
@@ -179,27 +179,27 @@ def test_bad_options(arguments, message, capsys):
 
 def test_contenders_take_turns_and_change_their_order():
     seen = []
-    turns = Turns("cpu")
+    turns = InterleavedTimer("cpu")
     for name, steps in (("a", 2), ("b", 1)):
         turns.add(name, [lambda name=name: seen.append(name)] * steps)
     seen.clear()  # one step of each was tried
-    turns.take(2)
+    turns.run_rounds(2)
     assert "".join(seen) == "baa" + "aab"
     assert [len(turns.seconds[name]) for name in turns.names] == [2, 2]
     turns.drop("a")
-    turns.settle(0.0)
-    turns.take(1)
+    turns.warm_up(0.0)
+    turns.run_rounds(1)
     assert "".join(seen[6:]) == "bb"
 
 
 def test_ratios_are_of_the_turns_that_both_took():
-    turns = Turns("cpu")
+    turns = InterleavedTimer("cpu")
     turns.seconds = {"late": [2.0, 9.0, 2.0], "early": [50.0, 1.0, 3.0, 2.0]}
     assert turns.median("early") == 2.5
     assert turns.ratio("late", "early") == 2.0  # of 2 / 1, 9 / 3 and 2 / 2
 
 
 def test_the_faster_of_two_copies_counts():
-    seconds = medians_in_turns({COPY: [lambda: time.sleep(0.01)], COPY_BY_KERNEL: [int], "other": [int]}, "cpu")
+    seconds = interleaved_medians({COPY: [lambda: time.sleep(0.01)], COPY_BY_KERNEL: [int], "other": [int]}, "cpu")
     assert list(with_faster_copy(seconds)) == [COPY, "other"]
     assert with_faster_copy(seconds)[COPY] == seconds[COPY_BY_KERNEL] < 0.01 <= seconds[COPY]

@@ -24,15 +24,15 @@ from transformers import LlamaForCausalLM
 
 import mrrope
 from mrrope import calibrated_tables
-from mrrope.calibration import documents, report, spaces
+from mrrope.calibration import document_sets, report, spaces
 from mrrope.calibration.calibrate import FIXED_METHODS, Calibration
 from mrrope.calibration.journal import Journal
-from mrrope.calibration.keys import KEYS_A_LENGTH, with_keys
-from mrrope.calibration.readings import Readings, Rung, figures_at
-from mrrope.calibration.search import WORTHWHILE, BudgetSpentError, climb, descend
+from mrrope.calibration.objective import Readings, Rung, figures_at
+from mrrope.calibration.pass_keys import KEYS_A_LENGTH, with_keys
+from mrrope.calibration.search import MIN_IMPROVEMENT, BudgetSpentError, descend, successive_halving
 from mrrope.cli import main
-from mrrope.evaluation import models
-from mrrope.evaluation.texts import Document
+from mrrope.evaluation import model_loading
+from mrrope.evaluation.documents import Document
 from mrrope.hf.patch import is_patched
 from mrrope.table_lookup import NativeRope
 
@@ -68,7 +68,7 @@ class Counted:
 
 def test_the_better_half_climbs() -> None:
     objective = Counted(lambda candidate, rung: abs(candidate - 3.1) if rung < 2 else candidate)
-    assert climb(range(8), objective, range(3)) == [3, 4]
+    assert successive_halving(range(8), objective, range(3)) == [3, 4]
     by_rung = [[candidate for candidate, rung in objective.asked if rung == one] for one in range(3)]
     assert by_rung == [[0, 1, 2, 3, 4, 5, 6, 7], [3, 4, 2, 5], [3, 4]]
 
@@ -99,8 +99,8 @@ def test_the_search_tells_of_every_improvement_and_moves_only_for_what_is_worthw
     losses = [loss for _, loss in told]
     assert told[0] == ((4.0, 0.0), bowl((4, 0), (0, 1)))
     assert told[-1] == (found, bowl(found, (0, 1)))
-    assert all(after < before - WORTHWHILE for before, after in pairwise(losses))
-    flat = descend(Box((0.0,), (1.0,)), lambda point, _: -WORTHWHILE / 20 * point[0], 1)
+    assert all(after < before - MIN_IMPROVEMENT for before, after in pairwise(losses))
+    flat = descend(Box((0.0,), (1.0,)), lambda point, _: -MIN_IMPROVEMENT / 20 * point[0], 1)
     assert flat == (0.0,)
 
 
@@ -209,7 +209,7 @@ class MadeUpReadings:
         return self.loss(table, rung), 0.0
 
 
-SETS = documents.DocumentSets(("s1", "s2"), ("d1", "d2"), ("h1",))
+SETS = document_sets.DocumentSets(("s1", "s2"), ("d1", "d2"), ("h1",))
 
 
 def calibration_of(formula: Callable, seconds: float = 1e9, **more) -> Calibration:
@@ -279,7 +279,7 @@ def readings_of(path: Path, **options) -> Readings:
 @pytest.fixture
 def unpatchable(monkeypatch) -> None:
     """Lets models that have no RoPE be read."""
-    monkeypatch.setattr("mrrope.calibration.readings.patched", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr("mrrope.calibration.objective.patched", lambda *_, **__: contextlib.nullcontext())
 
 
 @pytest.mark.usefixtures("unpatchable")
@@ -463,7 +463,7 @@ def test_documents_are_dealt_out_in_turn(tmp_path: Path) -> None:
 
     def dealt(count: int, held_out_count: int, **options) -> list[list[str]]:
         sizes = {"count": count, "held_out_count": held_out_count}
-        sets = documents.document_sets(tmp_path / "text", tokenizer, 40, **sizes, **options)
+        sets = document_sets.document_sets(tmp_path / "text", tokenizer, 40, **sizes, **options)
         return [[document.name[-2:] for document in one] for one in (sets.search, sets.decide, sets.held_out)]
 
     assert dealt(6, 3) == [["#1", "#4", "#7"], ["#2", "#5", "#8"], ["#3", "#6", "#9"]]
@@ -482,7 +482,7 @@ def test_what_was_searched_is_not_held_out(tmp_path: Path, join: bool) -> None:
     (texts / "b2").write_text("b" * 50)
 
     def names(held_out: Path | None, count: int) -> list[list[str]]:
-        sets = documents.document_sets(
+        sets = document_sets.document_sets(
             texts, tokenizer, 40, count=count, held_out_count=2, held_out=held_out, join=join
         )
         return [[document.name for document in one] for one in (sets.search, sets.decide, sets.held_out)]
@@ -502,20 +502,20 @@ def test_what_was_searched_is_not_held_out(tmp_path: Path, join: bool) -> None:
 def test_short_documents_are_joined_where_asked(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(adds_bos=True)
     (tmp_path / "text").write_text("\0".join(letter * 20 for letter in "abcdefg"))
-    found = documents.joined_documents(tmp_path / "text", tokenizer, 31)
+    found = document_sets.joined_documents(tmp_path / "text", tokenizer, 31)
     assert [(document.name, tokenizer.decode(document.tokens[1:])) for document in found] == [
         ("text#1 + text#2", "a" * 20 + "b" * 10),
         ("text#3 + text#4", "c" * 20 + "d" * 10),
         ("text#5 + text#6", "e" * 20 + "f" * 10),
     ]
     with pytest.raises(ValueError, match=r"text must hold 1000 tokens in all, and .* has 141"):
-        documents.joined_documents(tmp_path / "text", tokenizer, 1000)
+        document_sets.joined_documents(tmp_path / "text", tokenizer, 1000)
 
 
 def test_lengths_double_up_to_the_scale() -> None:
-    assert documents.lengths_up_to(8192, 16) == [8192, 16384, 32768, 65536, 131072]
-    assert documents.lengths_up_to(1000, 3) == [1000, 2000, 3000]
-    assert documents.lengths_up_to(64, 1.5) == [64, 96]
+    assert document_sets.lengths_up_to(8192, 16) == [8192, 16384, 32768, 65536, 131072]
+    assert document_sets.lengths_up_to(1000, 3) == [1000, 2000, 3000]
+    assert document_sets.lengths_up_to(64, 1.5) == [64, 96]
 
 
 # The command
@@ -748,7 +748,7 @@ def test_what_was_read_before_the_memory_was_full_is_kept(folder: Path, tmp_path
     fails = OutOfMemory(room=100)
     read = model.forward
     model.forward = lambda **given: (fails if int(given["position_ids"].max()) >= 100 else read)(**given)
-    monkeypatch.setattr(models, "load", lambda *_, **__: (model, byte_tokenizer(adds_bos=True)))
+    monkeypatch.setattr(model_loading, "load", lambda *_, **__: (model, byte_tokenizer(adds_bos=True)))
     assert main(arguments(folder, tmp_path / "out")) == 2
     printed = capsys.readouterr().err
     assert "mrrope calibrate: out of memory; a smaller --chunk than 4096 or shorter --lengths need less" in printed

@@ -21,8 +21,7 @@ from transformers import LlamaForCausalLM
 import mrrope
 from mrrope.cli import main
 from mrrope.demo import report
-from mrrope.demo.library_text import library_texts
-from mrrope.demo.reading_on import (
+from mrrope.demo.long_context import (
     CALIBRATED,
     FACT,
     PASS_KEY,
@@ -32,12 +31,13 @@ from mrrope.demo.reading_on import (
     calibrated_tables,
     read_native,
     read_on,
+    reading_contexts,
     text_with_key,
-    ways_to_read,
 )
+from mrrope.evaluation.chunked_reader import Reader
+from mrrope.evaluation.documents import encode
 from mrrope.evaluation.perplexity import token_losses
-from mrrope.evaluation.reading import Reader
-from mrrope.evaluation.texts import encode
+from mrrope.evaluation.sample_text import library_texts
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
@@ -131,7 +131,7 @@ def test_the_model_as_it_is_reads_on_as_if_in_one_pass() -> None:
 def test_a_method_reads_on_with_the_native_keys_turned_to_its_table(method: str) -> None:
     model = tiny_model("llama")
     text = tokens(1, COURSE.length + 1)[0].tolist()
-    found = readings_of(model, text, ways_to_read(model, COURSE.max_scale))
+    found = readings_of(model, text, reading_contexts(model, COURSE.max_scale))
     assert list(found) == [PLAIN, "yarn", "mrrope_pro"]
 
     config = model.config
@@ -172,7 +172,7 @@ def test_shipped_tables_are_read_by_name(tmp_path: Path, monkeypatch: pytest.Mon
     rotary_dim = model.config.hidden_size // model.config.num_attention_heads
     monkeypatch.chdir(tmp_path)
     assert calibrated_tables("tiny", 8.0) == []
-    assert CALIBRATED not in ways_to_read(model, 8.0)
+    assert CALIBRATED not in reading_contexts(model, 8.0)
     kept = {
         scale: mrrope.frequency_table(
             "mrrope_uni", rotary_dim=rotary_dim, base=10_000.0, original_max_position=NATIVE, scale=scale
@@ -183,7 +183,7 @@ def test_shipped_tables_are_read_by_name(tmp_path: Path, monkeypatch: pytest.Mon
         table.save(f"tiny-{scale:g}x")
     tables = calibrated_tables("tiny", 8.0)
     assert tables == list(kept.values())
-    ways = ways_to_read(model, 8.0, tables)
+    ways = reading_contexts(model, 8.0, tables)
     assert list(ways)[-1] == CALIBRATED
     with ways[CALIBRATED]:
         assert mrrope.hf.patch.is_patched(model)

@@ -22,12 +22,12 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 
 import mrrope
 from mrrope.cli import main
-from mrrope.evaluation import models, perplexity, reading, report, texts
-from mrrope.evaluation.methods import Method
+from mrrope.evaluation import chunked_reader, documents, model_loading, perplexity, report
+from mrrope.evaluation.compared_methods import Method
+from mrrope.evaluation.evaluate import Evaluation, is_out_of_memory
 from mrrope.evaluation.prompts import Haystack
 from mrrope.evaluation.results import Results
-from mrrope.evaluation.run import Evaluation, is_out_of_memory
-from mrrope.evaluation.tasks import TASKS
+from mrrope.evaluation.retrieval_tasks import TASKS
 from mrrope.hf.patch import TableRotaryEmbedding
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
@@ -109,12 +109,12 @@ def test_greedy_answer_is_that_of_one_pass_at_a_time() -> None:
     for _ in range(6):
         with torch.no_grad():
             expected.append(int(model(input_ids=torch.tensor([prompt + expected])).logits[0, -1].argmax()))
-    assert reading.greedy_answer(model, prompt, 6, chunk=16) == expected
+    assert chunked_reader.greedy_answer(model, prompt, 6, chunk=16) == expected
     read: list[int] = []
-    reading.greedy_answer(model, prompt, 6, chunk=16, progress=read.append)
+    chunked_reader.greedy_answer(model, prompt, 6, chunk=16, progress=read.append)
     assert read == [16, 16, 16, 2]
     stop = expected[2]
-    assert reading.greedy_answer(model, prompt, 6, chunk=16, end_token=stop) == expected[: expected.index(stop)]
+    assert chunked_reader.greedy_answer(model, prompt, 6, chunk=16, end_token=stop) == expected[: expected.index(stop)]
 
 
 def test_answers_side_by_side_are_those_one_by_one() -> None:
@@ -122,13 +122,14 @@ def test_answers_side_by_side_are_those_one_by_one() -> None:
     prompts = [row.tolist() for row in tokens(5, 50)]
     prompts = [prompts[0][:48], *prompts[1:3], prompts[3][:48], prompts[4]]
     counts = [6, 2, 5, 4, 3]
-    options = {"chunk": 100, "end_token": reading.greedy_answer(model, prompts[2], 5)[1]}
+    options = {"chunk": 100, "end_token": chunked_reader.greedy_answer(model, prompts[2], 5)[1]}
     expected = [
-        reading.greedy_answer(model, prompt, count, **options) for prompt, count in zip(prompts, counts, strict=True)
+        chunked_reader.greedy_answer(model, prompt, count, **options)
+        for prompt, count in zip(prompts, counts, strict=True)
     ]
     assert len(expected[2]) <= 1
     batches: list[int] = []
-    found = reading.greedy_answers(model, prompts, counts, **options, progress=batches.append)
+    found = chunked_reader.greedy_answers(model, prompts, counts, **options, progress=batches.append)
     assert found == expected
     # Two of 48 tokens; of the three of 50, two and one.
     assert batches == [96, 100, 50]
@@ -144,7 +145,7 @@ def test_one_text_in_one_chunk_is_read_without_a_mask(monkeypatch: pytest.Monkey
         return attention(query, *arguments, attn_mask=attn_mask, is_causal=is_causal, **options)
 
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", watched)
-    reading.greedy_answers(tiny_model("llama"), tokens(3, 50).tolist(), [2] * 3, chunk=150)
+    chunked_reader.greedy_answers(tiny_model("llama"), tokens(3, 50).tolist(), [2] * 3, chunk=150)
     assert set(given) == {(50, True, True), (1, True, False)}
 
 
@@ -159,13 +160,13 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 @pytest.fixture
 def haystack(tokenizer: PreTrainedTokenizerFast) -> Haystack:
     return Haystack(
-        tokenizer, [texts.Document(f"{seed}", tokenizer(random_words(400, seed)).input_ids) for seed in range(3)]
+        tokenizer, [documents.Document(f"{seed}", tokenizer(random_words(400, seed)).input_ids) for seed in range(3)]
     )
 
 
 def test_copying_model_copies() -> None:
-    assert reading.greedy_answer(CopiesFromContext(), [5, 6, 7, 8, 9, 5, 6], 3) == [7, 8, 9]
-    assert reading.greedy_answer(CopiesFromContext(window=6), [5, 6, 7, 8, 9, 4, 5, 6], 1) == [1]
+    assert chunked_reader.greedy_answer(CopiesFromContext(), [5, 6, 7, 8, 9, 5, 6], 3) == [7, 8, 9]
+    assert chunked_reader.greedy_answer(CopiesFromContext(window=6), [5, 6, 7, 8, 9, 4, 5, 6], 1) == [1]
 
 
 class Tracks(ScriptedModel):
@@ -272,37 +273,37 @@ def test_documents_of_files_folders_and_archives(tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "c.md").write_text("drei ü")
     everything = [("a.txt.xz#1", "zero"), ("a.txt.xz#2", "one"), ("b.txt", "two"), ("c.md", "drei ü")]
-    assert list(texts.read_texts(tmp_path)) == everything
-    assert list(texts.read_texts(tmp_path / "b.txt")) == [("b.txt", "two")]
+    assert list(documents.read_texts(tmp_path)) == everything
+    assert list(documents.read_texts(tmp_path / "b.txt")) == [("b.txt", "two")]
 
 
 def test_documents_long_enough_are_cut_to_the_length(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     (tmp_path / "all.txt").write_text("\0".join(["a" * 20, "b" * 99, "c" * 30, "d" * 300]))
-    extra = len(texts.opening_tokens(tokenizer))
-    found = texts.long_documents(tmp_path / "all.txt", tokenizer, 30 + extra)
+    extra = len(documents.opening_tokens(tokenizer))
+    found = documents.long_documents(tmp_path / "all.txt", tokenizer, 30 + extra)
     assert [document.name for document in found] == ["all.txt#2", "all.txt#3", "all.txt#4"]
     assert [tokenizer.decode(document.tokens, skip_special_tokens=True) for document in found] == [
         "b" * 30,
         "c" * 30,
         "d" * 30,
     ]
-    assert len(texts.long_documents(tmp_path / "all.txt", tokenizer, 30, limit=2)) == 2
+    assert len(documents.long_documents(tmp_path / "all.txt", tokenizer, 30, limit=2)) == 2
     with pytest.raises(
         ValueError, match=rf"at least 1000 tokens, and the longest of .*all.txt is 'all.txt#4': {300 + extra}"
     ):
-        texts.long_documents(tmp_path / "all.txt", tokenizer, 1000)
+        documents.long_documents(tmp_path / "all.txt", tokenizer, 1000)
 
 
 def test_bad_texts_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"text must be a file or a folder, and there is no .*missing"):
-        list(texts.read_texts(tmp_path / "missing"))
+        list(documents.read_texts(tmp_path / "missing"))
     with pytest.raises(ValueError, match="is empty"):
-        list(texts.read_texts(tmp_path))
+        list(documents.read_texts(tmp_path))
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
     (tmp_path / "not.xz").write_bytes(b"not")
     for name in ("bytes", "not.xz"):
         with pytest.raises(ValueError, match=f"text must be UTF-8, plain or in .xz, and .*{name} is not"):
-            list(texts.read_texts(tmp_path / name))
+            list(documents.read_texts(tmp_path / name))
 
 
 # The command
@@ -459,7 +460,7 @@ def test_what_does_not_go_with_the_model_is_named(folder: Path, replaced: dict[s
     [("Qwen/Qwen2.5-3B", "Qwen2.5-3B"), (Path("a/b.Q4_1.gguf"), "b.Q4_1"), ("folder/tiny/", "tiny")],
 )
 def test_short_names_of_models(name: str | Path, short: str) -> None:
-    assert models.short_name(name) == short
+    assert model_loading.short_name(name) == short
 
 
 def test_models_that_cannot_be_loaded_are_named(folder: Path, tmp_path: Path, capsys) -> None:
@@ -519,7 +520,7 @@ def test_what_was_measured_before_the_memory_was_full_is_kept(
     folder: Path, tmp_path: Path, tasks: str, monkeypatch, capsys
 ) -> None:
     model = OutOfMemory(room=400)
-    monkeypatch.setattr(models, "load", lambda *_, **__: (model, byte_tokenizer(adds_bos=True)))
+    monkeypatch.setattr(model_loading, "load", lambda *_, **__: (model, byte_tokenizer(adds_bos=True)))
     options = {"--methods": "unpatched", "--tasks": tasks, "--output": str(tmp_path / "out")}
     assert evaluate(folder, **options) == 2
     printed = capsys.readouterr()
@@ -546,7 +547,7 @@ def test_what_was_measured_before_an_interrupt_is_kept(folder: Path, tmp_path: P
                 raise KeyboardInterrupt from None
 
     model = Interrupted(room=400)
-    monkeypatch.setattr(models, "load", lambda *_, **__: (model, byte_tokenizer(adds_bos=True)))
+    monkeypatch.setattr(model_loading, "load", lambda *_, **__: (model, byte_tokenizer(adds_bos=True)))
     assert evaluate(folder, **{"--methods": "unpatched", "--output": str(tmp_path / "out")}) == 130
     printed = capsys.readouterr()
     assert f"mrrope eval: interrupted; what was measured is in {tmp_path / 'out.json'}\n" in printed.err
@@ -571,7 +572,7 @@ def test_other_errors_of_the_model_are_not_taken_for_memory(folder: Path, tmp_pa
         def forward(self, *_, **__):
             raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(models, "load", lambda *_, **__: (Broken(0), byte_tokenizer(adds_bos=True)))
+    monkeypatch.setattr(model_loading, "load", lambda *_, **__: (Broken(0), byte_tokenizer(adds_bos=True)))
     with pytest.raises(RuntimeError, match="shapes do not match"):
         evaluate(folder, **{"--methods": "unpatched", "--output": str(tmp_path / "out")})
 
@@ -584,7 +585,7 @@ def test_missing_packages_are_named(folder: Path, monkeypatch, capsys) -> None:
 
 def test_every_length_is_read_by_itself_where_the_scale_follows_it(folder: Path, tmp_path: Path) -> None:
     model = RepeatsLastToken()
-    document = texts.Document("one", [0] * 64)
+    document = documents.Document("one", [0] * 64)
     evaluation = Evaluation(model, None, [document], [16, 64], Results(tmp_path / "out.json", {}))
     for scale, expected in (("auto", [15, 63]), (4.0, [63])):
         method = Method("yarn", (("scale", scale),))
@@ -720,10 +721,10 @@ def test_the_real_harness_reads_by_the_patched_model(folder: Path, tmp_path: Pat
 
 
 def test_a_gguf_file_is_read(tmp_path: Path) -> None:
-    model, tokenizer = models.load(smollm2.gguf_file(), device="cpu")
+    model, tokenizer = model_loading.load(smollm2.gguf_file(), device="cpu")
     assert (model.dtype, model.config.model_type) == (torch.float32, "llama")
     (tmp_path / "text.txt").write_text(smollm2.real_text())
-    (document,) = texts.long_documents(tmp_path / "text.txt", tokenizer, 512)
+    (document,) = documents.long_documents(tmp_path / "text.txt", tokenizer, 512)
     (figures,) = perplexity.document_losses(model, document.tokens, [512], chunk=200)
     # A model that has learnt to read: one that guesses would need ln 49152 = 10.8.
     assert figures.whole < 5
@@ -748,7 +749,7 @@ def test_long_texts_read_whole_go_to_the_faster_attention(
     rows = SimpleNamespace(shape=(1, tokens), is_cuda=on_gpu, device="cuda")
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        with reading.fast_attention(rows, first):
+        with chunked_reader.fast_attention(rows, first):
             assert torch.backends.cuda.cudnn_sdp_enabled() == prefers
             assert torch.backends.cuda.flash_sdp_enabled()
             assert torch.backends.cuda.math_sdp_enabled()

@@ -10,12 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import compared_tables
-import evolution
+import evolutionary_search
 import measurements
 import method_study
 import pytest
-import small_models
-import small_training
+import small_model_study
+import small_model_training
 import study_tables
 import torch
 from byte_llama import byte_llama, byte_tokenizer, random_words, save_byte_llama
@@ -26,13 +26,14 @@ from transformers import LlamaForCausalLM
 import mrrope
 from mrrope.calibration.calibrate import FIXED_METHODS
 from mrrope.calibration.journal import Journal
-from mrrope.calibration.readings import Rung
+from mrrope.calibration.objective import Rung
 from mrrope.calibration.search import BudgetSpentError
 from mrrope.cli import main
-from mrrope.evaluation import models
+from mrrope.evaluation import model_loading
+from mrrope.evaluation.documents import Document
 from mrrope.evaluation.results import Results
-from mrrope.evaluation.tasks import TASKS
-from mrrope.evaluation.texts import Document
+from mrrope.evaluation.retrieval_tasks import TASKS
+from mrrope.evaluation.documents import Document
 from mrrope.table_lookup import NativeRope
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -79,7 +80,7 @@ def test_genes_keep_a_table_and_its_order() -> None:
         torch.testing.assert_close(again.cumulative_scale, table.cumulative_scale, rtol=1e-8, atol=0)
         assert again.attention_factor == pytest.approx(table.attention_factor, rel=1e-8)
     children = genes.children(seeds, random.Random(0))
-    assert len(set(children)) == evolution.CHILDREN
+    assert len(set(children)) == evolutionary_search.CHILDREN
     assert not set(children) & set(seeds)
     for child in children:
         assert all(low <= high for low, high in pairwise(child[:-1]))
@@ -101,7 +102,7 @@ def test_evolution_nears_a_planted_table_within_its_budget(rungs: int) -> None:
         return asked[point, rung]
 
     told: list[float] = []
-    found = evolution.evolve(genes, seeds, loss, rungs, improved=lambda _, best: told.append(best))
+    found = evolutionary_search.evolve(genes, seeds, loss, rungs, improved=lambda _, best: told.append(best))
     assert len(asked) == budget
     # The best is never lost, and of all that was asked on the last rung it is the best.
     assert told == sorted(told, reverse=True)
@@ -115,7 +116,7 @@ def test_evolution_without_enough_for_the_first_generation_says_so() -> None:
         raise BudgetSpentError
 
     with pytest.raises(BudgetSpentError):
-        evolution.evolve(*genes_and_seeds(), spent, 3)
+        evolutionary_search.evolve(*genes_and_seeds(), spent, 3)
 
 
 def test_rationed_readings_are_no_more_than_the_ration(tmp_path: Path) -> None:
@@ -182,12 +183,12 @@ def studied(folder: Path, output: Path, *more: str) -> tuple[dict, int]:
     arguments = [str(folder / "model"), str(folder / "search.txt"), str(folder / "eval.txt"), "--output", str(output)]
     arguments += ["--calibrations", str(folder / "calibration_2x.json"), "--evolve", "2", "--scales", "2"]
     arguments += ["--documents", "2", "--trials", "3", "--other-trials", "1", "--chunk", "4096", *more]
-    model, tokenizer = models.load(folder / "model", device="cpu")
+    model, tokenizer = model_loading.load(folder / "model", device="cpu")
     counting = Counting(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         results = method_study.run(
-            method_study.parser().parse_args(arguments), model, method_study.EncodingOnce(tokenizer)
+            method_study.parser().parse_args(arguments), model, method_study.CachingTokenizer(tokenizer)
         )
     assert json.loads(results.path.read_text()) == results.data
     return results.data, counting.tokens
@@ -270,7 +271,7 @@ def test_long_texts_are_encoded_once() -> None:
             asked.append(text)
             return plain(text, **options)
 
-    tokenizer = method_study.EncodingOnce(Watched())
+    tokenizer = method_study.CachingTokenizer(Watched())
     long, short = "ab" * method_study.LONG_TEXT, "ab"
     for text in (long, short) * 2:
         assert tokenizer(text).input_ids == plain(text).input_ids
@@ -328,29 +329,29 @@ def test_tables_show_what_the_study_found(whole: tuple[dict, Path], monkeypatch:
 def test_keys_are_told_once_and_asked_for_twice() -> None:
     chance = torch.Generator().manual_seed(0)
     text = torch.full((5000,), ord("x"), dtype=torch.uint8)
-    recipe = small_training.Recipe(1, rows=400, keyed=0.75, repeated=0.0)
-    rows = small_training.batch(text, 256, recipe, chance)
+    recipe = small_model_training.Recipe(1, rows=400, keyed=0.75, repeated=0.0)
+    rows = small_model_training.batch(text, 256, recipe, chance)
     pattern = re.compile(
         r"x*\nThe pass key is ([1-9]\d{4})\. Remember it\. \1 is the pass key\.\n"
         r"x*\nWhat is the pass key\? The pass key is \1\.\nx*\nWhat is the pass key\? The pass key is \1\.\n"
     )
-    texts = [small_training.ByteTokenizer().decode(row) for row in rows.tolist()]
+    texts = [small_model_training.ByteTokenizer().decode(row) for row in rows.tolist()]
     keys = [match[1] for one in texts[:300] if (match := pattern.fullmatch(one))]
     assert len(keys) == 300
     assert len(set(keys)) > 290
     assert texts[300:] == ["x" * 256] * 100
     told = [one.index("\nThe pass key") for one in texts[:300]]
-    room = 256 - len(small_training.SENTENCE) - 2 * len(small_training.QUESTION)
+    room = 256 - len(small_model_training.SENTENCE) - 2 * len(small_model_training.QUESTION)
     # All places come up, about evenly.
     assert (min(told), max(told)) == (0, room)
     with pytest.raises(ValueError, match=r"trained_length must be at least \d+ for keys to be hidden, got 100"):
-        small_training.batch(text, 100, recipe, chance)
+        small_model_training.batch(text, 100, recipe, chance)
 
 
 def test_some_rows_repeat_themselves() -> None:
     text = torch.arange(1 << 14).remainder(251).to(torch.uint8)
-    recipe = small_training.Recipe(1, rows=40, keyed=0.0, repeated=0.5)
-    rows = small_training.batch(text, 240, recipe, torch.Generator().manual_seed(0)).tolist()
+    recipe = small_model_training.Recipe(1, rows=40, keyed=0.0, repeated=0.5)
+    rows = small_model_training.batch(text, 240, recipe, torch.Generator().manual_seed(0)).tolist()
     repeats = [row.index(row[0], 1) if row[0] in row[1:] else None for row in rows]
     assert repeats[:20] == [None] * 20
     for row, after in zip(rows[20:], repeats[20:], strict=True):
@@ -361,7 +362,7 @@ def test_some_rows_repeat_themselves() -> None:
 
 
 def test_the_learning_rate_rises_and_falls_to_nothing() -> None:
-    recipe = small_training.Recipe(10, peak=1e-3, warm_up=0.1)
+    recipe = small_model_training.Recipe(10, peak=1e-3, warm_up=0.1)
     assert recipe.learning_rate(0) == 0
     assert recipe.learning_rate(0.05) == pytest.approx(5e-4)
     assert recipe.learning_rate(0.5) == pytest.approx(5e-4)
@@ -371,7 +372,7 @@ def test_the_learning_rate_rises_and_falls_to_nothing() -> None:
 def test_the_usual_shape_has_25_million_parameters() -> None:
     for head_dim in (64, 128):
         with torch.device("meta"):
-            model = small_training.Shape(head_dim).model(0)
+            model = small_model_training.Shape(head_dim).model(0)
         assert 24e6 < sum(weights.numel() for weights in model.parameters()) < 27e6
         assert model.model.layers[0].self_attn.head_dim == head_dim
 
@@ -383,7 +384,7 @@ def examined(folder: Path, output: Path, *more: str) -> dict:
     arguments += ["--output", str(output), "--shape", json.dumps(shape), "--recipe", '{"rows": 4, "compiled": false}']
     arguments += ["--head-dims", "16", "--seeds", "0", "1", "--minutes-per-model", "0.02", "--scales", "2", "4"]
     arguments += ["--documents", "2", "--trials", "2", "--calibrate", "4", "--calibration-seconds", "4", *more]
-    results = small_models.run(small_models.parser().parse_args(arguments))
+    results = small_model_study.run(small_model_study.parser().parse_args(arguments))
     assert json.loads(results.path.read_text()) == results.data
     return results.data
 
@@ -412,11 +413,11 @@ def test_small_models_are_trained_judged_and_gone_on_with(small_texts: Path, mon
     # By hand: two seeds' figures at the longest length.
     figures = [data["parts"][f"head16_seed{seed}"]["results"]["perplexity 4"]["su"]["768"] for seed in (0, 1)]
     halves = [figure["second_half_perplexity"] for figure in figures]
-    assert small_models.over_seeds(data, 16, 4.0, "perplexity", "su") == halves
+    assert small_model_study.over_seeds(data, 16, 4.0, "perplexity", "su") == halves
     cell = data["summary"]["16"]["perplexity"]["su"]["4"]
     assert cell["mean"] == pytest.approx(sum(halves) / 2, rel=1e-15)
     assert (cell["lowest"], cell["highest"], cell["models"]) == (min(halves), max(halves), 2)
-    assert f"{cell['mean']:>8.2f}{min(halves):>8.2f}{max(halves):>8.2f}" in small_models.table(data)
+    assert f"{cell['mean']:>8.2f}{min(halves):>8.2f}{max(halves):>8.2f}" in small_model_study.table(data)
     assert list(data["summary"]["16"]["passkey"]["calibrated"]) == ["4"]
     assert (small_texts / "small.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(measurements, "RESULTS", small_texts)
@@ -426,8 +427,8 @@ def test_small_models_are_trained_judged_and_gone_on_with(small_texts: Path, mon
     assert row.endswith(f"| {spread} |")
     assert len(study_tables.small_training()) == 2 + 2
     # Again: nothing is trained, nothing is measured.
-    monkeypatch.setattr(small_training, "train", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr(small_models.Examined, "perplexities", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(small_model_training, "train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(small_model_study.Examined, "perplexities", lambda *_: pytest.fail("measured again"))
     assert examined(small_texts, small_texts / "small", "--enough", "0") == data
 
 
@@ -435,7 +436,7 @@ def test_a_model_that_is_trained_anew_loses_its_figures(small_texts: Path, monke
     options = (small_texts, small_texts / "small", "--enough", "0", "--calibrate")
     before = examined(*options)
     shutil.rmtree(small_texts / "models" / "head16_seed0")
-    monkeypatch.setattr(small_models, "measure", lambda *_: None)
+    monkeypatch.setattr(small_model_study, "measure", lambda *_: None)
     data = examined(*options)
     old, new = (found["parts"]["head16_seed0"] for found in (before, data))
     assert new["training"] != old["training"]
@@ -455,8 +456,10 @@ def test_a_model_that_finds_too_few_keys_is_not_judged(small_texts: Path) -> Non
 
 def test_training_makes_the_loss_small() -> None:
     text = torch.tensor(list(b"abcdefgh" * 500), dtype=torch.uint8)
-    model = small_training.Shape(16, hidden=32, intermediate=32, layers=1, trained_length=160).model(0)
-    record = small_training.train(model, text, small_training.Recipe(5, rows=4, peak=1e-2, keyed=0.0, repeated=0.0), 0)
+    model = small_model_training.Shape(16, hidden=32, intermediate=32, layers=1, trained_length=160).model(0)
+    record = small_model_training.train(
+        model, text, small_model_training.Recipe(5, rows=4, peak=1e-2, keyed=0.0, repeated=0.0), 0
+    )
     losses = [loss for _, loss in record["losses"]]
     assert losses[0] > 4
     assert losses[-1] < losses[0] / 3

@@ -11,9 +11,9 @@ from tiny_models import tiny_model, tokens
 
 import mrrope
 from mrrope.cli import main
-from mrrope.theory import attention, curves, figures
+from mrrope.theory import attention_scores, curves, figure_data
 from mrrope.theory.command import wavering_past_native
-from mrrope.theory.figures import Setting
+from mrrope.theory.figure_data import Setting
 
 LLAMA2 = Setting(rotary_dim=128, base=10_000.0, original_max_position=4096, scale=16.0)
 FLOAT64 = torch.finfo(torch.float64).eps
@@ -53,7 +53,7 @@ def test_first_zeros_of_llama2(method: str, zero: int) -> None:
 
 
 def test_zeros_by_scale_are_those_of_each_scales_own_tables() -> None:
-    found = figures.zeros_by_scale(LLAMA2)
+    found = figure_data.zeros_by_scale(LLAMA2)
     assert list(found) == ["4", "8", "16", "32"]
     assert {method: zero for method, zero in found["16"].items() if method != "pi"} == ZEROS
     # By hand: PI slows all pairs alike, so that its zero is plain RoPE's, so many times as far; not on a whole token.
@@ -106,13 +106,13 @@ def test_trend(factors: list[float], trend: str) -> None:
 
 @pytest.mark.parametrize("setting", [LLAMA2, Setting(64, 100_000.0, 8192, 16.0), Setting(128, 500_000.0, 8192, 4.0)])
 def test_the_papers_yarn_is_regressive_and_the_deployed_one_progressive(setting: Setting) -> None:
-    trends = {method: found["trend"] for method, found in figures.radix_factors(setting).items()}
+    trends = {method: found["trend"] for method, found in figure_data.radix_factors(setting).items()}
     expected = {"yarn": "progressive", "yarn_ratio": "regressive", "mrrope_uni": "uniform", "mrrope_pro": "progressive"}
     assert trends == expected
 
 
 def test_cumulative_scales_are_those_of_the_scale_and_of_its_root() -> None:
-    found = figures.cumulative_scales(LLAMA2)
+    found = figure_data.cumulative_scales(LLAMA2)
     assert list(found) == ["16", "4"]
     for scale, by_method in found.items():
         # Pair 33 is the middle one of (20, 46): 13 of 26 steps, so that uni has the root of the scale there, and
@@ -130,13 +130,15 @@ def test_scores_are_those_of_the_rotated_heads(pairing: str) -> None:
         "mrrope_pro", rotary_dim=16, base=100.0, original_max_position=64, scale=4.0, attention_factor=1.0
     )
     q, k = (torch.randn(1, 1, 2, 16, dtype=torch.float64) for _ in "qk")
-    with attention.RecordedHeads() as recorded:
+    with attention_scores.RecordedHeads() as recorded:
         mrrope.rotary(q, k, torch.arange(2), table, pairing=pairing)
     [call] = recorded.calls
     queries, keys = call.heads
     products = queries[:, 1] * keys[:, 0].conj()
     distances = torch.tensor([0, 1, 50, 200])
-    for distance, found in zip(distances, attention.scores(products, table, distances, slice(None))[0], strict=True):
+    for distance, found in zip(
+        distances, attention_scores.scores(products, table, distances, slice(None))[0], strict=True
+    ):
         turned_q = mrrope.rotary(q[:, :, 1:], None, distance[None], table, pairing=pairing)[0]
         turned_k = mrrope.rotary(k[:, :, :1], None, torch.tensor([0]), table, pairing=pairing)[0]
         expected = (turned_q * turned_k).sum() / 4
@@ -149,11 +151,11 @@ def test_products_come_from_every_layer_and_head_of_a_model() -> None:
     heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
     rotary_dim = model.config.hidden_size // heads
     text = tokens(1, 40)[0].tolist()
-    found = attention.pair_products(model, text, samples=5)
+    found = attention_scores.pair_products(model, text, samples=5)
     assert found.values.shape == (layers * heads * 5, rotary_dim // 2)
     assert found.layers == f"{layers} of {layers} layers that rotate"
-    assert torch.equal(found.values, attention.pair_products(model, text, samples=5).values)
-    assert not torch.equal(found.values, attention.pair_products(model, text, samples=5, seed=1).values)
+    assert torch.equal(found.values, attention_scores.pair_products(model, text, samples=5).values)
+    assert not torch.equal(found.values, attention_scores.pair_products(model, text, samples=5, seed=1).values)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
@@ -168,7 +170,7 @@ def test_products_come_from_layers_that_see_the_whole_text(family: str) -> None:
     for kind, layer in zip(kinds, rebuilt.model.layers, strict=True):
         if kind == "sliding_attention":
             torch.nn.init.constant_(layer.self_attn.k_proj.weight, math.nan)
-    found = attention.pair_products(rebuilt, text, samples=5)
+    found = attention_scores.pair_products(rebuilt, text, samples=5)
     assert found.values.isfinite().all()
     shown = kinds.count("full_attention")
     assert found.values.shape[0] == shown * heads * 5
@@ -179,7 +181,7 @@ def test_products_of_a_model_that_rotates_in_windows_alone() -> None:
     model = tiny_model("cohere2")
     shown = model.config.layer_types.count("sliding_attention")
     assert 0 < shown < len(model.config.layer_types)
-    found = attention.pair_products(model, tokens(1, 40)[0].tolist(), samples=5)
+    found = attention_scores.pair_products(model, tokens(1, 40)[0].tolist(), samples=5)
     assert found.values.shape[0] == shown * model.config.num_attention_heads * 5
     assert found.layers == f"{shown} of {shown} layers that rotate: sliding_attention"
 
@@ -187,12 +189,12 @@ def test_products_of_a_model_that_rotates_in_windows_alone() -> None:
 @pytest.mark.parametrize("over", ["head", "all_heads"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_heads_that_the_op_norms_are_recorded_normed(over: str, layout: str) -> None:
-    """Turned by position 0, what comes out of the op is the normed heads and nothing else."""
+    """RotatedHeads by position 0, what comes out of the op is the normed heads and nothing else."""
     torch.manual_seed(0)
     table = mrrope.frequency_table("rope", rotary_dim=8, base=100.0, original_max_position=64)
     q, k = (torch.randn(1, *((heads, 5) if layout == "bhsd" else (5, heads)), 12).double() for heads in (4, 2))
     weights = [torch.rand(12 if over == "head" else 12 * heads).double() for heads in (4, 2)]
-    with attention.RecordedHeads() as recorded:
+    with attention_scores.RecordedHeads() as recorded:
         turned = mrrope.qk_norm_rotary(
             q, k, *weights, torch.zeros(5, dtype=torch.int64), table, eps=0.1, weight_offset=1.0, over=over,
             layout=layout,
@@ -209,12 +211,12 @@ def test_a_model_with_norms_is_recorded_as_if_it_normed_by_itself() -> None:
     model = tiny_model("qwen3", dtype=torch.float64)
     heads, rotary_dim = model.config.num_attention_heads, model.config.head_dim
     text = tokens(1, 40)[0].tolist()
-    found = attention.pair_products(model, text, samples=5).values
+    found = attention_scores.pair_products(model, text, samples=5).values
     assert found.shape == (model.config.num_hidden_layers * heads * 5, rotary_dim // 2)
     first = model.model.layers[0].self_attn
     for norm in (first.q_norm, first.k_norm):
         norm.register_forward_hook(lambda *_: None)
-    by_itself = attention.pair_products(model, text, samples=5).values
+    by_itself = attention_scores.pair_products(model, text, samples=5).values
     # Norms of transformers compute in float32, whatever the dtype.
     tolerance = 64 * torch.finfo(torch.float32).eps * found.abs().max().item()
     torch.testing.assert_close(by_itself, found, rtol=0, atol=tolerance)
@@ -223,7 +225,7 @@ def test_a_model_with_norms_is_recorded_as_if_it_normed_by_itself() -> None:
 def test_a_model_that_rotates_q_and_k_one_by_one_is_refused() -> None:
     model = tiny_model("gemma3n_text")
     with pytest.raises(ValueError, match=r"model must rotate q and k together for this, and Gemma3n"):
-        attention.pair_products(model, tokens(1, 40)[0].tolist())
+        attention_scores.pair_products(model, tokens(1, 40)[0].tolist())
 
 
 def test_a_bad_setting_is_named() -> None:
@@ -292,7 +294,7 @@ def tiny_folder(tmp_path):
 
 def test_a_scale_that_no_distance_is_past_native_with_is_refused(tiny_folder, tmp_path, monkeypatch, capsys) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(attention, "pair_products", None)
+    monkeypatch.setattr(attention_scores, "pair_products", None)
     given = ["--model", str(tiny_folder), "--scale", "1.01", "--output", str(tmp_path / "t")]
     assert main(["plot", *given]) == 2
     assert "scale must be larger, so that distances past the native length of 512 tokens" in capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""What a model makes of a document under a table; each is read once, and never again."""
+"""The objective of the search: the loss of documents under a table.
+
+A reading is one forward pass over one document with one table. It is made once and kept in the journal.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +17,35 @@ import torch
 from torch import nn
 
 from mrrope.calibration.journal import Journal
-from mrrope.calibration.keys import KeyedDocument
+from mrrope.calibration.pass_keys import KeyedDocument
 from mrrope.calibration.search import BudgetSpentError
+from mrrope.evaluation.documents import Document
 from mrrope.evaluation.perplexity import DocumentLoss, loss_at, token_losses
-from mrrope.evaluation.texts import Document
 from mrrope.hf.patch import patched
 from mrrope.tables import FrequencyTable
 
 
 @dataclass(frozen=True)
 class Figures(DocumentLoss):
-    """What a document's first ``length`` tokens came to."""
+    """Losses and forgotten keys of a document's first ``length`` tokens."""
 
     forgotten: float
-    """Of the keys asked for in them, the share that was not foretold; 0 where none was asked for."""
+    """1 minus the mean probability of the answer tokens; 0 without questions."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """What to compare tables on: the beginnings of some documents."""
+    """A fidelity level of the objective: some documents, cut to a length."""
 
     documents: Sequence[Document]
     length: int
 
 
 class Readings:
-    """Readings of documents, from the journal where they are in it.
+    """Readings of documents, taken from the journal if they are in it.
 
-    A run that goes on after a kill asks for the same readings in the same order, and gets the same answers; the time
-    they took counts as if they had been made now, so that it also comes to the same decisions.
+    A resumed run requests the same readings in the same order and gets the same results. The recorded seconds count
+    against its budget, so that it also makes the same decisions.
     """
 
     def __init__(
@@ -60,42 +63,44 @@ class Readings:
         self.journal = journal
         self.chunk = chunk
         self.retrieval = retrieval
-        """How much of the loss, in nats, forgetting all keys comes to."""
+        """Nats that are added to the loss if all keys are forgotten."""
         self.progress = progress
         self.limit = math.inf
-        """How many seconds may be spent; readings asked for after that raise :class:`BudgetSpentError`."""
+        """Budget in seconds; readings beyond it raise :class:`BudgetSpentError`."""
         self.spent = 0.0
-        """Seconds, over all readings so far, with what was done between them."""
+        """Seconds of all readings so far, including the time between them."""
         self.count = 0
-        """How many readings so far."""
+        """Number of readings so far."""
         self.longest_took = 0.0
-        """Seconds for a reading of the longest length, at most."""
+        """Seconds of the slowest reading of the longest length."""
         self._known: dict[tuple[str, str], list[Figures]] = {}
         self._fingerprints: dict[int, str] = {}
         self._since = time.monotonic()
 
     def loss(self, table: FrequencyTable, rung: Rung) -> float:
-        """What a search makes small: the loss of the text, and what is added for keys that were forgotten."""
+        """The objective: the loss of the text plus the penalty for forgotten keys."""
         text, forgotten = self.parts(table, rung)
         loss = text + self.retrieval * forgotten
         return loss if math.isfinite(loss) else math.inf
 
     def parts(self, table: FrequencyTable, rung: Rung) -> tuple[float, float]:
-        """The mean, over documents and lengths alike, of the second half's loss, which is the logarithm of the
-        geometric mean of the perplexities; and the share of keys that were forgotten."""
+        """The second-half loss, averaged over documents and lengths, and the share of forgotten keys.
+
+        The mean loss is the logarithm of the geometric mean of the perplexities.
+        """
         found = [self.read(table, document, rung.length) for document in rung.documents]
         text = fmean(figures.second_half for one in found for figures in one)
         return text, fmean(one[-1].forgotten for one in found)
 
     def read(self, table: FrequencyTable, document: Document, length: int) -> list[Figures]:
-        """A document's figures at every length up to this one."""
-        # Documents stay as long as the run does, and are long.
+        """A document's figures at every length up to ``length``."""
+        # Cached by id: documents live as long as the run, and hashing long ones takes time.
         if id(document) not in self._fingerprints:
             self._fingerprints[id(document)] = fingerprint(document.tokens)
-        who = fingerprint(what_counts(table)), self._fingerprints[id(document)]
-        known = self._known.get(who, [])
+        key = fingerprint(table_numbers(table)), self._fingerprints[id(document)]
+        known = self._known.get(key, [])
         if not known or known[-1].length < length:
-            known = self._known[who] = self._next_reading(" ".join((*who, str(length))), table, document, length)
+            known = self._known[key] = self._next_reading(" ".join((*key, str(length))), table, document, length)
         return [loss for loss in known if loss.length <= length]
 
     def _next_reading(self, key: str, table: FrequencyTable, document: Document, length: int) -> list[Figures]:
@@ -105,7 +110,7 @@ class Readings:
         if reading is None:
             with patched(self.model, table, base=table.base, original_max_position=table.original_max_position):
                 read = token_losses(
-                    self.model, document.tokens[:length], chunk=self.chunk, progress=self._tell_progress
+                    self.model, document.tokens[:length], chunk=self.chunk, progress=self._report_progress
                 )
                 losses = torch.cat(list(read))
             figures = [figures_at(one, losses, document) for one in self.lengths if one <= length]
@@ -124,25 +129,25 @@ class Readings:
         self.progress(self.spent)
         return [Figures(**figures) for figures in reading["figures"]]
 
-    def _tell_progress(self, _: int) -> None:
+    def _report_progress(self, _: int) -> None:
         self.progress(self.spent + time.monotonic() - self._since)
 
 
 def figures_at(length: int, losses: torch.Tensor, document: Document) -> Figures:
-    """From the losses of all tokens but the first."""
+    """The figures at a length; ``losses`` starts with the second token."""
     answers = document.answers if isinstance(document, KeyedDocument) else ()
     asked = losses[[place - 1 for place in answers if place < length]]
     forgotten = 1 - asked.neg().exp().mean().item() if len(asked) else 0.0
     return Figures(**asdict(loss_at(length, losses)), forgotten=forgotten)
 
 
-def what_counts(table: FrequencyTable) -> list[float]:
-    """Numbers that are the same for tables a model could not tell apart, by whatever formula they were made."""
+def table_numbers(table: FrequencyTable) -> list[float]:
+    """The numbers that determine a table's rotation; equal for equal tables of different methods."""
     return [round(number, 9) for number in (*table.inv_freq.log().tolist(), table.attention_factor)]
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """From a few elements of every tensor: another model, or the same one trained on, has others."""
+    """A fingerprint of a few elements of every weight, which changes with the model and with training."""
     return fingerprint(
         [
             (name, tuple(weights.shape), weights.detach().reshape(-1)[:: weights.numel() // 8 or 1].tolist())
@@ -152,5 +157,5 @@ def weights_fingerprint(model: nn.Module) -> str:
 
 
 def fingerprint(data: Any) -> str:
-    """Short, and different for what is different."""
+    """A short hash of ``repr(data)``."""
     return hashlib.sha256(repr(data).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness (RULER, LongBench v2, InfiniteBench and all others), on the model as it is patched."""
+"""Tasks of lm-evaluation-harness (RULER, LongBench v2, InfiniteBench, ...) on the patched model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DataMissingError(Exception):
 
 
 def known(tasks: Sequence[str]) -> set[str]:
-    """Those of these names that are tasks, or groups of tasks, of the harness, or files that describe one."""
+    """The names that are tasks or task groups of the harness, or existing .yaml task files."""
     with needs(PACKAGE, "harness"):
         from lm_eval.tasks import TaskManager
     files = {task for task in tasks if task.endswith(".yaml") and Path(task).is_file()}
@@ -28,22 +28,22 @@ def known(tasks: Sequence[str]) -> set[str]:
 def scores(
     model: Any, tokenizer: Any, task: str, lengths: Sequence[int], limit: int
 ) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Every task that the name stands for, with a length and its figures.
+    """Yield (task, length, figures) for the task, or for each task of a group.
 
-    Tasks that are made for a length, as RULER's are, have figures for each that they know; others the longest alone.
+    Tasks with prompts of a given length, such as RULER's, yield every length they support; others only the longest.
 
     Raises:
-        DataMissingError: where the task's data is not on this machine and cannot be fetched.
+        DataMissingError: the task's data is not on this machine and cannot be fetched.
     """
     with needs(PACKAGE, "harness"):
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 
     reader = HFLM(pretrained=model, tokenizer=tokenizer, max_length=max(lengths), batch_size=1)
-    # The tasks that make their own prompts load a tokenizer by its name.
+    # Tasks that generate their prompts load the tokenizer by name, so it needs a folder.
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        # One length after the other: of a task with prompts of several, the limit would take those of the first alone.
+        # One call per length: with several, `limit` would select prompts of the first length only.
         for length in lengths:
             about = {"tokenizer": folder, "max_seq_lengths": [length]}
             try:
@@ -56,7 +56,7 @@ def scores(
             results = {name: values_of(metrics) for name, metrics in found["results"].items()}
             by_length = {name: values for name, values in results.items() if any(map(str.isdecimal, values))}
             for name, values in by_length.items():
-                # The harness gives -1 for lengths that it was not asked for.
+                # The harness reports -1 for lengths that were not requested.
                 if values.get(str(length), -1) >= 0:
                     yield name, length, {"score": values[str(length)]}
             if not by_length:
@@ -67,8 +67,8 @@ def scores(
 
 
 def values_of(metrics: dict[str, Any]) -> dict[str, float]:
-    """What the harness says of one task, without what it says of the figures themselves."""
-    # "4096,none": the metric and the filter of the answers it is for.
+    """The metrics of one task, without standard errors and sample counts."""
+    # Keys are "metric,filter", such as "4096,none".
     return {
         metric.split(",")[0]: value
         for metric, value in metrics.items()

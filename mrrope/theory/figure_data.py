@@ -1,4 +1,4 @@
-"""The numbers of every figure, ready for JSON. What is drawn comes from here and nowhere else."""
+"""The data of every figure, ready for JSON; the drawing uses nothing else."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 import torch
 
 from mrrope.tables import METHOD_TRAITS, SCALE_ONLY_METHODS, FrequencyTable, frequency_table
-from mrrope.theory import attention
+from mrrope.theory import attention_scores
 from mrrope.theory.curves import first_zero, lowest_between, middle_pairs, similarities_up_to, spelled_number, trend
 
 METHODS = SCALE_ONLY_METHODS
 WITH_MIDDLE = tuple(method for method in METHODS if METHOD_TRAITS[method].has_temperature)
 BASES = (0.01, 0.1, 1.0, 10.0, 100.0)
-"""Of which m-hat is shown, as multiples of the setting's own."""
+"""Bases for m-hat, as multiples of the setting's own."""
 POINTS = 400
-STRETCHES = 100
-"""Of distances, each as much longer than the one before; the lowest B(m) of each is shown."""
+BINS = 100
+"""Number of log-spaced bins of distances; B(m) is shown by its minimum in each."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the tables are built for."""
+    """The settings of all tables in a figure."""
 
     rotary_dim: int
     base: float
@@ -37,12 +37,12 @@ class Setting:
             raise ValueError(f"scale must be above 1, so that there is an extension to show, got {self.scale}")
 
     def table(self, method: str, **changes: Any) -> FrequencyTable:
-        """Of a method, here."""
+        """The table of a method."""
         return frequency_table(method, **{**asdict(self), **changes})
 
     @property
     def middle(self) -> slice:
-        """The same pairs for all methods."""
+        """The middle pairs, the same for all methods."""
         pairs = middle_pairs(self.table("mrrope_pro"))
         if pairs.start == pairs.stop:
             raise ValueError(
@@ -53,27 +53,27 @@ class Setting:
 
     @property
     def reach(self) -> int:
-        """How far the extended context goes."""
+        """Length of the extended context."""
         return int(self.original_max_position * self.scale)
 
     @property
     def edges(self) -> list[int]:
-        """Of the stretches of distances."""
-        return log_spaced(self.reach + 1, STRETCHES)
+        """Edges of the bins of distances."""
+        return log_spaced(self.reach + 1, BINS)
 
 
 def rounded(values: Iterable[float]) -> list[float]:
-    """To five digits: enough for a picture, and small."""
+    """Round to five significant digits, which suffice for a plot."""
     return [float(f"{value:.5g}") for value in values]
 
 
 def log_spaced(last: int, points: int) -> list[int]:
-    """Whole numbers from 1 on, each once."""
+    """Distinct integers from 1 to ``last``, spaced logarithmically."""
     return sorted({round(last ** (i / (points - 1))) for i in range(points)})
 
 
 def cumulative_scales(setting: Setting) -> dict[str, Any]:
-    """s_i of every pair, for the scale and for its square root."""
+    """Cumulative scale s_i of every pair, for the scale and its square root."""
     return {
         f"{scale:g}": {
             method: rounded(setting.table(method, scale=scale).cumulative_scale.tolist()) for method in METHODS
@@ -83,17 +83,17 @@ def cumulative_scales(setting: Setting) -> dict[str, Any]:
 
 
 def radix_factors(setting: Setting) -> dict[str, Any]:
-    """lambda_i of every pair, and how they go on from pair to pair in the middle."""
+    """Radix factor lambda_i of every pair, and the trend over the middle pairs."""
     found = {}
     for method in WITH_MIDDLE:
         factors = setting.table(method).radix_factors
-        # A ramp may begin and end between two pairs, so that the outermost factors hold only a part of it.
+        # The outermost factors are excluded: a ramp that starts or ends between two pairs covers them partially.
         found[method] = {"factors": rounded(factors.tolist()), "trend": trend(factors[setting.middle][1:-1])}
     return found
 
 
 def spelled_numbers(setting: Setting) -> dict[str, Any]:
-    """m-hat, divided by the number of pairs, over positions: for several bases, and for the methods."""
+    """m-hat per pair over positions, for several bases and for the methods."""
     positions = torch.arange(0, setting.reach + 1, max(setting.reach // POINTS, 1))
 
     def curve(table: FrequencyTable) -> list[float]:
@@ -108,7 +108,7 @@ def spelled_numbers(setting: Setting) -> dict[str, Any]:
 
 
 def similarities(setting: Setting) -> dict[str, Any]:
-    """The dips of B(m) and its first zero, of all pairs and of the middle ones."""
+    """Minima and first zero of B(m), for all pairs and for the middle ones."""
     edges = setting.edges
     found: dict[str, Any] = {"distances": edges[:-1], "first_zero_by_scale": zeros_by_scale(setting)}
     for name, pairs in (("all", slice(None)), ("middle", setting.middle)):
@@ -124,7 +124,7 @@ def similarities(setting: Setting) -> dict[str, Any]:
 
 
 def zeros_by_scale(setting: Setting) -> dict[str, Any]:
-    """The first zero of B(m) of all pairs, for smaller and larger scales."""
+    """First zero of B(m) over all pairs, at smaller and larger scales."""
     scales = [setting.scale * factor for factor in (0.25, 0.5, 1.0, 2.0) if setting.scale * factor > 1]
     return {
         f"{scale:g}": {
@@ -140,21 +140,22 @@ def zeros_by_scale(setting: Setting) -> dict[str, Any]:
 
 
 def require_distances_past_native(setting: Setting) -> None:
-    """Refuses an extension that no stretch of distances lies in."""
+    """Raise ValueError if no bin starts past the native length."""
     past = setting.edges[-2]
     if past < setting.original_max_position:
         raise ValueError(
             f"scale must be larger, so that distances past the native length of {setting.original_max_position} tokens "
-            f"are shown, got {setting.scale:g}: the last of {STRETCHES} stretches starts at {past}"
+            f"are shown, got {setting.scale:g}: the last of {BINS} stretches starts at {past}"
         )
 
 
 def middle_attention(setting: Setting, model: Any, tokens: Sequence[int]) -> dict[str, Any]:
-    """What the middle pairs add to a real model's attention scores, over distance: the mean over token pairs, and how
-    much that wavers from one distance to the next.
+    """The middle pairs' contribution to a real model's attention scores, over distance.
+
+    For every bin of distances: the mean over token pairs, and its standard deviation within the bin.
     """
-    products = attention.pair_products(model, tokens)
-    # The score is linear in the products, so that the mean product has the mean score.
+    products = attention_scores.pair_products(model, tokens)
+    # The score is linear in the products: the mean product gives the mean score.
     mean_product = products.values.mean(0, keepdim=True)
     edges = setting.edges
     found: dict[str, Any] = {
@@ -165,10 +166,10 @@ def middle_attention(setting: Setting, model: Any, tokens: Sequence[int]) -> dic
     }
     for method in ("rope", *WITH_MIDDLE):
         distances = torch.arange(1, setting.reach + 1)
-        means = attention.scores(mean_product, setting.table(method), distances, setting.middle)[0]
-        stretches = [means[start - 1 : end - 1] for start, end in pairwise(edges)]
+        means = attention_scores.scores(mean_product, setting.table(method), distances, setting.middle)[0]
+        bins = [means[start - 1 : end - 1] for start, end in pairwise(edges)]
         found["methods"][method] = {
-            "mean": rounded(stretch.mean().item() for stretch in stretches),
-            "wavering": rounded(stretch.std(correction=0).item() for stretch in stretches),
+            "mean": rounded(values.mean().item() for values in bins),
+            "wavering": rounded(values.std(correction=0).item() for values in bins),
         }
     return found

@@ -1,7 +1,7 @@
 """An evolutionary search for a table, of LongRoPE's kind: what calibration's own search is compared with.
 
 An individual is every pair's cumulative scale, which never falls from pair to pair, and the temperature. The first
-generation are the published tables. Children are mutated, or crossed from two parents; they climb the same rungs as
+generation are the published tables. Children are mutated, or crossed from two parents; they successive_halving the same rungs as
 the candidates of the calibration, cheap ones first, and the best of parents and children live on.
 """
 
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from mrrope.calibration.readings import Figures, Readings
-from mrrope.calibration.search import BudgetSpentError, Objective, Point, climb
+from mrrope.calibration.objective import Figures, Readings
+from mrrope.calibration.search import BudgetSpentError, Objective, Point, successive_halving
 from mrrope.calibration.spaces import TEMPERATURES, attention_factor, clamp, temperature_of
-from mrrope.evaluation.texts import Document
+from mrrope.evaluation.documents import Document
 from mrrope.tables import FrequencyTable, frequency_table
 
 PARENTS = 8
@@ -104,17 +104,17 @@ def evolve(
         BudgetSpentError: where there was not enough for the first generation.
     """
     chance = random.Random(seed)
-    parents = climb(dict.fromkeys(first), objective, range(rungs))
+    parents = successive_halving(dict.fromkeys(first), objective, range(rungs))
     try:
         while True:
             improved(parents[0], objective(parents[0], rungs - 1))
-            risen = climb(genes.children(parents, chance), objective, range(rungs))
+            risen = successive_halving(genes.children(parents, chance), objective, range(rungs))
             parents = sorted([*parents, *risen], key=lambda one: objective(one, rungs - 1))[:PARENTS]
     except BudgetSpentError:
         return parents[0]
 
 
-class RationedReadings(Readings):
+class TokenLimitedReadings(Readings):
     """Readings that end after so many tokens, however long they take."""
 
     def __init__(self, *arguments: Any, ration: int, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The rotation by itself: its error, near and far, and its speed on this machine."""
+"""Error of the rotary op by position, and its speed on this machine."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from mrrope.tables import FrequencyTable, frequency_table
 
 
 def extended_llama(method: str) -> FrequencyTable:
-    """Llama-3-8B, trained on 8192 tokens, for 16 times as many."""
+    """A table for Llama-3-8B, extended 16 times from 8192 tokens."""
     return frequency_table(method, rotary_dim=128, base=500_000.0, original_max_position=8192, scale=16.0)
 
 
 def exact(x: torch.Tensor, positions: torch.Tensor, table: FrequencyTable) -> torch.Tensor:
-    """The rotation in float64, with phases reduced in integers so that far positions lose nothing."""
-    phases = (positions[:, None] * table.turns).double() * (2 * torch.pi / 2**64)
-    phases = torch.cat([phases, phases], dim=-1)
-    return baseline.apply(x.double(), phases.cos(), phases.sin()) * table.attention_factor
+    """The rotation in float64 with exact phases."""
+    phases = baseline.exact_phases(positions, table)
+    return baseline.exact_rotary(x.double(), phases.cos(), phases.sin()) * table.attention_factor
 
 
 def relative_errors() -> list[dict[str, Any]]:
-    """Of the op and of plain PyTorch, near and far."""
+    """Relative errors of the op and of plain PyTorch, by position."""
     table = extended_llama("mrrope_pro")
     generator = torch.Generator().manual_seed(0)
     rows = []
@@ -38,15 +37,14 @@ def relative_errors() -> list[dict[str, Any]]:
             ours = rotary(q, None, positions, table)[0]
             theirs = baseline.apply(q, *baseline.cos_sin(positions, table, dtype))
             errors = {
-                name: ((got.double() - want).norm() / want.norm()).item()
-                for name, got in (("mrrope", ours), ("plain PyTorch", theirs))
+                name: baseline.relative_error(got, want) for name, got in (("mrrope", ours), ("plain PyTorch", theirs))
             }
             rows.append({"positions near": end, "dtype": str(dtype).removeprefix("torch."), **errors})
     return rows
 
 
 def show_errors(rows: list[dict[str, Any]]) -> None:
-    """Prints them."""
+    """Print the relative errors."""
     print("\nRelative error against float64, by position (plain PyTorch: float32 angles, as in transformers):\n")
     print(f"{'positions near':>16}{'dtype':>10}{'mrrope':>12}{'plain PyTorch':>16}")
     for row in rows:
@@ -54,7 +52,7 @@ def show_errors(rows: list[dict[str, Any]]) -> None:
 
 
 def milliseconds(function: Callable[[], object], device: str, repeats: int = 9) -> float:
-    """The median time of a call."""
+    """Median milliseconds per call, after two warm-up calls."""
     times = []
     for repeat in range(repeats + 2):
         start = time.perf_counter()
@@ -67,7 +65,7 @@ def milliseconds(function: Callable[[], object], device: str, repeats: int = 9) 
 
 
 def times_of(dtype: torch.dtype, device: str) -> tuple[float, float, float]:
-    """Milliseconds of the op, of plain PyTorch and of a copy."""
+    """Milliseconds of the op, plain PyTorch and a copy."""
     table = extended_llama("mrrope_pro")
     positions = torch.arange(4096, device=device)
     q = torch.randn(1, 32, 4096, 128, device=device).to(dtype)
@@ -81,7 +79,7 @@ def times_of(dtype: torch.dtype, device: str) -> tuple[float, float, float]:
 
 
 def show_speed() -> None:
-    """Time of the op, of plain PyTorch, and of a copy."""
+    """Print the times of the op, plain PyTorch and a copy."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"\nMilliseconds to rotate 4096 tokens with 32 query and 8 key heads of 128, on {device}:\n")
     print(f"{'dtype':>10}{'mrrope':>10}{'plain PyTorch':>16}{'copy':>10}")

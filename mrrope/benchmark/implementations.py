@@ -1,4 +1,4 @@
-"""Who rotates: this package, and transformers."""
+"""The contenders that are always there: mrrope and transformers. Third-party ops are in peers.py."""
 
 from __future__ import annotations
 
@@ -9,44 +9,36 @@ from typing import Any
 
 import torch
 
-from mrrope.benchmark.cases import Case, Heads
-from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL
+from mrrope.benchmark.workloads import Case, Heads
 from mrrope.ops.rotary import rotary, rotary_
 
-Turned = tuple[torch.Tensor, torch.Tensor]
-MOST_DECODED = 256
+RotatedHeads = tuple[torch.Tensor, torch.Tensor]
+MAX_DECODE_TOKENS = 256
+"""Up to here tokens belong to different sequences (a decode step), beyond it to one sequence (prefill)."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Rotates heads, in place or not, and answers with q and k by head; ``takes`` tells what cases it can do."""
+    """An implementation of the rotation."""
 
     name: str
     rotate: Callable[[Heads], Any]
+    """Rotates q and k, in place or not, and returns both as [1, heads, tokens, head_dim]."""
     takes: Callable[[Case], bool] = lambda case: True
+    """Whether it supports a case."""
 
 
-def copy(heads: Heads) -> object:
-    to, source = heads.copies
-    return to.copy_(source)
-
-
-def copy_by_kernel(heads: Heads) -> object:
-    to, source = heads.copies
-    return torch.bitwise_not(source.view(torch.int32), out=to.view(torch.int32))
-
-
-def ours_in_place(heads: Heads) -> Turned:
+def ours_in_place(heads: Heads) -> RotatedHeads:
     shared, case = heads.shared, heads.case
     if case.backward:
         packed = shared.table.packed(heads.q.device)
         torch.ops.mrrope.rotary_.default([heads.q, heads.k], shared.positions, packed, heads.layout, case.pairing, True)
     else:
         rotary_(heads.q, heads.k, shared.positions, shared.table, heads.layout, case.pairing)
-    return heads.turned()
+    return heads.rotated()
 
 
-def ours(heads: Heads) -> Turned:
+def ours(heads: Heads) -> RotatedHeads:
     shared, case = heads.shared, heads.case
     if case.backward:
         packed = shared.table.packed(heads.q.device)
@@ -58,18 +50,18 @@ def ours(heads: Heads) -> Turned:
     return heads.by_head(q), heads.by_head(k)
 
 
-def ours_by_index(heads: Heads) -> Turned:
-    """Decoding, every token is of another sequence, and has a table of its own choice; else it is one long sequence."""
+def ours_by_index(heads: Heads) -> RotatedHeads:
+    """By ``table_index``: one table per sequence in a decode step, one for all tokens of a prefill."""
     shared = heads.shared
-    if heads.case.tokens > MOST_DECODED:
+    if heads.case.tokens > MAX_DECODE_TOKENS:
         rotary_(heads.q, heads.k, shared.positions, shared.tables, heads.layout, table_index=shared.index[:1])
     else:
         q, k = (heads.by_token(x)[0] for x in (heads.q, heads.k))
         rotary_(q, k, shared.positions, shared.tables, "thd", table_index=shared.index)
-    return heads.turned()
+    return heads.rotated()
 
 
-def transformers_eager(heads: Heads) -> Turned:
+def transformers_eager(heads: Heads) -> RotatedHeads:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     q, k = apply_rotary_pos_emb(heads.by_head(heads.q), heads.by_head(heads.k), *heads.shared.cos_sin)
@@ -77,24 +69,23 @@ def transformers_eager(heads: Heads) -> Turned:
 
 
 @functools.cache
-def _compiled() -> Callable[..., Turned]:
-    """Compiled for the shape of every case by itself; torch's compiler takes seconds to import."""
+def _compiled() -> Callable[..., RotatedHeads]:
+    """Compiled on first use: importing torch's compiler takes seconds."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    compiled: Callable[..., Turned] = torch.compile(apply_rotary_pos_emb, dynamic=False)
+    compiled: Callable[..., RotatedHeads] = torch.compile(apply_rotary_pos_emb, dynamic=False)
     return compiled
 
 
-def transformers_compiled(heads: Heads) -> Turned:
+def transformers_compiled(heads: Heads) -> RotatedHeads:
     return _compiled()(heads.by_head(heads.q), heads.by_head(heads.k), *heads.shared.cos_sin)
 
 
-def is_whole_and_halved(case: Case) -> bool:
-    """As Llama rotates: what most others do."""
+def is_llama_style(case: Case) -> bool:
+    """Whether a case is Llama's rotation, the only one that most others support."""
     return case.pairing == "halves" and case.rotary_dim == case.head_dim and not case.backward
 
 
-COPIES = (Contender(COPY, copy), Contender(COPY_BY_KERNEL, copy_by_kernel))
 OURS = (
     Contender("mrrope in place", ours_in_place),
     Contender("mrrope", ours),
@@ -103,6 +94,6 @@ OURS = (
     ),
 )
 TRANSFORMERS = (
-    Contender("transformers compiled", transformers_compiled, is_whole_and_halved),
-    Contender("transformers eager", transformers_eager, is_whole_and_halved),
+    Contender("transformers compiled", transformers_compiled, is_llama_style),
+    Contender("transformers eager", transformers_eager, is_llama_style),
 )

@@ -1,4 +1,4 @@
-"""The frequency tables to compare, as they are named on the command line."""
+"""The methods and tables that an evaluation compares, by their names on the command line."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 
 from torch import nn
 
-from mrrope import calibrated_tables
+from mrrope.calibrated_tables import names as calibrated_table_names
 from mrrope.hf.patch import patched
 from mrrope.table_lookup import is_saved_table
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
 
 UNPATCHED = "unpatched"
-"""The model as it comes, with its own table and its own code."""
+"""The model with its own table and its own code."""
 
-USUAL: dict[str, Any] = {"rotary_dim": 128, "base": 10_000.0, "original_max_position": 4096}
-"""A model's settings, to find out without one whether a method makes a table by its name alone."""
+TYPICAL_SETTINGS: dict[str, Any] = {"rotary_dim": 128, "base": 10_000.0, "original_max_position": 4096}
+"""Settings to check, before a model is loaded, that a method needs no further arguments."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A frequency table, or the rule that makes one for a model."""
+    """A frequency table, or a method that makes one for a model."""
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
     table: FrequencyTable | None = None
-    """Where it is at hand, whatever the name."""
+    """The table to use; without one, ``name`` is a method or the name of a table."""
 
     @property
     def follows_length(self) -> bool:
-        """Whether the table depends on how long the text is."""
+        """Whether the table depends on the length of the text."""
         return dict(self.options).get("scale") == "auto"
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """The model reads by this table within the ``with`` block."""
+        """Patch the model with this table within a ``with`` block."""
         if self.name == UNPATCHED:
             yield
             return
@@ -47,23 +47,23 @@ class Method:
 
 
 def methods_named(names: Sequence[str], **options: Any) -> list[Method]:
-    """The methods of these names; tables from files take no options.
+    """The methods of these names; ``options`` do not apply to tables and to the unpatched model.
 
     Raises:
-        ValueError: naming the method that is not one, or of which no table comes.
+        ValueError: a name is unknown, or gives no table.
     """
     if not names:
         raise ValueError("methods must be one or more, with commas between them, got none")
     methods = []
     for name in dict.fromkeys(names):
         if name != UNPATCHED and name not in METHODS and not is_saved_table(name):
-            known = ", ".join([UNPATCHED, *METHODS, *calibrated_tables.names()])
+            known = ", ".join([UNPATCHED, *METHODS, *calibrated_table_names()])
             raise ValueError(f"methods must be {known} or tables' .json files, got {name!r}")
         try:
             if is_saved_table(name):
                 FrequencyTable.load(name)
             elif name != UNPATCHED:
-                frequency_table(name, **USUAL)
+                frequency_table(name, **TYPICAL_SETTINGS)
         except (ValueError, OSError) as error:
             raise ValueError(f"methods must give a table, and {name} does not: {error}") from None
         fixed = name == UNPATCHED or is_saved_table(name)
@@ -71,11 +71,11 @@ def methods_named(names: Sequence[str], **options: Any) -> list[Method]:
     return methods
 
 
-def try_methods(methods: Sequence[Method], model: nn.Module) -> None:
-    """Patches the model by each, before hours of reading.
+def check_methods(methods: Sequence[Method], model: nn.Module) -> None:
+    """Patch the model with each method once, so that a bad one fails before the evaluation starts.
 
     Raises:
-        ValueError: naming the method that does not go with the model.
+        ValueError: a method does not fit the model.
     """
     for method in methods:
         try:

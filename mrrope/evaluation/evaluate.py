@@ -1,4 +1,4 @@
-"""Every task with every method at every length."""
+"""Run every task with every method at every length."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from mrrope.evaluation import harness
-from mrrope.evaluation.methods import Method
+from mrrope.evaluation import lm_eval_harness
+from mrrope.evaluation.chunked_reader import Progress, greedy_answers
+from mrrope.evaluation.compared_methods import Method
+from mrrope.evaluation.documents import Document
 from mrrope.evaluation.perplexity import DocumentLoss, document_losses, perplexity
 from mrrope.evaluation.prompts import Haystack
-from mrrope.evaluation.reading import DEFAULT_CHUNK, Progress, greedy_answers
 from mrrope.evaluation.results import EvaluationStoppedError, Results
-from mrrope.evaluation.tasks import TASKS
-from mrrope.evaluation.texts import Document
-from mrrope.reporting.optional_packages import needs
+from mrrope.evaluation.retrieval_tasks import TASKS
+from mrrope.reporting.optional_packages import progress_bar
+from mrrope.reporting.options import DEFAULT_CHUNK
 
 PERPLEXITY = "perplexity"
 KNOWN_TASKS = (PERPLEXITY, *TASKS)
@@ -26,7 +27,7 @@ DEFAULT_TRIALS = 12
 
 @dataclass
 class Evaluation:
-    """A model and texts to try methods on."""
+    """A model, documents and lengths to compare methods on."""
 
     model: Any
     tokenizer: Any
@@ -37,10 +38,10 @@ class Evaluation:
     chunk: int = DEFAULT_CHUNK
 
     def run(self, methods: Sequence[Method], tasks: Sequence[str]) -> None:
-        """Measures, and keeps every figure as soon as it is known.
+        """Measure all tasks with all methods; every figure is saved as soon as it is known.
 
         Raises:
-            EvaluationStoppedError: where the memory does not suffice; at the end, where a task's data is missing.
+            EvaluationStoppedError: out of memory; or, after all other tasks, a task's data is missing.
         """
         missing: dict[str, str] = {}
         for method in methods:
@@ -48,41 +49,41 @@ class Evaluation:
                 with method.applied(self.model):
                     try:
                         self.measure(task, method)
-                    except harness.DataMissingError as error:
+                    except lm_eval_harness.DataMissingError as error:
                         missing[task] = str(error)
                     except RuntimeError as error:
                         if not is_out_of_memory(error):
                             raise
-                        raise self.stopped(self.memory_used_up(task, method)) from error
+                        raise self.stopped(self.out_of_memory(task, method)) from error
         if missing:
             raise self.stopped("; ".join(missing.values()))
         self.results.finish()
 
     def measure(self, task: str, method: Method) -> None:
-        """One task, with the method that the model is patched with."""
+        """Measure one task with the method that the model is patched with."""
         if task not in KNOWN_TASKS:
-            for name, length, figures in harness.scores(self.model, self.tokenizer, task, self.lengths, self.trials):
+            for name, length, figures in lm_eval_harness.scores(
+                self.model, self.tokenizer, task, self.lengths, self.trials
+            ):
                 self.results.put(name, method.name, length, figures)
             return
-        with needs("tqdm"):
-            from tqdm import tqdm
         total = self.tokens_of(task, method)
-        with tqdm(desc=f"{method.name} {task}", total=total, unit=" tokens", unit_scale=True) as bar:
+        with progress_bar(desc=f"{method.name} {task}", total=total, unit=" tokens", unit_scale=True) as bar:
             if task == PERPLEXITY:
                 self.measure_perplexity(method, bar.update)
             else:
                 self.measure_answers(task, method, bar.update)
 
     def tokens_of(self, task: str, method: Method) -> int:
-        """How many tokens a task reads."""
+        """The number of tokens that a task reads."""
         if task == PERPLEXITY:
-            # The last token is only foretold.
+            # The last token is predicted, not read.
             readings = self.lengths if method.follows_length else [max(self.lengths)]
             return len(self.documents) * sum(length - 1 for length in readings)
         return self.trials * sum(self.lengths)
 
     def measure_perplexity(self, method: Method, progress: Progress) -> None:
-        """Of all documents so far, after every one of them."""
+        """Measure perplexity, updated after every document."""
         known: dict[int, list[tuple[str, DocumentLoss]]] = {}
         for document in self.documents:
             one_reading = not method.follows_length
@@ -93,7 +94,7 @@ class Evaluation:
                 self.results.put(PERPLEXITY, method.name, loss.length, perplexity_figures(losses))
 
     def measure_answers(self, task: str, method: Method, progress: Progress) -> None:
-        """The shortest prompts first, since they ask for least memory."""
+        """Measure a retrieval task, the shortest prompts first, since they need the least memory."""
         haystack = Haystack(self.tokenizer, self.documents)
         for length in sorted(self.lengths):
             self.results.put(task, method.name, length, self.answers(task, haystack, length, progress))
@@ -120,8 +121,8 @@ class Evaluation:
         ]
         return {"score": fmean(trial["score"] for trial in trials), "trials": trials}
 
-    def memory_used_up(self, task: str, method: Method) -> str:
-        """What to say then."""
+    def out_of_memory(self, task: str, method: Method) -> str:
+        """The reason to report when memory runs out."""
         done = self.results.data["results"].get(task, {}).get(method.name, {})
         return (
             f"out of memory in {task} with {method.name}: of the lengths {list(self.lengths)} {len(done)} were read; "
@@ -129,19 +130,19 @@ class Evaluation:
         )
 
     def stopped(self, reason: str) -> EvaluationStoppedError:
-        """The error to raise, once it is noted in the results."""
+        """Record the reason in the results and return the error to raise."""
         self.results.finish(reason)
         return EvaluationStoppedError(f"{reason}. What was measured is in {self.results.path}")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a device, or the machine itself, had no more memory."""
-    # The machine's allocator goes on in words that depend on how torch was built.
+    """Whether the device or the host ran out of memory."""
+    # The rest of the host allocator's message depends on how torch was built.
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
 def perplexity_figures(losses: Sequence[tuple[str, DocumentLoss]]) -> dict[str, Any]:
-    """The perplexities of both protocols, and the losses they come from."""
+    """Perplexities of both protocols, and the losses of each document."""
     return {
         "perplexity": perplexity([loss.whole for _, loss in losses]),
         "second_half_perplexity": perplexity([loss.second_half for _, loss in losses]),

@@ -1,4 +1,4 @@
-"""What a call costs before anything is computed: from Python to the launch."""
+"""Host overhead of a call: from Python to the kernel launch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from mrrope.benchmark.cases import Case, Heads, Positions
-from mrrope.benchmark.contenders import OURS, Contender
+from mrrope.benchmark.implementations import OURS, Contender
+from mrrope.benchmark.workloads import Case, Heads, Positions
 
 CALLS, ROUNDS = 200, 15
 
 
 def elementwise(heads: Heads) -> object:
-    """As little as torch itself does: one launch, in place."""
+    """One in-place elementwise launch: torch's own minimum."""
     return heads.q.mul_(1.0)
 
 
 def seconds_a_call(call: Callable[[], object], device: str) -> float:
-    """The host's, with the device far from busy; the median of several rounds."""
+    """Median host seconds per call, with an idle device."""
     for _ in range(CALLS):
         call()
     times = []
@@ -35,7 +35,7 @@ def seconds_a_call(call: Callable[[], object], device: str) -> float:
 
 
 def host_seconds(peers: Sequence[Contender], device: str) -> dict[str, float]:
-    """By contender, rotating one token. On a CPU, where nothing is launched, that is with the work itself."""
+    """Host seconds per contender for one token; on a CPU, which launches nothing, the work is included."""
     case = Case(1)
     heads = Heads(case, Positions(case, device))
     seconds = {}

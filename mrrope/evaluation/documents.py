@@ -1,4 +1,4 @@
-"""Documents to read: a text file, several in one file, or a folder of them."""
+"""Documents from a text file, from a file with several, or from a folder."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 SEPARATOR = "\0"
-"""What stands between the documents of one file."""
+"""Separates the documents of one file."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text as a model's tokens."""
+    """A named, tokenized text."""
 
     name: str
     tokens: list[int]
 
 
 def text_files(path: str | Path) -> list[Path]:
-    """The file, or the folder's files in order of their names."""
+    """The file itself, or the files of a folder sorted by name."""
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"text must be a file or a folder, and there is no {path}")
@@ -32,7 +32,7 @@ def text_files(path: str | Path) -> list[Path]:
 
 
 def read_texts(path: str | Path) -> Iterator[tuple[str, str]]:
-    """The documents of a file or of a folder's files, each with a name."""
+    """Yield (name, text) of every document in a file or folder."""
     for file in text_files(path):
         try:
             data = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
@@ -45,12 +45,12 @@ def read_texts(path: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def opening_tokens(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before every text: the token that begins one, where it has such a habit."""
+    """The BOS token if the tokenizer prepends one, else nothing."""
     return [token for token in tokenizer("").input_ids if token == tokenizer.bos_token_id]
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text and nothing else."""
+    """The tokens of a text, without special tokens."""
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
@@ -61,10 +61,10 @@ def long_documents(
     limit: int | None = None,
     is_wanted: Callable[[Document], bool] = lambda _: True,
 ) -> list[Document]:
-    """The first ``length`` tokens of every document that has as many and is wanted; no more than ``limit`` documents.
+    """The first ``length`` tokens of at most ``limit`` documents that are long enough and wanted.
 
     Raises:
-        ValueError: where none has; it names the longest.
+        ValueError: no document is long enough; the message names the longest.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"documents must be a positive number, got {limit}")
@@ -72,7 +72,7 @@ def long_documents(
     documents: list[Document] = []
     longest = "", ""
     for name, text in read_texts(path):
-        # A byte is one token at most, but for rare characters; so what is far too short need not be encoded.
+        # A byte gives one token at most, rare characters aside: skip encoding what is far too short.
         if 2 * len(text.encode()) >= length:
             tokens = opening + encode(tokenizer, text)
             if len(tokens) >= length and is_wanted(document := Document(name, tokens[:length])):

@@ -1,4 +1,4 @@
-"""The texts of a calibration: some to search with, others to decide with, others again to report on."""
+"""The documents of a calibration: search, validation and held-out sets."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrrope.calibration.keys import with_keys
-from mrrope.calibration.readings import fingerprint
-from mrrope.evaluation.texts import Document, encode, long_documents, opening_tokens, read_texts
+from mrrope.calibration.objective import fingerprint
+from mrrope.calibration.pass_keys import with_keys
+from mrrope.evaluation.documents import Document, encode, long_documents, opening_tokens, read_texts
 
 
 @dataclass(frozen=True)
 class DocumentSets:
-    """Three sets that have no document in common."""
+    """Three disjoint sets of documents."""
 
     search: Sequence[Document]
-    """What candidates are compared on."""
+    """The set that the search minimizes the loss of."""
     decide: Sequence[Document]
-    """What the finalists are compared on, so that none is chosen for having learnt the first set by heart."""
+    """The validation set, which selects among the finalists, so that none wins by overfitting the search set."""
     held_out: Sequence[Document]
-    """What is reported, and nothing else."""
+    """The set that is reported on, used for nothing else."""
 
     def with_keys(self, tokenizer: Any, lengths: Sequence[int]) -> DocumentSets:
-        """Keys to remember, in all but the held-out documents."""
+        """The same sets with pass keys hidden in all but the held-out documents."""
         search, decide = (
             [with_keys(document, tokenizer, lengths) for document in documents]
             for documents in (self.search, self.decide)
@@ -34,23 +34,23 @@ class DocumentSets:
         return DocumentSets(search, decide, self.held_out)
 
 
-class NotYetSeen:
-    """Whether a text begins otherwise than all before it, in whatever file they are."""
+class Deduplicator:
+    """Accepts each document once; documents with equal tokens, up to the length used, are duplicates."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self.repeated: list[str] = []
 
     def __call__(self, document: Document) -> bool:
-        who = fingerprint(document.tokens)
-        if who in self._seen:
+        key = fingerprint(document.tokens)
+        if key in self._seen:
             self.repeated.append(document.name)
             return False
-        self._seen.add(who)
+        self._seen.add(key)
         return True
 
     def warn(self, path: str | Path) -> None:
-        """Tells what was left out of a file or folder."""
+        """Warn about the duplicates of a file or folder."""
         if self.repeated:
             names = ", ".join(self.repeated)
             warnings.warn(f"left out of {path}, for beginning as others that are used: {names}", stacklevel=3)
@@ -67,49 +67,49 @@ def document_sets(
     held_out: str | Path | None = None,
     join: bool = False,
 ) -> DocumentSets:
-    """The first documents of at least ``length`` tokens, cut to it, dealt out to the three sets in turn.
+    """Deal the first documents of at least ``length`` tokens, cut to it, to the three sets round-robin.
 
     Args:
-        path: a file or folder, as ``mrrope eval`` takes them.
+        path: a file or folder, as for ``mrrope eval``.
         tokenizer: the model's.
         length: in tokens.
-        count: how many documents to search and to decide with, at most.
-        held_out_count: how many to report on, at most.
-        held_out: another file or folder to report on.
-        join: whether documents that are too short are put together, end to end, until they are long enough.
+        count: maximum number of search and validation documents.
+        held_out_count: maximum number of held-out documents.
+        held_out: another file or folder for the held-out documents.
+        join: concatenate documents that are too short.
 
     Warns:
-        UserWarning: where documents are left out because they begin, as far as they are read, as others that are used.
+        UserWarning: documents are skipped because their first ``length`` tokens equal those of another.
 
     Raises:
-        ValueError: where there are not enough for every set to have one.
+        ValueError: there is no document for one of the sets.
     """
-    is_new = NotYetSeen()
+    deduplicate = Deduplicator()
     find = joined_documents if join else long_documents
     sizes = [math.ceil(count / 2), count // 2, *([held_out_count] if held_out is None else [])]
-    documents = find(path, tokenizer, length, sum(sizes), is_new)
-    is_new.warn(path)
+    documents = find(path, tokenizer, length, sum(sizes), deduplicate)
+    deduplicate.warn(path)
     if len(documents) < len(sizes):
         raise ValueError(
             f"text must hold at least {len(sizes)} documents of {length} tokens, to search, decide and report on, and "
             f"{path} has {len(documents)}" + ("" if join else "; --join puts shorter ones together")
         )
-    hands: list[list[Document]] = [[] for _ in sizes]
+    dealt: list[list[Document]] = [[] for _ in sizes]
     for document in documents:
-        open_hands = (hand for hand, size in zip(hands, sizes, strict=True) if len(hand) < size)
-        min(open_hands, key=len).append(document)
+        not_full = (one for one, size in zip(dealt, sizes, strict=True) if len(one) < size)
+        min(not_full, key=len).append(document)
     if held_out is None:
-        return DocumentSets(*hands)
+        return DocumentSets(*dealt)
     try:
-        return DocumentSets(hands[0], hands[1], find(held_out, tokenizer, length, held_out_count, is_new))
+        return DocumentSets(dealt[0], dealt[1], find(held_out, tokenizer, length, held_out_count, deduplicate))
     except ValueError:
-        if not is_new.repeated:
+        if not deduplicate.repeated:
             raise
         raise ValueError(
             f"held_out must hold documents that text does not, and {held_out} has none left of {length} tokens"
         ) from None
     finally:
-        is_new.warn(held_out)
+        deduplicate.warn(held_out)
 
 
 def joined_documents(
@@ -119,7 +119,7 @@ def joined_documents(
     limit: int | None = None,
     is_wanted: Callable[[Document], bool] = lambda _: True,
 ) -> list[Document]:
-    """Documents of exactly ``length`` tokens, each of one long document or of several in a row; none is in two."""
+    """Documents of exactly ``length`` tokens, each one document or several in a row; none is used twice."""
     documents: list[Document] = []
     names: list[str] = []
     tokens = opening = opening_tokens(tokenizer)
@@ -140,7 +140,7 @@ def joined_documents(
 
 
 def lengths_up_to(native: float, scale: float) -> list[int]:
-    """From the native length on, doubled until the whole scale."""
+    """The native length, doubled up to ``native * scale``."""
     lengths: Iterator[float] = (native * 2**i for i in range(64))
     longest = round(native * scale)
     return [*(round(length) for length in lengths if length < longest * 0.999), longest]

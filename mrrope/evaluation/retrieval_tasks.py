@@ -1,4 +1,4 @@
-"""Tasks that ask for something the model has read far back. Every method gets the same prompts."""
+"""Synthetic retrieval tasks; prompts depend on task, length and trial only, so all methods get the same ones."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mrrope.evaluation.documents import encode
 from mrrope.evaluation.prompts import Haystack
-from mrrope.evaluation.texts import encode
 
 NAMES = ("Amara", "Boris", "Chiara", "Dmitri", "Elena", "Farid", "Greta", "Hiroshi", "Ingrid", "Jorge", "Katya", "Luca")
 COLOURS = ("purple", "orange", "silver", "crimson", "turquoise", "yellow", "ivory", "emerald", "scarlet", "bronze")
@@ -37,76 +37,76 @@ PASSKEY_QUESTION = "What is the pass key? The pass key is"
 
 @dataclass(frozen=True)
 class Trial:
-    """A prompt, and how to judge the answer to it."""
+    """A prompt and the score of an answer to it."""
 
     prompt: list[int]
     expected: str
     depth: float
-    """The share of the prompt's text before what has to be found."""
+    """The fraction of the prompt's text before the needle."""
     answer_tokens: int
-    """How many tokens the model may answer with."""
+    """Maximum length of the answer."""
     score: Callable[[list[int]], float]
-    """From the tokens of an answer to the share of it that is right."""
+    """Maps the tokens of an answer to the fraction that is right."""
 
 
-def found_whole(tokenizer: Any, *wanted: str) -> Callable[[list[int]], float]:
-    """Scores an answer by the share of these that occur in it."""
+def contains_score(tokenizer: Any, *wanted: str) -> Callable[[list[int]], float]:
+    """Score: the fraction of the wanted strings that occur in the answer."""
     return lambda answer: sum(one in tokenizer.decode(answer) for one in wanted) / len(wanted)
 
 
-def same_tokens(expected: list[int]) -> Callable[[list[int]], float]:
-    """Scores an answer by the share of its tokens that are the expected one at that place."""
+def token_match_score(expected: list[int]) -> Callable[[list[int]], float]:
+    """Score: the fraction of positions whose token is the expected one."""
     return lambda answer: sum(map(int.__eq__, answer, expected)) / len(expected)
 
 
-def asked(haystack: Haystack, prompt: list[int], depth: float, *wanted: str) -> Trial:
-    """A trial that asks for some words; the answer may be twice as long, and a little, for what stands between them."""
+def retrieval_trial(haystack: Haystack, prompt: list[int], depth: float, *wanted: str) -> Trial:
+    """A trial that asks for some strings; the answer may be twice as long plus 4 tokens, for words between them."""
     expected = " ".join(wanted)
     answer_tokens = 2 * len(encode(haystack.tokenizer, f" {expected}")) + 4
-    return Trial(prompt, expected, depth, answer_tokens, found_whole(haystack.tokenizer, *wanted))
+    return Trial(prompt, expected, depth, answer_tokens, contains_score(haystack.tokenizer, *wanted))
 
 
-def five_digits(chance: random.Random) -> str:
-    """A number that a model cannot guess."""
-    return str(chance.randrange(10_000, 100_000))
+def five_digits(rng: random.Random) -> str:
+    """A random five-digit number."""
+    return str(rng.randrange(10_000, 100_000))
 
 
 def even_depths(count: int) -> list[float]:
-    """The middles of ``count`` equal parts of a text."""
+    """The midpoints of ``count`` equal parts."""
     return [(part + 0.5) / count for part in range(count)]
 
 
 def passkey(haystack: Haystack, length: int, count: int) -> list[Trial]:
-    """One five-digit key in each prompt, in prompt after prompt a little deeper."""
+    """One five-digit key per prompt, at evenly spaced depths."""
     trials = []
     for trial, depth in enumerate(even_depths(count)):
         key = five_digits(random.Random(f"passkey {length} {trial}"))
         sentence = PASSKEY_SENTENCE.format(key=key)
         prompt = haystack.prompt(trial, length, [(depth, sentence)], PASSKEY_QUESTION)
-        trials.append(asked(haystack, prompt, depth, key))
+        trials.append(retrieval_trial(haystack, prompt, depth, key))
     return trials
 
 
 def needle(haystack: Haystack, length: int, count: int) -> list[Trial]:
-    """One odd sentence in each prompt, from the very beginning to the very end: a column of the grid."""
+    """One odd sentence per prompt, at depths from 0 to 1: a column of the needle grid."""
     trials = []
     for trial in range(count):
-        chance = random.Random(f"needle {length} {trial}")
-        name, thing = chance.choice(NAMES), f"{chance.choice(COLOURS)} {chance.choice(THINGS)}"
+        rng = random.Random(f"needle {length} {trial}")
+        name, thing = rng.choice(NAMES), f"{rng.choice(COLOURS)} {rng.choice(THINGS)}"
         depth = trial / (count - 1) if count > 1 else 0.5
         sentence = f"The present that {name} hid in the garden is a {thing}."
         prompt = haystack.prompt(trial, length, [(depth, sentence)], f"The present that {name} hid in the garden is a")
-        trials.append(asked(haystack, prompt, depth, thing))
+        trials.append(retrieval_trial(haystack, prompt, depth, thing))
     return trials
 
 
 def multikey(haystack: Haystack, length: int, count: int) -> list[Trial]:
-    """Several people's keys in each prompt; one of them is asked for."""
+    """The keys of several people per prompt; the question is about one of them."""
     trials = []
     for trial in range(count):
-        chance = random.Random(f"multikey {length} {trial}")
-        names = chance.sample(NAMES, KEYS_TOGETHER)
-        keys = [five_digits(chance) for _ in names]
+        rng = random.Random(f"multikey {length} {trial}")
+        names = rng.sample(NAMES, KEYS_TOGETHER)
+        keys = [five_digits(rng) for _ in names]
         depths = even_depths(KEYS_TOGETHER)
         hidden = [
             (depth, f"The pass key of {name} is {key}.") for depth, name, key in zip(depths, names, keys, strict=True)
@@ -114,19 +114,19 @@ def multikey(haystack: Haystack, length: int, count: int) -> list[Trial]:
         which = trial % KEYS_TOGETHER
         question = f"What is the pass key of {names[which]}? The pass key of {names[which]} is"
         prompt = haystack.prompt(trial, length, hidden, question)
-        trials.append(asked(haystack, prompt, depths[which], keys[which]))
+        trials.append(retrieval_trial(haystack, prompt, depths[which], keys[which]))
     return trials
 
 
 def tracking(haystack: Haystack, length: int, count: int) -> list[Trial]:
-    """A number goes from variable to variable; all that hold it are asked for."""
+    """A chain of variable assignments; the question asks for all variables with the value."""
     trials = []
     for trial in range(count):
-        chance = random.Random(f"tracking {length} {trial}")
-        names = ["".join(chance.choices(string.ascii_uppercase, k=5)) for _ in range(CHAIN)]
-        value = five_digits(chance)
+        rng = random.Random(f"tracking {length} {trial}")
+        names = ["".join(rng.choices(string.ascii_uppercase, k=5)) for _ in range(CHAIN)]
+        value = five_digits(rng)
         values = [value, *(f"VAR {name}" for name in names)]
-        depths = sorted(chance.uniform(0, 1) for _ in names)
+        depths = sorted(rng.uniform(0, 1) for _ in names)
         hidden = [
             (depth, f"VAR {name} = {held}") for depth, name, held in zip(depths, names, values[:CHAIN], strict=True)
         ]
@@ -135,12 +135,12 @@ def tracking(haystack: Haystack, length: int, count: int) -> list[Trial]:
             f"Answer: The {CHAIN} variables that are assigned the value {value} are VAR"
         )
         prompt = haystack.prompt(trial, length, hidden, question)
-        trials.append(asked(haystack, prompt, depths[0], *names))
+        trials.append(retrieval_trial(haystack, prompt, depths[0], *names))
     return trials
 
 
 def tiled_copy(haystack: Haystack, length: int, count: int) -> list[Trial]:
-    """A passage over and over until the text is full, but for the last tokens: what comes next?"""
+    """A passage repeated until the prompt is full, cut before its last tokens, which are the answer."""
     trials = []
     for trial, start in enumerate(even_depths(count)):
         tiles = TILES[trial % len(TILES)]
@@ -151,7 +151,7 @@ def tiled_copy(haystack: Haystack, length: int, count: int) -> list[Trial]:
         prompt = haystack.opening + (passage * tiles)[:-COPIED_TOKENS]
         expected = passage[-COPIED_TOKENS:]
         answer = haystack.tokenizer.decode(expected)
-        trials.append(Trial(prompt, answer, 1 - tile / len(prompt), COPIED_TOKENS, same_tokens(expected)))
+        trials.append(Trial(prompt, answer, 1 - tile / len(prompt), COPIED_TOKENS, token_match_score(expected)))
     return trials
 
 
@@ -162,4 +162,4 @@ TASKS: dict[str, Callable[[Haystack, int, int], list[Trial]]] = {
     "tracking": tracking,
     "tiled_copy": tiled_copy,
 }
-"""By name: a function of haystack, length and number of trials."""
+"""Functions of haystack, length and number of trials, by task name."""

@@ -1,7 +1,7 @@
-"""A text that goes on past a model's native length, read by several methods, with a pass key to remember.
+"""A text longer than the model's native length, with a hidden pass key, read with several methods.
 
-Up to the native length all methods read alike, as the model was trained; so that part is read once. Past it each reads
-on from a copy of the cache, whose keys are turned to the method's table: what ``scale="auto"`` does.
+Up to the native length all methods are the unpatched model, so that part is read once. Each method then continues from
+a copy of the KV cache, whose keys ``scale="auto"`` re-rotates to the method's table.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from mrrope.demo.library_text import library_texts
-from mrrope.evaluation.perplexity import losses_ahead
-from mrrope.evaluation.reading import Progress, Reader
-from mrrope.evaluation.texts import encode, opening_tokens
+from mrrope.evaluation.chunked_reader import Progress, Reader
+from mrrope.evaluation.documents import encode, opening_tokens
+from mrrope.evaluation.perplexity import next_token_losses
+from mrrope.evaluation.sample_text import library_texts
 from mrrope.hf.auto_scale.ladder import scales_up_to
 from mrrope.hf.patch import patched
 from mrrope.tables import FrequencyTable
@@ -35,7 +35,7 @@ ANSWER_TOKENS = 7
 
 @dataclass(frozen=True)
 class Course:
-    """How far to read, in tokens, and where to stop and ask."""
+    """Native and total length in tokens, and the stops at which the question is asked."""
 
     native: int
     length: int
@@ -49,23 +49,24 @@ class Course:
 
     @property
     def key_at(self) -> int:
-        """Where the pass key is given away: early on."""
+        """Position of the pass key."""
         return self.native // 8
 
     @property
     def max_scale(self) -> float:
-        """The power of two that reaches to the end."""
+        """The power of two that covers the total length."""
         return 2.0 ** math.ceil(math.log2(self.length / self.native))
 
     @property
     def stops(self) -> list[int]:
-        """Where to ask: at twice the native length, twice that, and so on, and at the end."""
+        """Positions of the question: 2, 4, ... times the native length, and the end."""
         return [*(int(self.native * scale) for scale in scales_up_to(self.max_scale)[:-1]), self.length]
 
     @property
     def edges(self) -> list[int]:
-        """Between which perplexity is told: the second half of the native length, then from stop to stop; quarters
-        where there is but one.
+        """Edges of the perplexity bins: the second half of the native length, then from stop to stop.
+
+        With a single stop, the part past the native length is divided into quarters.
         """
         steps = [self.native * i // 4 for i in (5, 6, 7)] if len(self.stops) == 1 else []
         return [self.native // 2, self.native, *(step for step in steps if step < self.length), *self.stops]
@@ -73,16 +74,16 @@ class Course:
 
 @dataclass
 class Reading:
-    """What a method made of the text."""
+    """Losses and answers of one method."""
 
     losses: torch.Tensor
-    """In nats, of what comes after each position."""
+    """Loss in nats of the token after each position."""
     answers: dict[int, str] = field(default_factory=dict)
-    """By the place where the pass key was asked for."""
+    """By position of the question."""
 
 
 def text_with_key(tokenizer: Any, course: Course) -> list[int]:
-    """The library's text, one token longer than is read, with the pass key in it."""
+    """The sample text with the pass key in it; one token longer than is read, for the last loss."""
     opening, fact = opening_tokens(tokenizer), encode(tokenizer, FACT)
     length = course.length + 1 - len(opening) - len(fact)
     text: list[int] = []
@@ -94,7 +95,7 @@ def text_with_key(tokenizer: Any, course: Course) -> list[int]:
 
 
 def calibrated_tables(name: str, max_scale: float) -> list[FrequencyTable]:
-    """The tables found for a model that come with the package, as far as there are any, for scales 2, 4 and so on."""
+    """The calibrated tables that ship for a model, for scales 2, 4, ..., up to the first that is missing."""
     tables = []
     for scale in scales_up_to(max_scale):
         with contextlib.suppress(OSError):
@@ -102,33 +103,32 @@ def calibrated_tables(name: str, max_scale: float) -> list[FrequencyTable]:
     return tables
 
 
-Ways = dict[str, AbstractContextManager[Any]]
-
-
-def ways_to_read(model: Any, max_scale: float, calibrated: Sequence[FrequencyTable] = ()) -> Ways:
-    """By name, what to read within: the model as it is, then patched with each method."""
-    ways: Ways = {PLAIN: contextlib.nullcontext()}
-    ways |= {method: patched(model, method, scale="auto", max_scale=max_scale) for method in METHODS}
+def reading_contexts(
+    model: Any, max_scale: float, calibrated: Sequence[FrequencyTable] = ()
+) -> dict[str, AbstractContextManager[Any]]:
+    """A context manager per method: the unpatched model, then the model patched with each method."""
+    contexts: dict[str, AbstractContextManager[Any]] = {PLAIN: contextlib.nullcontext()}
+    contexts |= {method: patched(model, method, scale="auto", max_scale=max_scale) for method in METHODS}
     if calibrated:
-        ways[CALIBRATED] = patched(model, list(calibrated), scale="auto")
-    return ways
+        contexts[CALIBRATED] = patched(model, list(calibrated), scale="auto")
+    return contexts
 
 
 def read_native(model: Any, tokens: Sequence[int], native: int, chunk: int, progress: Progress) -> tuple[Reader, Any]:
-    """A reader that has come as far as the native length, and the losses until there."""
+    """A reader at the native length, and the losses up to there."""
     reader = Reader(model, chunk=chunk, progress=progress)
-    return reader, torch.cat(list(losses_ahead(reader, tokens[: native + 1])))
+    return reader, torch.cat(list(next_token_losses(reader, tokens[: native + 1])))
 
 
 def read_on(reader: Reader, losses: torch.Tensor, tokens: Sequence[int], course: Course, tokenizer: Any) -> Reading:
-    """From the native length to the end, with the question at every stop."""
+    """Continue from the native length to the end, and ask the question at every stop."""
     reader = reader.fork()
     question = encode(tokenizer, QUESTION)
     reading = Reading(losses)
     for stop in course.stops:
-        reading.losses = torch.cat([reading.losses, *losses_ahead(reader, tokens[: stop + 1])])
-        asked = reader.fork()
-        asked.progress = None
-        answer = asked.answer(question, ANSWER_TOKENS, end_token=tokenizer.eos_token_id)
+        reading.losses = torch.cat([reading.losses, *next_token_losses(reader, tokens[: stop + 1])])
+        fork = reader.fork()
+        fork.progress = None
+        answer = fork.answer(question, ANSWER_TOKENS, end_token=tokenizer.eos_token_id)
         reading.answers[stop] = tokenizer.decode(answer)
     return reading

@@ -17,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mrrope.evaluation.tasks import PASSKEY_QUESTION, PASSKEY_SENTENCE
+from mrrope.evaluation.retrieval_tasks import PASSKEY_QUESTION, PASSKEY_SENTENCE
 
 VOCABULARY = 256
 DIGITS = "#####"

@@ -35,19 +35,19 @@ from transformers import LlamaForCausalLM
 
 from mrrope.calibration.calibrate import Calibration
 from mrrope.calibration.command import DEFAULT_RETRIEVAL, trained_with
-from mrrope.calibration.documents import DocumentSets, lengths_up_to
+from mrrope.calibration.document_sets import DocumentSets, lengths_up_to
 from mrrope.calibration.journal import Journal
-from mrrope.calibration.readings import Readings
+from mrrope.calibration.objective import Readings
 from mrrope.calibration.report import CALIBRATED
 from mrrope.calibration.search import BudgetSpentError
 from mrrope.evaluation.command import machine
-from mrrope.evaluation.models import chosen_device, chosen_dtype
+from mrrope.evaluation.model_loading import chosen_device, chosen_dtype
 from mrrope.evaluation.perplexity import document_losses, perplexity
 from mrrope.evaluation.prompts import Haystack
-from mrrope.evaluation.reading import greedy_answers
+from mrrope.evaluation.chunked_reader import greedy_answers
 from mrrope.evaluation.results import Results
-from mrrope.evaluation.tasks import TASKS
-from mrrope.evaluation.texts import Document, long_documents, read_texts
+from mrrope.evaluation.retrieval_tasks import TASKS
+from mrrope.evaluation.documents import Document, long_documents, read_texts
 from mrrope.hf.patch import patched
 from mrrope.reporting import plotting
 from mrrope.tables import FrequencyTable

@@ -1,4 +1,4 @@
-"""Reading a long text, or several of one length, in chunks, each with the keys and values of those before it."""
+"""Chunked forward passes over long texts, with the KV cache carried from chunk to chunk."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mrrope.hf.auto_scale.follower import expecting, followers_in
-
-DEFAULT_CHUNK = 4096
+from mrrope.reporting.options import DEFAULT_CHUNK
 
 LONG_TEXT = 8192
-"""From how many tokens on an attention kernel that plans anew for every shape repays that."""
+"""From this length on cuDNN attention pays off, although it plans anew for every shape."""
 PREFERRED = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -25,11 +24,11 @@ PREFERRED = [
 ]
 
 Progress = Callable[[int], object]
-"""Told, after every chunk, how many tokens were read."""
+"""Called after every chunk with its number of tokens."""
 
 
 def fast_attention(rows: torch.Tensor, first_position: int) -> contextlib.AbstractContextManager[object]:
-    """Within it, long texts that are read whole go to cuDNN's attention where that is the fastest: from Hopper on."""
+    """Prefer cuDNN attention for a long prefill in one chunk on Hopper and later, where it is the fastest."""
     is_whole = first_position == 0 and rows.shape[1] >= LONG_TEXT
     if not is_whole or not rows.is_cuda or torch.cuda.get_device_capability(rows.device)[0] < 9:
         return contextlib.nullcontext()
@@ -37,8 +36,7 @@ def fast_attention(rows: torch.Tensor, first_position: int) -> contextlib.Abstra
 
 
 class Reader:
-    """One text on its way through a model, which keeps what it has read in the model's own cache; or several side by
-    side, all of one length."""
+    """Position and KV cache of a text, or of a batch of texts of one length, that a model is reading."""
 
     def __init__(self, model: nn.Module, *, chunk: int = DEFAULT_CHUNK, progress: Progress | None = None) -> None:
         if chunk < 1:
@@ -51,18 +49,18 @@ class Reader:
         self._cache: Any = None
 
     def read(self, tokens: Sequence[int], *, last_only: bool = False) -> Iterator[torch.Tensor]:
-        """The logits after the tokens, ``[tokens, vocabulary]``, one chunk at a time; or after each chunk's last."""
+        """Yield the logits of each chunk, ``[tokens, vocabulary]``; with ``last_only``, of its last token."""
         return (logits[0] for logits in self.read_rows(torch.tensor([tokens]), last_only=last_only))
 
     def read_rows(self, rows: torch.Tensor, *, last_only: bool = False) -> Iterator[torch.Tensor]:
-        """The same of several texts, ``[texts, tokens]``; a chunk has so many tokens of all of them together."""
-        # Where the scale follows the text, its length is known from the first chunk on.
+        """The same for a batch ``[texts, tokens]``; ``chunk`` counts the tokens of all texts together."""
+        # scale="auto" gets the full length with the first chunk, so that it need not rescale the cache.
         whole = self.position + rows.shape[1]
         for part in torch.split(rows.to(self.device), max(self.chunk // len(rows), 1), dim=1):
             positions = torch.arange(self.position, self.position + part.shape[1], device=self.device)
             length_known = expecting(self.model, whole) if followers_in(self.model) else contextlib.nullcontext()
             with torch.inference_mode(), length_known, fast_attention(part, self.position):
-                # No mask: without one a whole text in one chunk goes to the fast kernels for causal attention.
+                # No mask, so that a text in one chunk takes the causal fast path of SDPA.
                 output = self.model(
                     input_ids=part,
                     position_ids=positions[None],
@@ -77,29 +75,29 @@ class Reader:
             yield output.logits
 
     def answer(self, prompt: Sequence[int], count: int, *, end_token: int | None = None) -> list[int]:
-        """Reads on, and gives the likeliest token after that, ``count`` of them or until ``end_token``."""
+        """Read the prompt and decode greedily, ``count`` tokens or until ``end_token``."""
         return self.answers([prompt], count, end_token=end_token)[0]
 
     def answers(self, prompts: Sequence[Sequence[int]], count: int, *, end_token: int | None = None) -> list[list[int]]:
-        """The same for several texts."""
+        """The same for a batch."""
         answers: list[list[int]] = [[] for _ in prompts]
         unfinished = set(range(len(answers)))
         unread = torch.tensor(prompts)
         for _ in range(count):
             for logits in self.read_rows(unread, last_only=True):
                 likeliest = logits[:, -1].argmax(-1)
-            said = likeliest.tolist()
-            unfinished = {row for row in unfinished if said[row] != end_token}
+            decoded = likeliest.tolist()
+            unfinished = {row for row in unfinished if decoded[row] != end_token}
             if not unfinished:
                 break
             for row in unfinished:
-                answers[row].append(said[row])
+                answers[row].append(decoded[row])
             unread = likeliest[:, None]
-            self.progress = None  # how long an answer gets is not known beforehand
+            self.progress = None  # the bar's total excludes answers, whose length is not known beforehand
         return answers
 
     def fork(self) -> Reader:
-        """Another reader of the same text so far, with a cache of its own."""
+        """A copy of the reader with its own KV cache."""
         other = copy.copy(self)
         other._cache = copy.deepcopy(self._cache)
         return other
@@ -114,7 +112,7 @@ def greedy_answer(
     end_token: int | None = None,
     progress: Progress | None = None,
 ) -> list[int]:
-    """The likeliest token after the prompt, and after that, ``count`` of them or until ``end_token``."""
+    """Greedy decoding after a prompt: ``count`` tokens or until ``end_token``."""
     return Reader(model, chunk=chunk, progress=progress).answer(prompt, count, end_token=end_token)
 
 
@@ -127,7 +125,7 @@ def greedy_answers(
     end_token: int | None = None,
     progress: Progress | None = None,
 ) -> list[list[int]]:
-    """The same for every prompt. Those of one length are read side by side, as many as are within a chunk."""
+    """The same for every prompt; prompts of one length are batched, as many as fit in a chunk."""
     answers: dict[int, list[int]] = {}
     by_length: dict[int, list[int]] = {}
     for which, prompt in enumerate(prompts):

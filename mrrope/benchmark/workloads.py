@@ -1,4 +1,4 @@
-"""What is rotated in a benchmark."""
+"""The cases of ``mrrope bench`` and their inputs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from functools import cached_property
 import torch
 
 from mrrope.benchmark import baseline
+from mrrope.benchmark.timing import copy_buffers
 from mrrope.tables import FrequencyTable, frequency_table
 
 LAYOUTS = ("projected", "bhsd", "bshd", "thd")
-"""``projected`` is bhsd by shape and bshd in memory: what a model's projections give."""
+"""``projected`` has the shape of bhsd and the memory order of bshd, as a model's q and k projections have."""
 SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row."""
+    """One row of the benchmark."""
 
     tokens: int
     q_heads: int = 32
@@ -36,7 +37,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Read and written once each."""
+        """Bytes read and written, each element once."""
         return 2 * self.tokens * (self.q_heads + self.k_heads) * self.head_dim * self.element_type.itemsize
 
     @property
@@ -50,8 +51,10 @@ class Case:
 
     @property
     def tables(self) -> tuple[FrequencyTable, ...]:
-        """A ladder of scales; a row that needs one table takes the last. They lengthen nothing: heads that are rotated
-        in place again and again would leave the range of float16 within a second."""
+        """A ladder of scales; the last is the one for ops that take one table.
+
+        The attention factor is 1: repeated in-place rotation would otherwise overflow float16 within a second.
+        """
         return tuple(
             frequency_table(
                 "mrrope_pro",
@@ -95,7 +98,7 @@ CASES = {
 
 
 class Positions:
-    """What the layers of a model share: positions, tables, and what others make of them. Hot in the cache, as there."""
+    """Inputs that all layers of a model share, hot in L2: positions, tables and the cos/sin layouts of the peers."""
 
     def __init__(self, case: Case, device: str, first: int = 0) -> None:
         self.case = case
@@ -108,13 +111,13 @@ class Positions:
 
     @cached_property
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """transformers': both halves, in the dtype of the heads, [1, tokens, rotary_dim]."""
+        """For transformers: [1, tokens, rotary_dim] each, both halves, in the dtype of the heads."""
         cos, sin = baseline.cos_sin(self.positions, self.table, self.case.element_type)
         return cos[None], sin[None]
 
     @cached_property
     def cache(self) -> torch.Tensor:
-        """vLLM's and FlashInfer's: a row for every position up to the last, cosines and then sines, float32."""
+        """For vLLM and FlashInfer: [positions, rotary_dim], cosines then sines, float32, from position 0 on."""
         cos, sin = baseline.cos_sin(
             torch.arange(self.first + self.case.tokens, device=self.device), self.table, torch.float32
         )
@@ -123,18 +126,18 @@ class Positions:
 
     @cached_property
     def rounded_cache(self) -> torch.Tensor:
-        """The same in the dtype of the heads."""
+        """``cache`` in the dtype of the heads."""
         return self.cache.to(self.case.element_type)
 
     @cached_property
     def angles(self) -> torch.Tensor:
-        """TransformerEngine's: [tokens, 1, 1, rotary_dim], float32."""
+        """For TransformerEngine: [tokens, 1, 1, rotary_dim], float32."""
         angles = self.positions[:, None].double() * self.table.inv_freq.to(self.device)
         return torch.cat([angles, angles], dim=-1).float()[:, None, None]
 
 
 class Heads:
-    """q and k in a layout, and as much memory again to copy."""
+    """q and k in a layout, and buffers for a copy of the same bytes."""
 
     def __init__(self, case: Case, shared: Positions) -> None:
         self.case = case
@@ -149,23 +152,23 @@ class Heads:
             return x.transpose(1, 2) if case.layout == "projected" else x
 
         self.q, self.k = heads(case.q_heads), heads(case.k_heads)
-        self.copies = tuple(torch.ones(case.bytes // 2, device=shared.device, dtype=torch.uint8) for _ in range(2))
+        self.copies = copy_buffers(case.bytes, shared.device)
 
     @property
     def layout(self) -> str:
-        """As the op names it."""
+        """The layout argument of the op."""
         return "bhsd" if self.case.layout == "projected" else self.case.layout
 
     def by_head(self, x: torch.Tensor) -> torch.Tensor:
-        """[1, heads, tokens, head_dim], whatever the layout."""
+        """A view [1, heads, tokens, head_dim]."""
         if self.layout == "thd":
             return x.transpose(0, 1)[None]
         return x.transpose(1, 2) if self.layout == "bshd" else x
 
     def by_token(self, x: torch.Tensor) -> torch.Tensor:
-        """[1, tokens, heads, head_dim], whatever the layout."""
+        """A view [1, tokens, heads, head_dim]."""
         return self.by_head(x).transpose(1, 2)
 
-    def turned(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k by head, after they were rotated in place."""
+    def rotated(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k by head, for ops that rotate in place."""
         return self.by_head(self.q), self.by_head(self.k)

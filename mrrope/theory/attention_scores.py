@@ -1,8 +1,8 @@
-"""What the middle pairs of a real model's heads add to its attention scores, over distance.
+"""The contribution of the middle pairs to a real model's attention scores, over distance.
 
-Queries and keys are those that the model rotates while it reads a text within its native length. Random ones of them
-are put at one distance after another: only the rotation between them changes, not what the tokens say. Layers that see
-only a window never look that far: they are left out where others rotate too.
+Queries and keys are recorded before rotation while the model reads a text within its native length. Random pairs of
+them are then rotated as if they were at each distance, so that only the rotation changes and not the content.
+Sliding-window layers are left out if the model also has global ones.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from mrrope.tables import FrequencyTable
 
 @dataclass(frozen=True)
 class RotatedCall:
-    """What one call of a rotary op rotates, normed but not yet turned."""
+    """The input of one rotary op call: after the norm, before the rotation."""
 
     heads: tuple[torch.Tensor, ...]
-    """q and k, or one of them where that comes alone: ``[heads, tokens, pairs]``, complex."""
+    """q and k, or the only one of them: ``[heads, tokens, pairs]``, complex."""
     layer_type: str | None
-    """As the model's configuration calls it; None where it makes no difference."""
+    """The layer's type in the model's configuration, if it has one."""
 
 
 class RecordedHeads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what every call of a rotary op rotates."""
+    """Records the input of every rotary op call."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -40,7 +40,7 @@ class RecordedHeads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.layer_type: str | None = None
 
     def enter_layer(self, module: nn.Module, args: Any) -> None:
-        """Told that a part of a layer is called."""
+        """Forward pre-hook: note the type of the layer that runs."""
         kinds = getattr(getattr(module, "config", None), "layer_types", None) or []
         layer: Any = module.layer_idx
         self.layer_type = kinds[layer] if layer < len(kinds) else None
@@ -58,15 +58,15 @@ class RecordedHeads(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 ]
             rotary_dim = 2 * (given["table"].shape[-1] - 1)
             pairs = [in_pairs(x[..., :rotary_dim], given["pairing"]) for x in heads]
-            # A rotation backwards is one forwards in the mirror.
-            turned = tuple(x.conj() if given["conjugate"] else x for x in pairs)
-            self.calls.append(RotatedCall(turned, self.layer_type))
+            # Rotating by -angle is conjugate to rotating the conjugate by +angle.
+            inputs = tuple(x.conj() if given["conjugate"] else x for x in pairs)
+            self.calls.append(RotatedCall(inputs, self.layer_type))
         return op(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def recorded_layers(model: nn.Module) -> Iterator[RecordedHeads]:
-    """Keeps what a model rotates, with the kinds of its layers."""
+    """Record a model's rotary inputs, with the types of its layers."""
     recorded = RecordedHeads()
     parts = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
     hooks = [part.register_forward_pre_hook(recorded.enter_layer) for part in parts]
@@ -79,51 +79,52 @@ def recorded_layers(model: nn.Module) -> Iterator[RecordedHeads]:
 
 
 def first_sequence(heads: torch.Tensor, layout: str) -> torch.Tensor:
-    """``[heads, tokens, components]``, in double precision."""
+    """The first sequence of a batch: ``[heads, tokens, components]``, float64 on the CPU."""
     return (heads[0] if layout == "bhsd" else heads[0].transpose(0, 1)).double().cpu()
 
 
 def rms_normed(heads: torch.Tensor, weight: torch.Tensor, eps: float, over: str) -> torch.Tensor:
-    """What the op makes of heads before it turns them; the weight has its offset already."""
+    """RMSNorm as in qk_norm_rotary; ``weight`` includes its offset."""
     dims = (-1,) if over == "head" else (0, -1)
     by_head = weight if over == "head" else weight.view(len(heads), 1, -1)
     return heads * (heads.square().mean(dims, keepdim=True) + eps).rsqrt() * by_head
 
 
 def in_pairs(heads: torch.Tensor, pairing: str) -> torch.Tensor:
-    """Each pair of components as a complex number."""
+    """Each pair of components as one complex number."""
     first, second = heads.chunk(2, dim=-1) if pairing == "halves" else (heads[..., 0::2], heads[..., 1::2])
     return torch.complex(first, second)
 
 
 @dataclass(frozen=True)
 class PairProducts:
-    """q conj(k) of every pair of components: the score at a distance is the real part of their sum, each turned by its
-    angle.
+    """q conj(k) of every pair of components.
+
+    The score at a distance is the real part of their sum, each rotated by its pair's angle.
     """
 
     values: torch.Tensor
     """``[layers * heads * samples, pairs]``."""
     layers: str
-    """Which layers these are of, in words."""
+    """A description of the layers."""
 
 
 def pair_products(model: nn.Module, tokens: Sequence[int], *, samples: int = 50, seed: int = 0) -> PairProducts:
-    """Of random tokens of a text, in every head of the layers that see all of it."""
+    """Products of random token pairs of a text, for every head of the global layers."""
     with patched(model, "rope"), torch.no_grad(), recorded_layers(model) as recorded:
         model(input_ids=torch.tensor([list(tokens)], device=next(model.parameters()).device), use_cache=False)
     if not recorded.calls:
         raise ValueError(f"model must rotate by the fused op for this, and {type(model).__name__} does not")
-    # Some models rotate in layers with a window alone.
+    # Some models rotate in sliding-window layers only.
     calls = [call for call in recorded.calls if not is_local(call.layer_type)] or recorded.calls
     if any(len(call.heads) != 2 for call in calls):
-        # Which q goes with which k cannot be told: some layers have no k of their own.
+        # q and k cannot be matched: some layers share the k of another.
         raise ValueError(f"model must rotate q and k together for this, and {type(model).__name__} does so one by one")
-    chance = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     products = []
     for q, k in (call.heads for call in calls):
         k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
-        queries, keys = (torch.randint(len(tokens), (samples,), generator=chance) for _ in "qk")
+        queries, keys = (torch.randint(len(tokens), (samples,), generator=rng) for _ in "qk")
         products.append((q[:, queries] * k[:, keys].conj()).flatten(0, 1))
     kinds = sorted({call.layer_type for call in calls if call.layer_type is not None})
     shown = f"{len(calls)} of {len(recorded.calls)} layers that rotate"
@@ -131,10 +132,11 @@ def pair_products(model: nn.Module, tokens: Sequence[int], *, samples: int = 50,
 
 
 def scores(products: torch.Tensor, table: FrequencyTable, distances: torch.Tensor, pairs: slice) -> torch.Tensor:
-    """What some pairs add to the attention scores, ``[samples, distances]``, before the attention factor: that is the
-    same for all methods that have one.
+    """The contribution of some pairs to the attention scores, ``[samples, distances]``.
+
+    The attention factor is left out; it is the same for all methods that have one.
     """
     angles = table.inv_freq[pairs, None] * distances.double()
     some = products[:, pairs]
-    turned = some.real @ angles.cos() - some.imag @ angles.sin()
-    return turned.div(table.rotary_dim**0.5)
+    rotated = some.real @ angles.cos() - some.imag @ angles.sin()
+    return rotated.div(table.rotary_dim**0.5)

@@ -1,4 +1,4 @@
-"""A model and its tokenizer, from a folder, a name or a GGUF file."""
+"""Load a model and its tokenizer from a folder, the hub or a GGUF file."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 import torch
 
 from mrrope.reporting.optional_packages import needs
+from mrrope.reporting.options import DTYPES
 
-MOST_SAID = 300
-"""Characters of what another library says."""
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_MESSAGE = 300
+"""Characters quoted from another library's error message."""
 
 
 def chosen_device(device: str | None = None) -> torch.device:
-    """The one asked for, or a GPU where there is one."""
+    """The given device; by default a GPU if there is one."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -29,30 +28,31 @@ def chosen_device(device: str | None = None) -> torch.device:
 
 
 def chosen_dtype(dtype: str | None, device: torch.device) -> torch.dtype:
-    """The one asked for, or what the device is fast at."""
+    """The given dtype; by default bfloat16 on GPUs and float32 elsewhere."""
     if dtype is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    return DTYPES[dtype]
+    chosen: torch.dtype = getattr(torch, dtype)
+    return chosen
 
 
 def short_name(name: str | Path) -> str:
-    """Without the path, the owner on the hub and the ending of a file; a version with a dot in it is no ending."""
+    """The name without folders, hub owner and ``.gguf``; the dot of a version number is no suffix."""
     return Path(name).name.removesuffix(".gguf")
 
 
 def load(name: str | Path, *, dtype: str | None = None, device: str | None = None) -> tuple[Any, Any]:
-    """A causal language model of transformers, ready to read, and its tokenizer.
+    """Load a causal language model of transformers in eval mode, and its tokenizer.
 
     Args:
         name: a model's folder, its name on the hub, or a ``.gguf`` file.
-        dtype: ``float32``, ``bfloat16`` or ``float16``; bfloat16 on GPUs and float32 elsewhere unless given.
-        device: as torch names it; a GPU where there is one unless given.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; by default bfloat16 on GPUs and float32 elsewhere.
+        device: a torch device; by default a GPU if there is one.
 
     Raises:
-        ValueError: saying what cannot be loaded, and why.
-        ImportError: where the extra ``eval`` is not installed.
+        ValueError: the model cannot be loaded.
+        ImportError: the extra ``eval`` is not installed.
     """
     with needs("transformers"):
         import transformers
@@ -73,14 +73,14 @@ def load(name: str | Path, *, dtype: str | None = None, device: str | None = Non
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=kind, **options)
-    # Whatever a broken file makes transformers raise, the user wants to know which model it was.
+    # A broken file makes transformers raise almost any exception; name the model.
     except Exception as error:
         raise ValueError(f"model {name} cannot be loaded: {_in_one_line(error)}") from error
-    # It would remark that texts are longer than the model was trained on; that is the point here.
+    # Suppress the warning about texts beyond the trained length, which are the purpose here.
     tokenizer.model_max_length = int(1e30)
     return model.to(place).eval(), tokenizer
 
 
 def _in_one_line(error: BaseException) -> str:
-    # The first line alone may be the beginning of a list.
-    return textwrap.shorten(str(error), MOST_SAID, placeholder=" ...") or type(error).__name__
+    # Not just the first line, which may be the beginning of a list.
+    return textwrap.shorten(str(error), MAX_MESSAGE, placeholder=" ...") or type(error).__name__
