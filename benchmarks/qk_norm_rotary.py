@@ -1,44 +1,37 @@
-"""Speed and error of QK-norm and rotary in one op beside a copy of the same bytes, and norm and rotary apart.
+"""Time and error of the fused QK-norm + rotary op, beside a copy of the same bytes and the unfused ops.
 
     python benchmarks/qk_norm_rotary.py [--device cuda|cpu] [--no-compile] [--output benchmarks/results/NAME]
 
-Prints one table and writes NAME.json. Times are medians; on a GPU by CUDA-graph replay, over buffers that do not fit
-the cache. Rows "with backward" run the op and its gradient, for q, k and the weights; their copy moves as many bytes:
-five times q and k, where the op alone moves two.
+Prints one table and writes NAME.json. Rows "with backward" time the op and its gradient for q, k and the weights;
+their copy moves as many bytes: five times q and k, where the forward pass alone moves two.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
-import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from op_benchmark import HEAD_DIM, OpBenchmark, llama_table
 from torch.nn.functional import rms_norm
-from tqdm import tqdm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import mrrope
-from mrrope.benchmark import baseline, record
-from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, Step, buffer_sets, interleaved_medians, with_faster_copy
+from mrrope.benchmark import baseline
+from mrrope.benchmark.timing import Step
 
-RESULTS = Path(__file__).parent / "results"
-TABLE = mrrope.frequency_table("mrrope_pro", rotary_dim=128, base=5e5, original_max_position=8192, scale=16.0)
+TABLE = llama_table()
 EPS = 1e-6
-HEAD_DIM = 128
 
 Heads = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: what is normed and rotated."""
+    """One row."""
 
     tokens: int
     q_heads: int
@@ -49,7 +42,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Forwards, q and k are read and written; backwards, they and the gradient are read and theirs is written."""
+        """Forward reads and writes q and k; backward reads q, k and the gradients and writes theirs."""
         size: int = getattr(torch, self.dtype).itemsize
         return (5 if self.with_backward else 2) * self.tokens * (self.q_heads + self.k_heads) * HEAD_DIM * size
 
@@ -78,7 +71,7 @@ CASES = {
 
 
 class Buffers:
-    """q and k as a model's projections give them: [1, tokens, heads, head_dim]."""
+    """q and k as a model's projections give them, [1, tokens, heads, head_dim], and the norms."""
 
     def __init__(self, case: Case, device: str) -> None:
         dtype = getattr(torch, case.dtype)
@@ -97,13 +90,11 @@ class Buffers:
         self.q, self.k = (heads(n).requires_grad_(case.with_backward) for n in (case.q_heads, case.k_heads))
         self.q_norm, self.k_norm = norm(case.q_heads), norm(case.k_heads)
         self.gradients = tuple(torch.randn_like(x).transpose(1, 2) for x in (self.q, self.k))
-        self.copy = torch.empty(case.bytes // 2, device=device, dtype=torch.uint8)
-        self.copied = torch.ones_like(self.copy)
         self.positions = torch.arange(case.tokens, device=device)
         self.place_at(0)
 
     def place_at(self, first: int) -> None:
-        """Numbers the tokens from `first` on."""
+        """Number the tokens from ``first`` on."""
         self.positions += first - self.positions[0].clone()
         self.cos, self.sin = (x[None] for x in baseline.cos_sin(self.positions, TABLE, self.q.dtype))
 
@@ -113,19 +104,8 @@ class Buffers:
         return [self.q, self.k, *weights]  # type: ignore[list-item]
 
     def in_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Heads as the norm takes them: what one mean is taken of is the last dimension."""
+        """A view whose last dimension is what the norm averages over."""
         return x if self.over == "head" else x.flatten(-2)
-
-
-Contender = Callable[[Buffers], Heads]
-
-
-def copy(buffers: Buffers) -> object:
-    return buffers.copy.copy_(buffers.copied)
-
-
-def copy_by_kernel(buffers: Buffers) -> object:
-    return torch.bitwise_not(buffers.copied.view(torch.int32), out=buffers.copy.view(torch.int32))
 
 
 def fused(buffers: Buffers) -> Heads:
@@ -143,13 +123,13 @@ def fused_in_place(buffers: Buffers) -> Heads:
     return q, k
 
 
-def apart(buffers: Buffers) -> Heads:
-    """torch's own norm, then mrrope's rotation."""
+def unfused(buffers: Buffers) -> Heads:
+    """torch's rms_norm, then mrrope's rotary op."""
     q, k = (
         rms_norm(buffers.in_rows(x), weight.shape, weight, EPS).view_as(x).transpose(1, 2)
         for x, weight in zip(buffers.leaves[:2], buffers.leaves[2:], strict=True)
     )
-    # In place is rotary and a copy where gradients are wanted.
+    # With autograd, rotary_ is rotary plus a copy.
     rotate = mrrope.rotary if torch.is_grad_enabled() else mrrope.rotary_
     found = rotate(q, k, buffers.positions, TABLE)
     assert found[1] is not None
@@ -165,93 +145,45 @@ def transformers_eager(buffers: Buffers) -> Heads:
     return q, k
 
 
-CONTENDERS: dict[str, Contender] = {
+IN_PLACE = "mrrope in place"
+CONTENDERS: dict[str, Callable[[Buffers], Heads]] = {
     "mrrope": fused,
-    "mrrope in place": fused_in_place,
-    "apart": apart,
-    "apart, compiled": torch.compile(apart, dynamic=False),
+    IN_PLACE: fused_in_place,
+    "apart": unfused,
+    "apart, compiled": torch.compile(unfused, dynamic=False),
     "transformers": transformers_eager,
     "transformers, compiled": torch.compile(transformers_eager, dynamic=False),
 }
+"""The names are keys of the results file; "apart" is the unfused ops."""
 
 
-def step_of(contender: Contender, buffers: Buffers, with_backward: bool) -> Step:
-    if not with_backward:
-        return lambda: contender(buffers)
-    return lambda: torch.autograd.grad(contender(buffers), buffers.leaves, buffers.gradients)
+def timed_step(case: Case, run: Callable[[Buffers], Heads], buffers: Buffers) -> Step:
+    if not case.with_backward:
+        return lambda: run(buffers)
+    return lambda: torch.autograd.grad(run(buffers), buffers.leaves, buffers.gradients)
 
 
-def relative_error(case: Case, contender: Contender, device: str) -> float:
-    """Of q, against float64 with exact phases, over the last tokens of the case."""
+def relative_error(case: Case, run: Callable[[Buffers], Heads], device: str) -> float:
+    """Relative error of q against float64 with exact phases, over the last 256 tokens."""
     buffers = Buffers(Case(min(case.tokens, 256), case.q_heads, case.k_heads, case.over, case.dtype), device)
     buffers.place_at(case.tokens - buffers.positions.numel())
     rows, weight = buffers.in_rows(buffers.q.double()), buffers.q_norm.weight
     assert isinstance(weight, torch.Tensor)
     normed = rms_norm(rows, weight.shape, weight.double(), EPS).view_as(buffers.q).transpose(1, 2)
-    phases = (buffers.positions[:, None] * TABLE.turns.to(device)).double() * (math.tau / 2**64)
-    phases = torch.cat([phases, phases], dim=-1)
-    want = baseline.apply(normed, phases.cos(), phases.sin()) * TABLE.attention_factor
-    return float((contender(buffers)[0].double() - want).norm() / want.norm())
+    phases = baseline.exact_phases(buffers.positions, TABLE)
+    want = baseline.exact_rotary(normed, phases.cos(), phases.sin()) * TABLE.attention_factor
+    return baseline.relative_error(run(buffers)[0], want)
 
 
-def measure(device: str, names: list[str]) -> list[dict[str, Any]]:
-    """A row for every case: seconds and errors by contender."""
-    rows: list[dict[str, Any]] = []
-    cases = CASES[device]
-    with tqdm(total=len(cases), desc="qk norm", unit="row") as progress:
-        for case in cases:
-            sets = [Buffers(case, device) for _ in range(buffer_sets(case.bytes, device))]
-            torch.compiler.reset()  # every case is compiled for its own shape
-            progress.set_postfix_str(case.name)
-            copies = {COPY: copy, COPY_BY_KERNEL: copy_by_kernel}
-            # In place is for inference.
-            taking = [name for name in names if not (case.with_backward and name == "mrrope in place")]
-            steps: dict[str, list[Step]] = {
-                name: [functools.partial(one, buffers) for buffers in sets] for name, one in copies.items()
-            }
-            for name in taking:
-                steps[name] = [step_of(CONTENDERS[name], buffers, case.with_backward) for buffers in sets]
-            errors = {}
-            with torch.set_grad_enabled(case.with_backward):
-                seconds = with_faster_copy(interleaved_medians(steps, device))
-                if not case.with_backward:
-                    errors = {name: relative_error(case, CONTENDERS[name], device) for name in taking}
-            progress.update()
-            rows.append({**asdict(case), "name": case.name, "bytes": case.bytes, "seconds": seconds, "errors": errors})
-    return rows
-
-
-def print_rows(rows: list[dict[str, Any]], names: list[str]) -> None:
-    """Microseconds, the ratio to the copy, and the error, by contender."""
-    width = max(len(row["name"]) for row in rows)
-    print(f"\n{'':>{width}}{'copy':>12}" + "".join(f"{name:>30}" for name in names))
-    print(f"{'tokens x heads':>{width}}{'us':>12}" + "".join(f"{'us  x copy     error':>30}" for _ in names))
-    for row in rows:
-        seconds, errors = row["seconds"], row["errors"]
-        cells = [f"{seconds['copy'] * 1e6:12.2f}"]
-        for name in names:
-            error = f"{errors[name]:.1e}" if name in errors else ""
-            time = f"{seconds[name] * 1e6:.2f}{seconds[name] / seconds['copy']:8.2f}" if name in seconds else ""
-            cells.append(f"{time:>20}{error:>10}")
-        print(f"{row['name']:>{width}}" + "".join(cells))
-
-
-def main() -> None:
-    """Measures, prints, writes."""
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=sorted(CASES), default=default)
-    parser.add_argument("--no-compile", action="store_true", help="leave out what torch.compile makes")
-    parser.add_argument("--output", type=Path, help="where to write, without ending")
-    options = parser.parse_args()
-    output = options.output or RESULTS / f"qk_norm_rotary_{options.device}"
-    names = [name for name in CONTENDERS if not (options.no_compile and "compiled" in name)]
-
-    rows = measure(options.device, names)
-    print_rows(rows, names)
-    written = record.write(output.with_suffix(".json"), options.device, rows)
-    print(f"\n{written['machine']}; written to {output}.json")
-
+BENCHMARK = OpBenchmark(
+    name="qk_norm_rotary",
+    cases=CASES,
+    make_buffers=Buffers,
+    contenders=CONTENDERS,
+    relative_error=relative_error,
+    step=timed_step,
+    takes=lambda case, name: not (case.with_backward and name == IN_PLACE),
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main(__doc__)

@@ -1,20 +1,16 @@
-"""The projection that rotates beside cuBLAS alone, and cuBLAS followed by rotary: time and error.
+"""Time and error of the fused QKV projection + rotary, beside cuBLAS alone and cuBLAS followed by rotary.
 
     python benchmarks/qkv_rotary.py [--plans [REGEX]] [--seconds S] [--output benchmarks/results/NAME]
 
-Prints one table and writes NAME.json, as it goes. All contenders of a case take turns, so that they see the same
-clocks: a GPU slows down as it warms, and only ratios within a case count. They first run for a second untimed: within
-that time a GPU comes down to the clocks that it can hold under such load. Times are medians of CUDA-graph replays, over
-weights that do not fit the cache; ratios are medians of those of each turn. Errors are relative, in Frobenius norm,
-against float64 with exact phases.
+Prints one table and writes NAME.json, row by row. A warm-up of one second lets the GPU settle at the clocks it holds
+under GEMM load. Ratios are medians of the ratios within a round; only they compare, since clocks differ between cases.
 
-With --plans: every compiled kernel whose name matches, every way of walking through its tiles, and rows from 256 on, to
-choose plans by.
+With --plans: measure every compiled kernel whose name matches with every swizzle and raster order, from 256 rows on,
+to choose launch plans by.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import math
@@ -23,34 +19,31 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from op_benchmark import HEAD_DIM, RESULTS, llama_table, require_gpu, script_parser, write
 from torch.nn.functional import linear
 
-import mrrope
 from mrrope.benchmark import baseline, record
-from mrrope.benchmark.timing import CACHE_BYTES, InterleavedTimer
+from mrrope.benchmark.timing import L2_BYTES, InterleavedTimer
 from mrrope.ops.qkv_rotary import split_qkv
 
-RESULTS = Path(__file__).parent / "results"
-TABLE = mrrope.frequency_table("mrrope_pro", rotary_dim=128, base=5e5, original_max_position=8192, scale=16.0)
-HEAD_DIM = 128
+TABLE = llama_table()
 ROWS = (1, 16, 64, 256, 2048, 8192, 32768)
 ROWS_OF_PLANS = (2048, 8192, 32768, 1024, 512, 256)
 SWIZZLES = (1, 2, 4, 8)
-SECONDS_TO_SETTLE = 1.0
-APART = "cuBLAS, then rotary"
-ALONE = "cuBLAS"
-OP = "mrrope"
+WARM_UP_SECONDS = 1.0
+UNFUSED = "cuBLAS, then rotary"
+GEMM = "cuBLAS"
+FUSED = "mrrope"
 
 Step = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What is projected to what."""
+    """Shape of a QKV projection."""
 
     name: str
     inputs: int
@@ -71,13 +64,13 @@ GEOMETRIES = (
 
 
 class Buffers:
-    """One projection with its input; several sets of weights where one would stay in the cache."""
+    """One projection with its input, and enough sets of weights to exceed L2."""
 
     def __init__(self, geometry: Geometry, rows: int, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
         self.geometry = geometry
         weight_bytes = geometry.outputs * geometry.inputs * dtype.itemsize
         moved = weight_bytes + rows * (geometry.inputs + geometry.outputs) * dtype.itemsize
-        sets = 1 if device == "cpu" else max(1, min(16, 4 * CACHE_BYTES // moved))
+        sets = 1 if device == "cpu" else max(1, min(16, 4 * L2_BYTES // moved))
         generator = torch.Generator(device).manual_seed(rows)
 
         def random(*shape: int) -> torch.Tensor:
@@ -86,7 +79,7 @@ class Buffers:
         self.x = random(1, rows, geometry.inputs)
         self.weights = [random(geometry.outputs, geometry.inputs) * geometry.inputs**-0.5 for _ in range(sets)]
         self.bias = random(geometry.outputs) if geometry.bias else None
-        # Somewhere in a long text, where phases of 32 bits are wrong already.
+        # Positions at which 32-bit phases would be wrong.
         self.positions = torch.arange(rows, device=device) + 2**26
         self.table = TABLE.packed(torch.device(device))
 
@@ -95,18 +88,18 @@ class Buffers:
         return self.x, weight, self.bias, self.positions, self.table, *heads, pairing
 
 
-def alone(buffers: Buffers, weight: torch.Tensor) -> torch.Tensor:
+def gemm(buffers: Buffers, weight: torch.Tensor) -> torch.Tensor:
     return linear(buffers.x, weight, buffers.bias)
 
 
-def apart(buffers: Buffers, weight: torch.Tensor, pairing: str = "halves") -> torch.Tensor:
+def unfused(buffers: Buffers, weight: torch.Tensor, pairing: str = "halves") -> torch.Tensor:
     packed = linear(buffers.x, weight, buffers.bias)
     q, k, _ = split_qkv(packed, buffers.geometry.q_heads, buffers.geometry.kv_heads)
     torch.ops.mrrope.rotary_.default([q, k], buffers.positions, buffers.table, "bshd", pairing)
     return packed
 
 
-def op(buffers: Buffers, weight: torch.Tensor, pairing: str = "halves") -> torch.Tensor:
+def fused(buffers: Buffers, weight: torch.Tensor, pairing: str = "halves") -> torch.Tensor:
     packed: torch.Tensor = torch.ops.mrrope.qkv_rotary.default(*buffers.arguments(weight, pairing))
     return packed
 
@@ -116,11 +109,11 @@ def planned(buffers: Buffers, weight: torch.Tensor, pairing: str, plan: tuple[in
     return packed
 
 
-# --- errors ---
-
-
 def relative_error(run: Step, buffers: Buffers, weight: torch.Tensor, pairing: str) -> float:
-    """Of any 256 rows and the last. The result should lie where NaN was, which stays where nothing is written."""
+    """Relative error of 256 random rows and the last, against float64 with exact phases.
+
+    The result is expected to reuse memory that held NaN, so that elements that are not written show up.
+    """
     every = buffers.x.shape[1]
     poison = torch.full((every, buffers.geometry.outputs), math.nan, dtype=buffers.x.dtype, device=buffers.x.device)
     place = poison.data_ptr()
@@ -135,42 +128,33 @@ def relative_error(run: Step, buffers: Buffers, weight: torch.Tensor, pairing: s
     )
     geometry = buffers.geometry
     q, k, v = split_qkv(exact, geometry.q_heads, geometry.kv_heads)
-    phases = (buffers.positions[rows, None] * TABLE.turns.to(exact.device)).double() * (math.tau / 2**64)
+    phases = baseline.exact_phases(buffers.positions[rows], TABLE)
     cos, sin = (part[:, None] * TABLE.attention_factor for part in (phases.cos(), phases.sin()))
-    if pairing == "halves":
-        cos, sin = (torch.cat([part, part], dim=-1) for part in (cos, sin))
-        turned = [baseline.apply(x, cos, sin) for x in (q, k)]
-    else:
-        turned = []
-        for x in (q, k):
-            first, second = x[..., ::2], x[..., 1::2]
-            turned.append(torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2))
-    want = torch.cat([*turned, v], dim=-2).flatten(-2)
-    return float((packed[:, rows].double() - want).norm() / want.norm())
-
-
-# --- the op as it is ---
+    rotated = [baseline.exact_rotary(x, cos, sin, pairing) for x in (q, k)]
+    want = torch.cat([*rotated, v], dim=-2).flatten(-2)
+    return baseline.relative_error(packed[:, rows], want)
 
 
 def measure(geometry: Geometry, rows: int, device: str) -> dict[str, Any]:
+    """One row: the op with its own launch plan."""
     buffers = Buffers(geometry, rows, device)
-    turns = InterleavedTimer(device)
-    contenders: dict[str, Callable[..., torch.Tensor]] = {ALONE: alone, APART: apart, OP: op}
+    timer = InterleavedTimer(device)
+    contenders: dict[str, Callable[..., torch.Tensor]] = {GEMM: gemm, UNFUSED: unfused, FUSED: fused}
     for name, contender in contenders.items():
-        turns.add(name, [functools.partial(contender, buffers, weight) for weight in buffers.weights])
-    turns.settle(SECONDS_TO_SETTLE)
-    turns.take(31 if rows < 32768 else 15)
+        timer.add(name, [functools.partial(contender, buffers, weight) for weight in buffers.weights])
+    timer.warm_up(WARM_UP_SECONDS)
+    timer.run_rounds(31 if rows < 32768 else 15)
     weight = buffers.weights[0]
     return {
         "name": f"{rows} x {geometry.outputs} x {geometry.inputs}",
         "geometry": geometry.name,
         "rows": rows,
-        "seconds": {name: turns.median(name) for name in contenders},
-        "op / cuBLAS": turns.ratio(OP, ALONE),
-        "op / apart": turns.ratio(OP, APART),
+        "seconds": {name: timer.median(name) for name in contenders},
+        "op / cuBLAS": timer.ratio(FUSED, GEMM),
+        "op / apart": timer.ratio(FUSED, UNFUSED),
         "errors": {
             name: relative_error(functools.partial(contender, buffers, weight), buffers, weight, "halves")
-            for name, contender in {APART: apart, OP: op}.items()
+            for name, contender in {UNFUSED: unfused, FUSED: fused}.items()
         },
         "plan": plan_name(buffers, "halves"),
     }
@@ -195,16 +179,17 @@ def print_row(row: dict[str, Any]) -> None:
     times, errors = row["seconds"], row["errors"]
     print(
         f"{row['geometry']:16}{row['name']:>22}"
-        + "".join(f"{times[name] * 1e6:12.2f}" for name in (ALONE, APART, OP))
-        + f"{row['op / cuBLAS']:10.3f}{row['op / apart']:10.3f}{errors[APART]:11.2e}{errors[OP]:11.2e}  {row['plan']}",
+        + "".join(f"{times[name] * 1e6:12.2f}" for name in (GEMM, UNFUSED, FUSED))
+        + f"{row['op / cuBLAS']:10.3f}{row['op / apart']:11.3f}{errors[UNFUSED]:13.2e}{errors[FUSED]:11.2e}"
+        + f"  {row['plan']}",
         flush=True,
     )
 
 
 def measure_all(device: str, deadline: float) -> Iterator[dict[str, Any]]:
     print(
-        f"{'':16}{'rows x out x in':>22}{'cuBLAS us':>12}{'+ rotary':>12}{'op':>12}{'/ cuBLAS':>10}{'/ apart':>10}"
-        f"{'err apart':>11}{'err op':>11}  plan"
+        f"{'':16}{'rows x out x in':>22}{'cuBLAS us':>12}{'+ rotary':>12}{'op':>12}{'/ cuBLAS':>10}{'/ unfused':>11}"
+        f"{'err unfused':>13}{'err op':>11}  plan"
     )
     for rows, geometry in itertools.product(ROWS, GEOMETRIES):
         if time.monotonic() > deadline:
@@ -215,11 +200,8 @@ def measure_all(device: str, deadline: float) -> Iterator[dict[str, Any]]:
         yield row
 
 
-# --- every plan ---
-
-
 def plans(only: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every compiled kernel of such a name, with its pairing, and every way of walking through its tiles."""
+    """Every compiled kernel whose name matches, with its pairing, and every swizzle and raster order."""
     for kernel, name in enumerate(torch.ops.mrrope.qkv_rotary_kernels.default()):
         if not re.search(only, name):
             continue
@@ -228,17 +210,17 @@ def plans(only: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def sweep(geometry: Geometry, rows: int, only: str) -> dict[str, Any]:
-    """All plans in few turns, then the best of each kernel in many, beside cuBLAS."""
+    """Time all plans in 5 rounds, then the best two of each kernel in 15, beside cuBLAS."""
     buffers = Buffers(geometry, rows, "cuda")
     weight = buffers.weights[0]
-    turns = InterleavedTimer("cuda")
+    timer = InterleavedTimer("cuda")
 
     def add(name: str, contender: Callable[..., torch.Tensor], *more: Any) -> None:
-        turns.add(name, [functools.partial(contender, buffers, w, *more) for w in buffers.weights])
+        timer.add(name, [functools.partial(contender, buffers, w, *more) for w in buffers.weights])
 
-    add(ALONE, alone)
-    add(APART, apart)
-    errors = {APART: relative_error(functools.partial(apart, buffers, weight), buffers, weight, "halves")}
+    add(GEMM, gemm)
+    add(UNFUSED, unfused)
+    errors = {UNFUSED: relative_error(functools.partial(unfused, buffers, weight), buffers, weight, "halves")}
     kernels: dict[int, list[str]] = {}
     failures: dict[str, str] = {}
     for pairing, plan in plans(only):
@@ -246,41 +228,41 @@ def sweep(geometry: Geometry, rows: int, only: str) -> dict[str, Any]:
         try:
             kind = name.split(",")[0]
             if kind not in errors:
-                print(f"{'first run':>12}  {kind:60}", end="\r", flush=True)  # should it never end, it is known which
+                print(f"{'first run':>12}  {kind:60}", end="\r", flush=True)  # names the kernel if it hangs
                 run = functools.partial(planned, buffers, weight, pairing, plan)
                 errors[kind] = relative_error(run, buffers, weight, pairing)
-            if not errors[kind] <= errors[APART]:
-                failures[name] = f"an error of {errors[kind]:.2e}, more than apart"
+            if not errors[kind] <= errors[UNFUSED]:
+                failures[name] = f"an error of {errors[kind]:.2e}, more than unfused"
                 continue
             add(name, planned, pairing, plan)
-        except RuntimeError as failure:  # a plan that cannot be is told, and the others go on
+        except RuntimeError as failure:  # an invalid plan is reported, and the sweep continues
             failures[name] = str(failure).splitlines()[0]
             continue
         kernels.setdefault(plan[0], []).append(name)
-    turns.take(5)
-    first = {name: turns.median(name) for name in turns.names}
-    finalists = [name for names in kernels.values() for name in sorted(names, key=turns.median)[:2]]
-    for name in turns.names:
-        if name not in (ALONE, APART, *finalists):
-            turns.drop(name)
-    for times in turns.seconds.values():
+    timer.run_rounds(5)
+    first = {name: timer.median(name) for name in timer.names}
+    finalists = [name for names in kernels.values() for name in sorted(names, key=timer.median)[:2]]
+    for name in timer.names:
+        if name not in (GEMM, UNFUSED, *finalists):
+            timer.drop(name)
+    for times in timer.seconds.values():
         times.clear()
-    turns.settle(SECONDS_TO_SETTLE)
-    turns.take(15)
+    timer.warm_up(WARM_UP_SECONDS)
+    timer.run_rounds(15)
     row: dict[str, Any] = {
         "geometry": geometry.name,
         "name": f"{rows} x {geometry.outputs} x {geometry.inputs}",
         "rows": rows,
-        "seconds": {name: turns.median(name) for name in turns.names},
-        "to cuBLAS": {name: turns.ratio(name, ALONE) for name in turns.names},
-        "to apart": {name: turns.ratio(name, APART) for name in turns.names},
+        "seconds": {name: timer.median(name) for name in timer.names},
+        "to cuBLAS": {name: timer.ratio(name, GEMM) for name in timer.names},
+        "to apart": {name: timer.ratio(name, UNFUSED) for name in timer.names},
         "first seconds": first,
         "errors": errors,
         "failures": failures,
     }
-    print(f"\n{geometry.name}, {row['name']}: microseconds, / cuBLAS, / apart, plan", flush=True)
-    for name in sorted(turns.names, key=turns.median):
-        print(f"{turns.median(name) * 1e6:12.2f}{row['to cuBLAS'][name]:8.3f}{row['to apart'][name]:8.3f}  {name}")
+    print(f"\n{geometry.name}, {row['name']}: microseconds, / cuBLAS, / unfused, plan", flush=True)
+    for name in sorted(timer.names, key=timer.median):
+        print(f"{timer.median(name) * 1e6:12.2f}{row['to cuBLAS'][name]:8.3f}{row['to apart'][name]:8.3f}  {name}")
     print("   errors: " + ", ".join(f"{name} {error:.2e}" for name, error in errors.items()), flush=True)
     for name, why in failures.items():
         print(f"{'fails':>12}  {name}: {why}", flush=True)
@@ -296,35 +278,35 @@ def sweep_all(deadline: float, only: str) -> Iterator[dict[str, Any]]:
         row = sweep(geometry, rows, only)
         best += best_of_each_kernel(row)
         yield row
-    print("\n".join([f"\n{'rows x out x in':22}{'/ cuBLAS':>10}{'/ apart':>10}  the best plan of each kernel", *best]))
+    print(
+        "\n".join([f"\n{'rows x out x in':22}{'/ cuBLAS':>10}{'/ unfused':>11}  the best plan of each kernel", *best])
+    )
 
 
 def best_of_each_kernel(row: dict[str, Any]) -> list[str]:
     kernels: dict[str, str] = {}
     for name in sorted(row["seconds"], key=row["to cuBLAS"].get):
-        if name not in (ALONE, APART):
+        if name not in (GEMM, UNFUSED):
             kernels.setdefault(name.split(",")[0], name)
     return [
-        f"{row['name']:22}{row['to cuBLAS'][name]:10.3f}{row['to apart'][name]:10.3f}  {name}"
+        f"{row['name']:22}{row['to cuBLAS'][name]:10.3f}{row['to apart'][name]:11.3f}  {name}"
         for name in kernels.values()
     ]
 
 
 def main() -> None:
-    """Measures, prints, writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure, print and write."""
+    parser = script_parser(__doc__)
     parser.add_argument(
         "--plans",
         nargs="?",
         const="",
         metavar="REGEX",
-        help="every plan of kernels whose names match, instead of the op's own",
+        help="measure all plans of kernels whose names match, instead of the op's own",
     )
-    parser.add_argument("--seconds", type=float, default=120.0, help="no case is begun after that (default: 120)")
-    parser.add_argument("--output", type=Path, help="where to write, without ending")
+    parser.add_argument("--seconds", type=float, default=120.0, help="start no case after this time (default: 120)")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this needs a GPU")
+    require_gpu()
     by_plans = options.plans is not None
     output = options.output or RESULTS / f"qkv_rotary_{'plans' if by_plans else 'cuda'}"
     deadline = time.monotonic() + options.seconds
@@ -334,7 +316,7 @@ def main() -> None:
         for row in measured:
             rows.append(row)
             record.write(output.with_suffix(".json"), "cuda", rows)
-    print(f"\n{record.machine('cuda')}; written to {output}.json")
+    write(output, "cuda", rows)
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ def calibrate(options: argparse.Namespace, model: Any, tokenizer: Any) -> Result
             raise stopped(reason, files, results) from error
         except KeyboardInterrupt:
             results.finish("interrupted")
-            raise KeyboardInterrupt(f"the same command goes on from {journal.path}") from None
+            raise KeyboardInterrupt(f"the same command resumes from {journal.path}") from None
     results.finish()
     return results
 
@@ -231,7 +231,7 @@ def search(calibration: Calibration, files: Files, results: Results) -> None:
     before = len(calibration.readings.journal)
     with progress_bar(desc="calibrate", total=round(calibration.seconds), bar_format=BUDGET_BAR) as bar:
         if before:
-            bar.write(f"going on with {before} readings from {calibration.readings.journal.path}", file=sys.stderr)
+            bar.write(f"resuming with {before} readings from {calibration.readings.journal.path}", file=sys.stderr)
 
         def progress(seconds: float) -> None:
             bar.update(min(round(seconds), bar.total) - bar.n)

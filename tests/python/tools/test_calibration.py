@@ -617,7 +617,7 @@ def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_read_twice(
         assert process.wait() == 130
         said.seek(0)
         printed = said.read()
-        assert printed.endswith(f"mrrope calibrate: interrupted; the same command goes on from {path}\n")
+        assert printed.endswith(f"mrrope calibrate: interrupted; the same command resumes from {path}\n")
         assert "Traceback" not in printed
         assert json.loads((tmp_path / "out.json").read_text())["stopped"] == "interrupted"
     assert len(readings_in(path)) < len(whole)
@@ -667,7 +667,7 @@ def test_a_finished_run_reads_nothing_again(folder: Path, unbroken: Path, capsys
     assert unbroken.with_suffix(".journal").read_bytes() == before
     printed = capsys.readouterr()
     assert json.loads(printed.out) == json.loads(unbroken.with_suffix(".json").read_text())
-    assert "going on with" in printed.err
+    assert "resuming with" in printed.err
 
 
 def test_the_found_table_goes_to_patch_and_export(folder: Path, unbroken: Path, tmp_path: Path) -> None:

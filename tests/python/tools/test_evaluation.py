@@ -507,7 +507,7 @@ def test_methods_that_cannot_differ_are_said_to_be_alike(
     given = {"--output": str(tmp_path / "out"), "--lengths": "16", "--documents": "1"}
     given |= {option: value.format(folder=folder) for option, value in options.items()}
     assert evaluate(folder, **given) == 0
-    said = f"mrrope eval: {alike} all read alike at --scale 1, as the model does unpatched; a larger --scale"
+    said = f"mrrope eval: {alike} are the unpatched model at --scale 1; they differ at a larger --scale"
     assert (said in capsys.readouterr().err) == (alike is not None)
     measured = json.loads((tmp_path / "out.json").read_text())["results"]["perplexity"]
     losses = {name: figures["16"]["documents"][0]["loss"] for name, figures in measured.items()}
