@@ -1,32 +1,32 @@
-"""Does the scale follow the text well? Perplexity by length, fixed scales beside scale="auto", and across a step.
+"""Perplexity of scale="auto": by length, beside fixed scales, and across a change of scale.
 
     python studies/auto_scale_study.py lengths MODEL TEXTS [--documents 9] [--output benchmarks/results/NAME]
     python studies/auto_scale_study.py step MODEL TEXTS [--documents 1] [--output benchmarks/results/NAME]
 
-MODEL is a folder, a name on the hub or a .gguf file; TEXTS as mrrope eval takes them, long enough for the longest
-length. ``lengths`` prints a table and writes NAME_lengths.json and .png; ``step`` reads token by token from 7/8 of the
-native length to 9/8 of it, in float32, and writes NAME_step.json.
+MODEL is a folder, a name on the hub or a .gguf file. TEXTS is a file or folder as for mrrope eval, with documents as
+long as the longest length. ``lengths`` prints a table and writes NAME_lengths.json and .png. ``step`` decodes from 7/8
+to 9/8 of the native length, token by token in float32, and writes NAME_step.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import platform
 from pathlib import Path
 from typing import Any
 
 import torch
+from study_script import script_parser
 from tqdm import tqdm
 from transformers import DynamicCache, StaticCache
 
 import mrrope
-from mrrope.evaluation import models, texts
+from mrrope.evaluation import model_loading
+from mrrope.evaluation.documents import long_documents
 from mrrope.evaluation.perplexity import document_losses, perplexity, token_losses
+from mrrope.reporting.machine import machine_name
 from mrrope.reporting.plotting import thousands
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 METHOD = "mrrope_pro"
 SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)
 
@@ -34,7 +34,7 @@ SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)
 def by_length(
     model: Any, documents: list[list[int]], lengths: list[int], **options: Any
 ) -> dict[int, dict[str, float]]:
-    """Perplexity of all tokens, and of the second half, at every length."""
+    """Perplexity of all tokens and of the second half, at every length."""
     found = [list(document_losses(model, document, lengths, **options)) for document in tqdm(documents, leave=False)]
     return {
         length: {
@@ -46,7 +46,7 @@ def by_length(
 
 
 def all_lengths(model: Any, documents: list[list[int]], lengths: list[int]) -> dict[str, dict[int, dict[str, float]]]:
-    """Every fixed scale, and the scale that follows, every length read by itself."""
+    """Every fixed scale, and scale="auto" with one pass per length."""
     rows = {}
     for scale in tqdm(SCALES, desc="fixed scales"):
         with mrrope.patched(model, METHOD, scale=scale):
@@ -57,7 +57,7 @@ def all_lengths(model: Any, documents: list[list[int]], lengths: list[int]) -> d
 
 
 def caches(model: Any, length: int) -> dict[str, Any]:
-    """Every kind of cache that can hold that many tokens."""
+    """One cache of every supported kind, with room for ``length`` tokens."""
     found = {
         "dynamic": DynamicCache(config=model.config),
         "static": StaticCache(config=model.config, max_cache_len=length),
@@ -68,9 +68,12 @@ def caches(model: Any, length: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def read_on(model: Any, cache: Any, tokens: list[int], start: int, follow: list[int] | None) -> tuple[list[int], float]:
-    """Reads ``start`` tokens at once and the others one by one: those given, or with ``follow`` None the model's own
-    likeliest. What was read, and the mean loss of those past the native length."""
+def decode(model: Any, cache: Any, tokens: list[int], start: int, follow: list[int] | None) -> tuple[list[int], float]:
+    """Prefill ``start`` tokens, then decode one by one: teacher-forced with ``follow``, or greedily without it.
+
+    Returns:
+        The tokens read, and the mean loss of those past the native length.
+    """
     native = model.config.max_position_embeddings
     device = next(model.parameters()).device
     read, losses = list(tokens[:start]), []
@@ -86,7 +89,7 @@ def read_on(model: Any, cache: Any, tokens: list[int], start: int, follow: list[
 
 
 def across_a_step(model: Any, documents: list[list[int]]) -> dict[str, Any]:
-    """From 7/8 of the native length to 9/8 of it, token by token."""
+    """Decode from 7/8 to 9/8 of the native length, where the scale steps from 1 to 2."""
     native = model.config.max_position_embeddings
     start, end = native * 7 // 8, native * 9 // 8
     forced, fresh, written = [], [], {}
@@ -96,10 +99,10 @@ def across_a_step(model: Any, documents: list[list[int]]) -> dict[str, Any]:
         fresh.append(float(losses[native - 1 :].mean()))
         with mrrope.patched(model, METHOD, scale="auto", max_scale=SCALES[-1]):
             cache = DynamicCache(config=model.config)
-            forced.append(read_on(model, cache, document[:end], start, document)[1])
+            forced.append(decode(model, cache, document[:end], start, document)[1])
     with mrrope.patched(model, METHOD, scale="auto", max_scale=SCALES[-1]):
         for kind, cache in tqdm(caches(model, end).items(), desc="greedy, by cache"):
-            written[kind] = read_on(model, cache, documents[0][:end], start, None)[0][start:]
+            written[kind] = decode(model, cache, documents[0][:end], start, None)[0][start:]
     same = {kind: tokens == written["dynamic"] for kind, tokens in written.items()}
     return {
         "from": start,
@@ -120,7 +123,7 @@ def print_rows(rows: dict[str, dict[int, dict[str, float]]], figure: str) -> Non
 
 
 def plot(rows: dict[str, dict[int, dict[str, float]]], model: str, path: Path) -> None:
-    """Perplexity over length: the fixed scales, and below them all the one that follows."""
+    """Plot perplexity over length for the fixed scales and scale="auto"."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -144,31 +147,28 @@ def plot(rows: dict[str, dict[int, dict[str, float]]], model: str, path: Path) -
 
 
 def main() -> None:
-    """Measures, prints, writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure, print and write."""
+    parser = script_parser(__doc__, "auto_scale")
     parser.add_argument("part", choices=["lengths", "step"])
     parser.add_argument("model")
     parser.add_argument("texts", type=Path)
     parser.add_argument("--documents", type=int, default=9)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096 * 2**i for i in range(6)])
-    parser.add_argument("--output", type=Path, default=RESULTS / "auto_scale", help="where to write, without ending")
     options = parser.parse_args()
     options.output.parent.mkdir(parents=True, exist_ok=True)
 
     output = options.output.with_name(f"{options.output.name}_{options.part}")
-    # In float32, what caches differ in is not rounding.
-    model, tokenizer = models.load(options.model, dtype="float32" if options.part == "step" else None)
+    # float32 for "step": differences between caches are then not rounding.
+    model, tokenizer = model_loading.load(options.model, dtype="float32" if options.part == "step" else None)
     native = model.config.max_position_embeddings
     longest = options.lengths[-1] if options.part == "lengths" else native * 9 // 8
-    documents = [
-        document.tokens for document in texts.long_documents(options.texts, tokenizer, longest, options.documents)
-    ]
+    documents = [one.tokens for one in long_documents(options.texts, tokenizer, longest, options.documents)]
     record: dict[str, Any] = {
         "model": Path(options.model).stem,
         "dtype": str(model.dtype).removeprefix("torch."),
         "method": METHOD,
         "documents": len(documents),
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}",
+        "machine": machine_name("cuda" if torch.cuda.is_available() else "cpu"),
     }
     if options.part == "lengths":
         record["perplexity"] = rows = all_lengths(model, documents, options.lengths)

@@ -1,14 +1,14 @@
-"""How much is a table worth that was found for the model? Calibrated on some texts, measured on others.
+"""Calibrated tables on held-out text: perplexity and pass keys beside every fixed method.
 
     python studies/calibration_study.py MODEL TEXTS HELD_OUT [--scales 16 4] [--lengths N,N,...] [--budget 4]
         [--documents 6] [--held-out-documents 8] [--retrieval 0.1] [--trials 12] [--sweep N] [--chunk 131072]
         [--output benchmarks/results/calibration]
 
-MODEL is a folder, a name on the hub or a .gguf file; TEXTS and HELD_OUT as mrrope eval takes them, with documents as
-long as the longest length: unless given, the native length times the scale. For every scale S it searches within the
-budget of minutes, then reads the held-out documents with every fixed method and the table found: perplexity at all
-lengths, passkeys at the three longest. It writes NAME_Sx.json, NAME_Sx.table.json and pictures; run again after a kill,
-it goes on where it was, but for the passkeys.
+MODEL is a folder, a name on the hub or a .gguf file. TEXTS and HELD_OUT are files or folders as for mrrope eval, with
+documents as long as the longest length, by default the native length times the scale. For every scale S the script
+calibrates within the budget of minutes, then measures the fixed methods and the calibrated table on the held-out
+documents: perplexity at all lengths, pass keys at the three longest. It writes NAME_Sx.json, NAME_Sx.table.json and
+plots. An interrupted run resumes, except for the pass keys.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from study_script import script_parser
+
 from mrrope.calibration import report
 from mrrope.calibration.command import calibrate, check
 from mrrope.cli import parser as command_parser
-from mrrope.evaluation import models
+from mrrope.evaluation import model_loading
 from mrrope.evaluation.compared_methods import methods_named
+from mrrope.evaluation.documents import long_documents
+from mrrope.evaluation.evaluate import Evaluation
 from mrrope.evaluation.report import draw, table
 from mrrope.evaluation.results import Results
-from mrrope.evaluation.evaluate import Evaluation
-from mrrope.evaluation.documents import long_documents
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PASSKEY = "passkey"
 PASSKEY_METHODS = ("ntk", "yarn", "yarn_ratio", "mrrope_uni", "mrrope_pro")
-"""Without plain RoPE and PI, which find nothing far out and take as long as the others."""
+"""Without plain RoPE and PI, which find no key at long range and take as long as the others."""
 
 
 def read_passkeys(model: Any, tokenizer: Any, options: argparse.Namespace, scale: float, results: Results) -> None:
-    """At the three longest lengths, in the documents that perplexity was reported on."""
+    """Measure pass keys at the three longest lengths, in the held-out documents."""
     lengths = results.data["lengths"][-3:]
     found = str(results.path.with_suffix(".table.json"))
     documents = long_documents(options.held_out, tokenizer, lengths[-1], options.held_out_documents)
@@ -45,8 +46,8 @@ def read_passkeys(model: Any, tokenizer: Any, options: argparse.Namespace, scale
     results.save()
 
 
-def compared(results: Results) -> str:
-    """The found table against the best of the others, length by length."""
+def comparison(results: Results) -> str:
+    """The calibrated table beside the best fixed method, by length."""
     lines = ["", "calibrated against the best other"]
     for task, field, better in (("perplexity", "second_half_perplexity", min), (PASSKEY, "score", max)):
         by_method = results.data["results"][task]
@@ -63,29 +64,28 @@ def compared(results: Results) -> str:
 
 
 def main() -> None:
-    """Calibrates, measures, prints, writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Calibrate, measure, print and write."""
+    parser = script_parser(__doc__, "calibration")
     parser.add_argument("model")
     parser.add_argument("texts", type=Path)
     parser.add_argument("held_out", type=Path)
     parser.add_argument("--scales", type=float, nargs="+", default=[16.0, 4.0])
-    parser.add_argument("--budget", type=float, default=4.0, help="in minutes, for each scale")
+    parser.add_argument("--budget", type=float, default=4.0, help="minutes per scale")
     parser.add_argument(
         "--lengths",
         metavar="N,N,...",
-        help="for every scale alike (default: the native length, doubled up to the scale)",
+        help="for all scales (default: the native length, doubled up to the scale)",
     )
     parser.add_argument("--documents", type=int, default=6)
     parser.add_argument("--held-out-documents", type=int, default=8)
     parser.add_argument("--retrieval", type=float, default=0.1)
-    parser.add_argument("--sweep", type=int, help="also read so many squared pairs of bounds")
+    parser.add_argument("--sweep", type=int, help="also measure an N x N grid of bounds")
     parser.add_argument("--trials", type=int, default=12)
-    parser.add_argument("--chunk", type=int, default=131072, help="tokens read at a time")
-    parser.add_argument("--output", type=Path, default=RESULTS / "calibration", help="where to write, without ending")
+    parser.add_argument("--chunk", type=int, default=131072, help="tokens per forward pass")
     options = parser.parse_args()
     options.output.parent.mkdir(parents=True, exist_ok=True)
 
-    model, tokenizer = models.load(options.model)
+    model, tokenizer = model_loading.load(options.model)
     for scale in options.scales:
         stem = options.output.with_name(f"{options.output.name}_{scale:g}x")
         given = {
@@ -108,7 +108,7 @@ def main() -> None:
         if options.trials:
             read_passkeys(model, tokenizer, options, scale, results)
         draw(results.data, stem)
-        print(table(results.data), compared(results) if options.trials else "", sep="\n")
+        print(table(results.data), comparison(results) if options.trials else "", sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables that the study compares: every published method, two powers between and beyond, and Su's mixed radix."""
+"""The tables that the studies compare: the published methods, two more powers, and Su's mixed radix."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ POWERS = (0.5, 2.0)
 SU = "su"
 SU_EXPONENT = 0.625
 EVOLVED = "evolved"
-HOPELESS = ("rope", "pi")
-"""Find nothing far out and take as long as the others."""
+WEAK_METHODS = ("rope", "pi")
+"""Find no key at long range and take as long as the others."""
 
 
 def su_scales(pairs: int, scale: float) -> torch.Tensor:
-    """exp(a m^b) for the m-th pair, counted from 1, with a such that the last one has the whole scale: Jianlin Su's
-    mixed radix, float64."""
+    """Cumulative scales of Jianlin Su's mixed radix, float64.
+
+    Pair m, counted from 1, has exp(a m^b), with ``a`` such that the last pair has the full scale.
+    """
     place = torch.arange(1, pairs + 1, dtype=torch.float64) / pairs
     return torch.tensor(scale, dtype=torch.float64) ** place**SU_EXPONENT
 
 
-def contenders(trained: NativeRope, scale: float) -> dict[str, FrequencyTable]:
-    """By name. Su's comes without a temperature, as he published it."""
+def tables_to_compare(trained: NativeRope, scale: float) -> dict[str, FrequencyTable]:
+    """The tables by name. Su's has no temperature, as published."""
     fixed = {method: resolve_table(trained, method, scale, {}) for method in FIXED_METHODS}
     powers = {
         f"mrrope_pow {power:g}": resolve_table(trained, "mrrope_pow", scale, {"power": power}) for power in POWERS
@@ -35,5 +37,5 @@ def contenders(trained: NativeRope, scale: float) -> dict[str, FrequencyTable]:
 
 
 def as_methods(tables: dict[str, FrequencyTable]) -> list[Method]:
-    """To evaluate."""
+    """The tables as methods of an evaluation."""
     return [Method(name, table=table) for name, table in tables.items()]

@@ -1,8 +1,8 @@
-"""An evolutionary search for a table, of LongRoPE's kind: what calibration's own search is compared with.
+"""Evolutionary search for a table, as in LongRoPE: the baseline for the search of the calibration.
 
-An individual is every pair's cumulative scale, which never falls from pair to pair, and the temperature. The first
-generation are the published tables. Children are mutated, or crossed from two parents; they successive_halving the same rungs as
-the candidates of the calibration, cheap ones first, and the best of parents and children live on.
+An individual has the monotone cumulative scales of all pairs and the temperature. The first generation is the
+published tables. Children are mutated, or crossed from two parents and mutated. Successive halving selects them on the
+rungs of the calibration, and the best of parents and children survive.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from mrrope.tables import FrequencyTable, frequency_table
 PARENTS = 8
 CHILDREN = 16
 MUTATED_GENES = 0.3
-"""The share of a child's genes that change."""
+"""Mutation probability of a gene."""
 
 
 @dataclass(frozen=True)
 class TableGenes:
-    """Tables as points: the logarithms of all cumulative scales, and the temperature."""
+    """Tables as points: the log cumulative scales of all pairs, and the temperature."""
 
     origin: FrequencyTable
-    """Any table of the model at the scale."""
+    """Any table for the model at the scale."""
 
     def point(self, table: FrequencyTable) -> Point:
-        """That of a table."""
+        """The point of a table."""
         return self.nearest((*table.cumulative_scale.log().tolist(), temperature_of(table)))
 
     def nearest(self, point: Point) -> Point:
-        """Scales that never fall, and are no more than twice the whole, as in the calibration."""
+        """Make the scales monotone and at most twice the table's scale, as in the calibration."""
         highest = math.log(2 * self.origin.scale)
         rising = accumulate((clamp(gene, 0.0, highest) for gene in point[:-1]), max)
         return (*(round(gene, 9) for gene in rising), round(clamp(point[-1], *TEMPERATURES), 9))
 
     def table(self, point: Point) -> FrequencyTable:
-        """The table that a point stands for."""
+        """The table of a point."""
         return frequency_table(
             "longrope",
             rotary_dim=self.origin.rotary_dim,
@@ -55,28 +55,28 @@ class TableGenes:
             attention_factor=attention_factor(point[-1], self.origin.scale),
         )
 
-    def mutated(self, point: Point, chance: random.Random) -> Point:
-        """Some genes moved, about as far as the calibration's first steps."""
+    def mutated(self, point: Point, rng: random.Random) -> Point:
+        """Mutate some genes, by about the first step size of the calibration."""
         steps = [math.log(self.origin.scale) / 12] * (len(point) - 1) + [0.02]
         moved = [
-            gene + (chance.gauss(0, step) if chance.random() < MUTATED_GENES else 0)
+            gene + (rng.gauss(0, step) if rng.random() < MUTATED_GENES else 0)
             for gene, step in zip(point, steps, strict=True)
         ]
         return self.nearest(tuple(moved))
 
-    def crossed(self, one: Point, other: Point, chance: random.Random) -> Point:
-        """Every gene from one of two parents."""
-        return self.nearest(tuple(chance.choice(genes) for genes in zip(one, other, strict=True)))
+    def crossed(self, one: Point, other: Point, rng: random.Random) -> Point:
+        """Uniform crossover of two parents."""
+        return self.nearest(tuple(rng.choice(genes) for genes in zip(one, other, strict=True)))
 
-    def children(self, parents: Sequence[Point], chance: random.Random) -> list[Point]:
-        """Half of them mutated, half crossed and then mutated; children like a parent are none."""
+    def children(self, parents: Sequence[Point], rng: random.Random) -> list[Point]:
+        """New children: half of them mutated, half crossed and then mutated."""
         found: dict[Point, None] = {}
         while len(found) < CHILDREN:
-            child = chance.choice(parents)
+            child = rng.choice(parents)
             if len(found) % 2 and len(parents) > 1:
-                one, other = chance.sample(parents, 2)
-                child = self.crossed(one, other, chance)
-            child = self.mutated(child, chance)
+                one, other = rng.sample(parents, 2)
+                child = self.crossed(one, other, rng)
+            child = self.mutated(child, rng)
             if child not in parents:
                 found[child] = None
         return list(found)
@@ -90,40 +90,40 @@ def evolve(
     seed: int = 0,
     improved: Callable[[Point, float], object] = lambda *_: None,
 ) -> Point:
-    """The best individual when the objective has enough and raises BudgetSpentError.
+    """Evolve until the objective raises BudgetSpentError, and return the best individual.
 
     Args:
-        genes: how children come from parents.
+        genes: mutation and crossover.
         first: the first generation.
-        objective: what to make small.
-        rungs: how many the objective has.
-        seed: of all that is left to chance.
-        improved: told the best of every generation, and its loss on the last rung.
+        objective: the function to minimize.
+        rungs: the objective's number of rungs.
+        seed: of the random generator.
+        improved: called with the best individual of every generation and its loss on the last rung.
 
     Raises:
-        BudgetSpentError: where there was not enough for the first generation.
+        BudgetSpentError: the budget does not suffice for the first generation.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     parents = successive_halving(dict.fromkeys(first), objective, range(rungs))
     try:
         while True:
             improved(parents[0], objective(parents[0], rungs - 1))
-            risen = successive_halving(genes.children(parents, chance), objective, range(rungs))
-            parents = sorted([*parents, *risen], key=lambda one: objective(one, rungs - 1))[:PARENTS]
+            survivors = successive_halving(genes.children(parents, rng), objective, range(rungs))
+            parents = sorted([*parents, *survivors], key=lambda one: objective(one, rungs - 1))[:PARENTS]
     except BudgetSpentError:
         return parents[0]
 
 
 class TokenLimitedReadings(Readings):
-    """Readings that end after so many tokens, however long they take."""
+    """Readings with a budget in tokens instead of seconds."""
 
-    def __init__(self, *arguments: Any, ration: int, **options: Any) -> None:
+    def __init__(self, *arguments: Any, max_tokens: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.ration = ration
+        self.max_tokens = max_tokens
         self.tokens = 0
 
     def _next_reading(self, key: str, table: FrequencyTable, document: Document, length: int) -> list[Figures]:
-        if self.tokens + length > self.ration:
+        if self.tokens + length > self.max_tokens:
             raise BudgetSpentError
         self.tokens += length
         return super()._next_reading(key, table, document, length)

@@ -1,15 +1,15 @@
-"""Every method at every scale on one model: perplexity by length, and all tasks of mrrope eval at the two longest.
+"""Every method at every scale on one model: perplexity by length, and all retrieval tasks at the two longest.
 
     python studies/method_study.py MODEL TEXTS HELD_OUT [--calibrations benchmarks/results/calibration_*x.json]
         [--scales 2 4 8 16] [--evolve 4] [--minutes N] [--documents 8] [--trials 8] [--other-trials 4]
         [--chunk 524288] [--output benchmarks/results/study]
 
-MODEL, TEXTS and HELD_OUT as studies/calibration_study.py takes them; its results, with the tables and journals
-beside them, bring the calibrated table of each scale, and what it measured is not measured again if it had the same
---documents. At the scales of --evolve an evolutionary search reads as many tokens as the calibration did, of the same
-documents of TEXTS, and its table is compared with the others.
+MODEL, TEXTS and HELD_OUT are as for studies/calibration_study.py. --calibrations names its results, with tables and
+journals beside them: they give the calibrated table of each scale, and their figures are reused if the documents are
+the same. At the scales of --evolve an evolutionary search reads as many tokens of the same documents as the
+calibration did, and its table is compared too.
 
-What matters most comes first; after --minutes it stops and keeps what it has. Run again, it goes on. It writes
+The most important measurements come first; after --minutes the study stops, and a second run resumes it. It writes
 NAME.json, and NAME_Sx.perplexity.png and NAME_Sx.tasks.png for every scale S.
 """
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -26,54 +25,39 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from compared_tables import EVOLVED, HOPELESS, as_methods, contenders
-from evolution import TokenLimitedReadings, TableGenes, evolve
+from compared_tables import EVOLVED, WEAK_METHODS, as_methods, tables_to_compare
+from evolutionary_search import TableGenes, TokenLimitedReadings, evolve
+from study_script import OutOfTimeError, TimeLimit, script_parser
 
 from mrrope.calibration.calibrate import Calibration
 from mrrope.calibration.command import trained_with
 from mrrope.calibration.document_sets import DocumentSets, lengths_up_to
 from mrrope.calibration.journal import Journal
-from mrrope.calibration.pass_keys import with_keys
 from mrrope.calibration.objective import fingerprint, weights_fingerprint
+from mrrope.calibration.pass_keys import with_keys
 from mrrope.calibration.report import CALIBRATED
 from mrrope.calibration.search import Point
-from mrrope.evaluation import models, report
-from mrrope.evaluation.command import machine
+from mrrope.evaluation import model_loading, report
 from mrrope.evaluation.compared_methods import Method
-from mrrope.evaluation.results import Results
-from mrrope.evaluation.evaluate import PERPLEXITY, Evaluation
-from mrrope.evaluation.retrieval_tasks import TASKS
 from mrrope.evaluation.documents import Document, long_documents
+from mrrope.evaluation.evaluate import PERPLEXITY, Evaluation
+from mrrope.evaluation.results import Results
+from mrrope.evaluation.retrieval_tasks import TASKS
 from mrrope.reporting import plotting
+from mrrope.reporting.machine import measured_with
+from mrrope.reporting.output import with_ending
 from mrrope.table_lookup import NativeRope
 from mrrope.tables import FrequencyTable
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PASSKEY = "passkey"
-HOPELESS_TRIALS = 2
+WEAK_METHOD_TRIALS = 2
 LONG_TEXT = 10_000
 SAME = ("weights", "dtype", "device", "torch")
-"""What has to agree for figures of another file to be as good as measured."""
-
-
-class OutOfTimeError(Exception):
-    """The minutes are over."""
-
-
-class Clock:
-    """How long there is."""
-
-    def __init__(self, minutes: float) -> None:
-        self.end = time.monotonic() + 60 * minutes
-
-    def check(self, seconds: float = 0.0) -> None:
-        """Raises OutOfTimeError where there are not so many seconds left."""
-        if time.monotonic() + seconds > self.end:
-            raise OutOfTimeError
+"""Settings that must agree for the figures of another file to be reused."""
 
 
 class CachingTokenizer:
-    """A tokenizer that remembers what it made of long texts, which several scales want."""
+    """A tokenizer that caches the tokens of long texts, which several scales use."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -93,7 +77,7 @@ class CachingTokenizer:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What studies/calibration_study.py left of one scale."""
+    """The results of studies/calibration_study.py at one scale."""
 
     path: Path
 
@@ -111,19 +95,19 @@ class Calibrated:
         return FrequencyTable.load(self.path.with_suffix(".table.json"))
 
     def tokens_read(self) -> int:
-        """By search and decision, which are the journal's first readings; their keys end with how many tokens."""
+        """Tokens read by search and validation: the journal's first readings, whose keys end with the token count."""
         lines = self.path.with_suffix(".journal").read_text().splitlines()[1:]
         return sum(int(json.loads(line)["key"].split()[-1]) for line in lines[: self.data["calibration"]["readings"]])
 
     def documents(self, which: str) -> list[list[str]]:
-        """Name and fingerprint of each."""
+        """Name and fingerprint of each document."""
         found: list[list[str]] = self.data["documents"][which]
         return found
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A task, at some of a scale's lengths."""
+    """A task at some of a scale's lengths."""
 
     task: str
     lengths: slice
@@ -131,7 +115,7 @@ class Stage:
 
 
 def stages(trials: int, other_trials: int) -> list[Stage]:
-    """What matters most first, and the longest lengths, which take longest, last."""
+    """The stages by importance; the longest lengths, which take the most time, come at the end."""
     others = [task for task in TASKS if task != PASSKEY]
     return [
         Stage(PERPLEXITY, slice(None), 0),
@@ -149,7 +133,7 @@ class ScaleStudy:
     tables: dict[str, FrequencyTable]
     evaluation: Evaluation
     about: dict[str, Any]
-    clock: Clock
+    time_limit: TimeLimit
     calibrated: Calibrated | None = None
 
     @property
@@ -157,20 +141,20 @@ class ScaleStudy:
         return self.evaluation.results
 
     def measure(self, stage: Stage) -> None:
-        """One task with every method, but for what is known already."""
+        """Measure one task with every method; known figures are skipped."""
         lengths = list(self.evaluation.lengths)[stage.lengths]
-        # One reading gives the perplexities of all lengths.
+        # One pass gives the perplexities of all lengths.
         together = [lengths] if stage.task == PERPLEXITY else [[length] for length in lengths]
         for method in as_methods(self.tables):
-            trials = min(stage.trials, HOPELESS_TRIALS) if method.name in HOPELESS else stage.trials
+            trials = min(stage.trials, WEAK_METHOD_TRIALS) if method.name in WEAK_METHODS else stage.trials
             for some in together:
                 if not self.is_known(stage.task, method, some, trials):
-                    self.clock.check()
+                    self.time_limit.check()
                     with method.applied(self.evaluation.model):
                         replace(self.evaluation, lengths=some, trials=trials).measure(stage.task, method)
 
     def is_known(self, task: str, method: Method, lengths: list[int], trials: int) -> bool:
-        """Whether all figures are there, or can be had from the calibration, which are then kept."""
+        """Whether all figures are there; those of the calibration are copied to the results."""
         count, wanted = ("documents", len(self.evaluation.documents)) if task == PERPLEXITY else ("trials", trials)
         for source in self.sources:
             by_length = source["results"].get(task, {}).get(method.name, {})
@@ -183,7 +167,7 @@ class ScaleStudy:
 
     @cached_property
     def sources(self) -> list[dict[str, Any]]:
-        """The study's own figures, and the calibration's where it measured the same model on the same documents."""
+        """The study's own figures, and the calibration's if it has the same model and documents."""
         found = [self.results.data]
         if self.calibrated is not None:
             documents = [[document.name, fingerprint(document.tokens)] for document in self.evaluation.documents]
@@ -193,16 +177,16 @@ class ScaleStudy:
         return found
 
     def evolve(self, texts: Path, trained: NativeRope) -> None:
-        """Adds the table that evolution finds with as many tokens as the calibration had, unless it is there."""
+        """Add the table of an evolutionary search with the token budget of the calibration."""
         if self.calibrated is None:
             raise ValueError(f"--evolve must be scales that --calibrations has, got {self.scale:g}")
         if "evolution" not in self.results.data:
-            self.clock.check(self.calibrated.data["calibration"]["seconds"])
+            self.time_limit.check(self.calibrated.data["calibration"]["seconds"])
             self.results.data["evolution"] = self.evolved(texts, trained, self.calibrated)
         self.tables[EVOLVED] = FrequencyTable.from_dict(self.results.data["evolution"]["table"])
 
     def evolved(self, texts: Path, trained: NativeRope, calibrated: Calibrated) -> dict[str, Any]:
-        """What came of the search, and its readings on the way."""
+        """Run the search and return its table, losses and history."""
         lengths, data = calibrated.data["lengths"], calibrated.data
         documents = search_documents(texts, self.evaluation.tokenizer, calibrated)
         journal_path = self.results.path.with_name(f"{self.results.path.stem}_{self.scale:g}x.evolution.journal")
@@ -215,11 +199,11 @@ class ScaleStudy:
                 journal,
                 chunk=self.evaluation.chunk,
                 retrieval=data["retrieval"],
-                ration=calibrated.tokens_read(),
-                progress=lambda _: self.clock.check(),
+                max_tokens=calibrated.tokens_read(),
+                progress=lambda _: self.time_limit.check(),
             )
             rungs = Calibration(readings, trained, self.scale, DocumentSets(documents, [], []), math.inf).rungs
-            fixed = contenders(trained, self.scale)
+            fixed = tables_to_compare(trained, self.scale)
             genes = TableGenes(fixed["rope"])
 
             def loss(point: Point, rung: int) -> float:
@@ -233,7 +217,7 @@ class ScaleStudy:
                 evolve(genes, [genes.point(table) for table in fixed.values()], loss, len(rungs), 0, improved)
             )
         return {
-            "tokens_allowed": readings.ration,
+            "tokens_allowed": readings.max_tokens,
             "tokens": readings.tokens,
             "readings": readings.count,
             "seconds": readings.spent,
@@ -245,7 +229,7 @@ class ScaleStudy:
 
 
 def search_documents(texts: Path, tokenizer: Any, calibrated: Calibrated) -> list[Document]:
-    """The very documents that the calibration searched with, keys and all."""
+    """The search documents of the calibration, with their pass keys."""
     lengths = calibrated.data["lengths"]
     wanted = dict(calibrated.documents("search"))
     found = long_documents(texts, tokenizer, lengths[-1], len(wanted), lambda document: document.name in wanted)
@@ -258,7 +242,7 @@ def search_documents(texts: Path, tokenizer: Any, calibrated: Calibrated) -> lis
 
 
 def draw(part: dict[str, Any], title: str, stem: Path) -> None:
-    """Perplexity over length, a line a method; and the share that each found in every task."""
+    """Plot perplexity over length, one line per method, and the scores of all tasks."""
     from matplotlib.figure import Figure
 
     by_task = part["results"]
@@ -279,14 +263,14 @@ def draw(part: dict[str, Any], title: str, stem: Path) -> None:
         axes.set(xlabel="tokens", ylabel="perplexity of the second half", title=title)
         report.cut_off_explosions(axes, list(lines.values()))
         figure.legend(loc="outside right upper", frameon=False)
-        plotting.save(figure, stem.with_name(f"{stem.name}.perplexity.png"))
+        plotting.save(figure, with_ending(stem, "perplexity.png"))
     columns = [(task, length) for task in TASKS if task in by_task for length in report.lengths_in(by_task[task])]
     if columns:
-        draw_tasks(by_task, columns, title, stem.with_name(f"{stem.name}.tasks.png"))
+        draw_tasks(by_task, columns, title, with_ending(stem, "tasks.png"))
 
 
 def draw_tasks(by_task: dict[str, Any], columns: list[tuple[str, int]], title: str, path: Path) -> None:
-    """A row a method, a column a task and length; what was not measured stays empty."""
+    """Plot scores: a row per method, a column per task and length; missing figures stay blank."""
     from matplotlib.figure import Figure
 
     methods = list(dict.fromkeys(method for task, _ in columns for method in by_task[task]))
@@ -304,15 +288,20 @@ def draw_tasks(by_task: dict[str, Any], columns: list[tuple[str, int]], title: s
         for j, score in enumerate(row):
             if not math.isnan(score):
                 axes.text(j, i, f"{score:.2f}", ha="center", va="center", color="white" if score < 0.6 else "black")
-    # Over the whole picture, which few tasks make narrower than a line of it.
+    # suptitle, since with few tasks the axes are narrower than the title.
     figure.suptitle(f"{title}\nshare found", fontsize="medium")
     plotting.save(figure, path)
 
 
 def scale_studies(
-    options: argparse.Namespace, model: Any, tokenizer: Any, trained: NativeRope, results: Results, clock: Clock
+    options: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    trained: NativeRope,
+    results: Results,
+    time_limit: TimeLimit,
 ) -> Iterator[ScaleStudy]:
-    """The scales, each with its methods and documents."""
+    """The study of every scale, with its tables and documents."""
     found = {one.scale: one for one in map(Calibrated, options.calibrations)}
     assert trained.original_max_position is not None
     for scale in options.scales:
@@ -320,27 +309,27 @@ def scale_studies(
         documents = long_documents(options.held_out, tokenizer, lengths[-1], options.documents)
         part = results.part(f"{scale:g}")
         part.data |= {"lengths": lengths, "documents": [document.name for document in documents]}
-        tables = contenders(trained, scale)
+        tables = tables_to_compare(trained, scale)
         if scale in found:
             tables[CALIBRATED] = found[scale].table
         evaluation = Evaluation(model, tokenizer, documents, lengths, part, options.trials, options.chunk)
-        yield ScaleStudy(scale, tables, evaluation, results.data, clock, found.get(scale))
+        yield ScaleStudy(scale, tables, evaluation, results.data, time_limit, found.get(scale))
 
 
 def run(options: argparse.Namespace, model: Any, tokenizer: Any) -> Results:
-    """As much of the study as there is time for."""
+    """Run the study within the time limit."""
     if others := set(options.evolve) - set(options.scales):
         raise ValueError(f"--evolve must be among --scales, {options.scales}, got {sorted(others)}")
-    clock = Clock(options.minutes)
+    time_limit = TimeLimit(options.minutes)
     trained = trained_with(model, None)
     about = {
-        "model": models.short_name(options.model),
+        "model": model_loading.short_name(options.model),
         "weights": weights_fingerprint(model),
         "held_out": options.held_out.name,
-        **machine(model),
+        **measured_with(model),
     }
-    results = Results.going_on(options.output.with_name(f"{options.output.name}.json"), about)
-    by_scale = {one.scale: one for one in scale_studies(options, model, tokenizer, trained, results, clock)}
+    results = Results.resumed(with_ending(options.output, "json"), about)
+    by_scale = {one.scale: one for one in scale_studies(options, model, tokenizer, trained, results, time_limit)}
     wanted = stages(options.trials, options.other_trials)
     try:
         for stage in wanted[:2]:
@@ -362,30 +351,29 @@ def run(options: argparse.Namespace, model: Any, tokenizer: Any) -> Results:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Everything that can be chosen."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The parser of the script."""
+    options = script_parser(__doc__, "study")
     options.add_argument("model")
     options.add_argument("texts", type=Path)
     options.add_argument("held_out", type=Path)
     options.add_argument("--calibrations", type=Path, nargs="*", default=[])
     options.add_argument("--scales", type=float, nargs="+", default=[2.0, 4.0, 8.0, 16.0])
-    options.add_argument("--evolve", type=float, nargs="*", default=[4.0], help="of the scales")
+    options.add_argument("--evolve", type=float, nargs="*", default=[4.0], help="scales to evolve at")
     options.add_argument("--minutes", type=float, default=math.inf)
-    options.add_argument("--documents", type=int, default=8, help="held-out ones, at scales without a calibration")
-    options.add_argument("--trials", type=int, default=8, help="pass keys a length")
-    options.add_argument("--other-trials", type=int, default=4, help="prompts a length, in other tasks")
-    options.add_argument("--chunk", type=int, default=524288, help="tokens read at a time")
-    options.add_argument("--output", type=Path, default=RESULTS / "study", help="where to write, without ending")
+    options.add_argument("--documents", type=int, default=8, help="held-out documents")
+    options.add_argument("--trials", type=int, default=8, help="pass keys per length")
+    options.add_argument("--other-trials", type=int, default=4, help="prompts per length of the other tasks")
+    options.add_argument("--chunk", type=int, default=524288, help="tokens per forward pass")
     return options
 
 
 def main() -> None:
-    """Measures, prints, writes."""
+    """Measure, print and write."""
     options = parser().parse_args()
     if missing := set(options.evolve) - set(options.scales):
         raise SystemExit(f"--evolve must be of --scales {options.scales}, got {sorted(missing)}")
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = models.load(options.model)
+    model, tokenizer = model_loading.load(options.model)
     results = run(options, model, CachingTokenizer(tokenizer))
     print(f"\nwritten: {results.path}", f"({results.data['stopped']})" if results.data["stopped"] else "")
 

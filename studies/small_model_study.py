@@ -1,17 +1,17 @@
-"""What one model cannot show: small models of bytes, trained from scratch with several seeds, then extended.
+"""Variation over seeds: small byte-level models, trained from scratch with several seeds, then extended.
 
-    python studies/small_models.py TRAIN HELD_OUT [--models FOLDER] [--head-dims 64 128] [--seeds 0 1 2]
+    python studies/small_model_study.py TRAIN HELD_OUT [--models FOLDER] [--head-dims 64 128] [--seeds 0 1 2]
         [--minutes-per-model 0.8] [--scales 2 4 8 16] [--documents 8] [--trials 32] [--calibrate 8]
         [--calibration-seconds 5] [--minutes N] [--output benchmarks/results/small_models]
 
-TRAIN and HELD_OUT as mrrope eval takes texts: TRAIN of some 20 MB or more, HELD_OUT with documents of 16K bytes and
-more, which are taken evenly from all over it. The models have 25M parameters and read 1024 bytes; half of what they
-are trained on has pass keys hidden in it, and a model that does not find 95 % of them at that length is not judged. At
-every scale S each method reads held-out documents, and pass keys at S times the trained length; at the scales of
---calibrate so does a table found for the model, with other documents of HELD_OUT.
+TRAIN and HELD_OUT are files or folders as for mrrope eval: TRAIN of 20 MB or more, HELD_OUT with documents of at least
+16K bytes, which are sampled evenly. The models have 25M parameters and a trained length of 1024 bytes. Half of the
+training rows contain pass keys; a model that finds less than 95 % of them at the trained length is excluded. At every
+scale S each method is measured on held-out documents and on pass keys at S times the trained length. At the scales of
+--calibrate a calibrated table is measured too; its search uses other documents of HELD_OUT.
 
-Models are kept in FOLDER, figures in NAME.json, with a picture beside it; run again, it goes on, with other head_dims
-or minutes per model, too. After --minutes it stops and keeps what it has.
+Models are stored in FOLDER, figures in NAME.json and NAME.png. After --minutes the study stops; a second run resumes
+it, also with other head_dims or minutes per model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compared_tables import contenders
-from method_study import Clock, OutOfTimeError
-from small_training import ByteTokenizer, Recipe, Shape, trained_model
+from compared_tables import tables_to_compare
+from small_model_training import ByteTokenizer, Recipe, Shape, trained_model
+from study_script import OutOfTimeError, TimeLimit, script_parser
 from transformers import LlamaForCausalLM
 
 from mrrope.calibration.calibrate import Calibration
@@ -40,28 +40,28 @@ from mrrope.calibration.journal import Journal
 from mrrope.calibration.objective import Readings
 from mrrope.calibration.report import CALIBRATED
 from mrrope.calibration.search import BudgetSpentError
-from mrrope.evaluation.command import machine
+from mrrope.evaluation.chunked_reader import greedy_answers
+from mrrope.evaluation.documents import Document, long_documents, read_texts
 from mrrope.evaluation.model_loading import chosen_device, chosen_dtype
 from mrrope.evaluation.perplexity import document_losses, perplexity
 from mrrope.evaluation.prompts import Haystack
-from mrrope.evaluation.chunked_reader import greedy_answers
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.retrieval_tasks import TASKS
-from mrrope.evaluation.documents import Document, long_documents, read_texts
 from mrrope.hf.patch import patched
 from mrrope.reporting import plotting
+from mrrope.reporting.machine import measured_with
+from mrrope.reporting.output import with_ending
 from mrrope.tables import FrequencyTable
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 ANSWER = 8
-"""Tokens for an answer: a blank, five digits and what follows them."""
+"""Tokens of an answer: a space, five digits and what follows."""
 CALIBRATION_DOCUMENTS = 8
 FIGURES = {"perplexity": "second_half_perplexity", "passkey": "score"}
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A trained model and what it is judged by."""
+    """A trained model and the documents and trials it is measured on."""
 
     model: LlamaForCausalLM
     documents: Sequence[Document]
@@ -69,7 +69,7 @@ class Examined:
     chunk: int
 
     def perplexities(self, lengths: Sequence[int]) -> dict[int, dict[str, float]]:
-        """Both protocols, at every length."""
+        """Perplexities of both protocols at every length."""
         found = [list(document_losses(self.model, one.tokens, lengths, chunk=self.chunk)) for one in self.documents]
         return {
             losses[0].length: {
@@ -80,7 +80,7 @@ class Examined:
         }
 
     def passkeys(self, length: int) -> float:
-        """The share found where prompt and answer together have the length."""
+        """Share of pass keys found; prompt and answer together have the length."""
         trials = TASKS["passkey"](Haystack(ByteTokenizer(), self.documents), length - ANSWER, self.trials)
         answers = greedy_answers(
             self.model, [trial.prompt for trial in trials], [ANSWER] * len(trials), chunk=self.chunk
@@ -89,7 +89,7 @@ class Examined:
 
 
 def calibrated(examined: Examined, documents: DocumentSets, scale: float, seconds: float) -> FrequencyTable:
-    """The table found for a model; what it read is not kept, since it takes seconds."""
+    """Calibrate a table for the model; the journal is temporary, since this takes seconds."""
     trained = trained_with(examined.model, None)
     assert trained.original_max_position is not None
     lengths = lengths_up_to(trained.original_max_position, scale)
@@ -103,22 +103,24 @@ def calibrated(examined: Examined, documents: DocumentSets, scale: float, second
             raise ValueError(f"--calibration-seconds must be enough for the fixed methods, got {seconds:g}") from None
 
 
-def measure(examined: Examined, others: DocumentSets, options: argparse.Namespace, part: Results, clock: Clock) -> None:
-    """Every scale with every method, but for what is known already."""
+def measure(
+    examined: Examined, others: DocumentSets, options: argparse.Namespace, part: Results, time_limit: TimeLimit
+) -> None:
+    """Measure every method at every scale; known figures are skipped."""
     trained = trained_with(examined.model, None)
     assert trained.original_max_position is not None
     known = part.data.setdefault("calibrated", {})
     for scale in options.scales:
         lengths = lengths_up_to(trained.original_max_position, scale)
-        tables = contenders(trained, scale)
+        tables = tables_to_compare(trained, scale)
         if scale in options.calibrate:
             if f"{scale:g}" not in known:
-                clock.check(options.calibration_seconds)
+                time_limit.check(options.calibration_seconds)
                 known[f"{scale:g}"] = calibrated(examined, others, scale, options.calibration_seconds).to_dict()
             tables[CALIBRATED] = FrequencyTable.from_dict(known[f"{scale:g}"])
         for method, table in tables.items():
             if method not in part.data["results"].get(f"passkey {scale:g}", {}):
-                clock.check()
+                time_limit.check()
                 with patched(examined.model, table):
                     for length, figures in examined.perplexities(lengths).items():
                         part.put(f"perplexity {scale:g}", method, length, figures)
@@ -126,7 +128,7 @@ def measure(examined: Examined, others: DocumentSets, options: argparse.Namespac
 
 
 def over_seeds(data: dict[str, Any], head_dim: int, scale: float, task: str, method: str) -> list[float]:
-    """The figures of all models that were judged, at the longest length: perplexity or pass keys."""
+    """The figures of all judged models at the longest length: perplexity or pass keys."""
     return [
         by_length[max(by_length, key=int)][FIGURES[task]]
         for part in data["parts"].values()
@@ -136,7 +138,7 @@ def over_seeds(data: dict[str, Any], head_dim: int, scale: float, task: str, met
 
 
 def summarised(data: dict[str, Any]) -> dict[str, Any]:
-    """Means over seeds and their spread: by head_dim, task, method and scale."""
+    """Mean and range over seeds, by head_dim, task, method and scale."""
     tasks = [by_method for part in data["parts"].values() for by_method in part["results"].values()]
     methods = dict.fromkeys(method for by_method in tasks for method in by_method)
 
@@ -159,7 +161,7 @@ def summarised(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(data: dict[str, Any]) -> str:
-    """What was summarised, in print."""
+    """The summary as text."""
     lines = []
     for head_dim, by_task in data["summary"].items():
         for task, by_method in by_task.items():
@@ -176,7 +178,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def draw(data: dict[str, Any], path: Path) -> None:
-    """A panel for each head_dim and figure: means over seeds by scale, from the lowest to the highest."""
+    """Plot mean and range over seeds by scale, one panel per head_dim and task."""
     from matplotlib.figure import Figure
 
     wide = len(data["head_dims"])
@@ -188,7 +190,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
             for method, by_scale in by_task[task].items():
                 cells = list(by_scale.values())
                 means.append([cell["mean"] for cell in cells])
-                # A little apart, so that no spread hides another.
+                # Shifted horizontally, so that error bars do not overlap.
                 places = [float(scale) * 1.015 ** len(means) for scale in by_scale]
                 spread = [
                     [cell["mean"] - cell["lowest"] for cell in cells],
@@ -203,15 +205,15 @@ def draw(data: dict[str, Any], path: Path) -> None:
             if task == "passkey":
                 axes.set_ylim(-0.03, 1.03)
             elif any(means):
-                # No perplexity is below 1.
+                # Perplexity is at least 1.
                 axes.set_ylim(bottom=1.0, top=min(axes.get_ylim()[1], 3 * min(max(line) for line in means if line)))
     handles, names = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right upper", frameon=False)
     plotting.save(figure, path)
 
 
-def in_short(part: dict[str, Any]) -> str:
-    """What came of a model's training."""
+def training_summary(part: dict[str, Any]) -> str:
+    """One line about a model's training."""
     training = part["training"]
     return (
         f"{training['parameters'] / 1e6:.1f}M parameters, {training['tokens'] / 1e6:.1f}M tokens in "
@@ -221,19 +223,19 @@ def in_short(part: dict[str, Any]) -> str:
 
 
 def evenly(documents: Sequence[Document], count: int) -> list[Document]:
-    """So many from all over a list."""
+    """``count`` documents, evenly spaced over the list."""
     return [documents[i * len(documents) // count] for i in range(min(count, len(documents)))]
 
 
 def training_text(path: Path, device: torch.device) -> torch.Tensor:
-    """All documents, one after the other, as bytes."""
+    """All documents, concatenated, as bytes."""
     data = bytearray("\n".join(text for _, text in read_texts(path)).encode())
     return torch.frombuffer(data, dtype=torch.uint8).to(device)
 
 
 def run(options: argparse.Namespace) -> Results:
-    """Trains, examines and extends one model after the other, as far as the minutes go."""
-    clock = Clock(options.minutes)
+    """Train, measure and extend the models within the time limit."""
+    time_limit = TimeLimit(options.minutes)
     device = chosen_device()
     shapes = {head_dim: Shape(head_dim, **options.shape) for head_dim in options.head_dims}
     recipe = Recipe(60 * options.minutes_per_model, **options.recipe)
@@ -252,20 +254,20 @@ def run(options: argparse.Namespace) -> Results:
         "trials": options.trials,
         "enough": options.enough,
     }
-    results = Results.going_on(options.output.with_name(f"{options.output.name}.json"), about)
+    results = Results.resumed(with_ending(options.output, "json"), about)
     results.data.setdefault("parts", {})
     ready: dict[Shape, LlamaForCausalLM] = {}
     stopped = None
     try:
-        # Seed by seed, so that what there is time for has both kinds of heads.
+        # Seeds in the outer loop, so that a time limit leaves results for every head_dim.
         for seed in options.seeds:
             for head_dim, shape in shapes.items():
                 name = f"head{head_dim}_seed{seed}"
-                clock.check()
+                time_limit.check()
                 part = results.part(name)
                 folder = options.models / name
                 training = trained_model(folder, shape, seed, text, recipe, ready)
-                if part.data.get("training") != training:  # another model, though of the same name
+                if part.data.get("training") != training:  # retrained since
                     part.data.clear()
                     part.data |= {"results": {}, "training": training}
                 model = LlamaForCausalLM.from_pretrained(folder, dtype=chosen_dtype(None, device)).to(device).eval()
@@ -274,11 +276,11 @@ def run(options: argparse.Namespace) -> Results:
                     share = examined.passkeys(shape.trained_length)
                     judged = share >= options.enough
                     part.data |= {"head_dim": head_dim, "seed": seed, "passkey": share, "judged": judged}
-                    results.data |= machine(model)
+                    results.data |= measured_with(model)
                     results.save()
-                print(f"{name}: {in_short(part.data)}", flush=True)
+                print(f"{name}: {training_summary(part.data)}", flush=True)
                 if part.data["judged"]:
-                    measure(examined, others, options, part, clock)
+                    measure(examined, others, options, part, time_limit)
     except OutOfTimeError:
         stopped = f"{options.minutes:g} minutes were over"
     known = {part["head_dim"] for part in results.data["parts"].values() if "judged" in part}
@@ -286,35 +288,34 @@ def run(options: argparse.Namespace) -> Results:
     results.data["summary"] = summarised(results.data)
     results.finish(stopped)
     print(table(results.data))
-    draw(results.data, options.output.with_name(f"{options.output.name}.png"))
+    draw(results.data, with_ending(options.output, "png"))
     return results
 
 
 def parser() -> argparse.ArgumentParser:
-    """Everything that can be chosen."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The parser of the script."""
+    options = script_parser(__doc__, "small_models")
     options.add_argument("train", type=Path)
     options.add_argument("held_out", type=Path)
     options.add_argument("--models", type=Path, default=Path("build/small_models"))
     options.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    options.add_argument("--shape", type=json.loads, default={}, help="of the models, where not as above, in JSON")
-    options.add_argument("--recipe", type=json.loads, default={}, help="of their training, likewise")
+    options.add_argument("--shape", type=json.loads, default={}, help="JSON of Shape fields to change")
+    options.add_argument("--recipe", type=json.loads, default={}, help="JSON of Recipe fields to change")
     options.add_argument("--minutes-per-model", type=float, default=0.8)
     options.add_argument("--scales", type=float, nargs="+", default=[2.0, 4.0, 8.0, 16.0])
     options.add_argument("--documents", type=int, default=8)
     options.add_argument("--trials", type=int, default=32)
-    options.add_argument("--enough", type=float, default=0.95, help="share of pass keys to be found before extension")
-    options.add_argument("--calibrate", type=float, nargs="*", default=[8.0], help="of the scales")
+    options.add_argument("--enough", type=float, default=0.95, help="share of pass keys to find at the trained length")
+    options.add_argument("--calibrate", type=float, nargs="*", default=[8.0], help="scales to calibrate at")
     options.add_argument("--calibration-seconds", type=float, default=5.0)
-    options.add_argument("--chunk", type=int, default=524288, help="tokens read at a time")
+    options.add_argument("--chunk", type=int, default=524288, help="tokens per forward pass")
     options.add_argument("--minutes", type=float, default=math.inf)
-    options.add_argument("--output", type=Path, default=RESULTS / "small_models", help="where to write, without ending")
     return options
 
 
 def main() -> None:
-    """Trains, measures, prints, writes."""
+    """Train, measure, print and write."""
     options = parser().parse_args()
     options.output.parent.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")

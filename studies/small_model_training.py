@@ -1,5 +1,8 @@
-"""Small models of bytes, trained from scratch in a minute each: on texts, some with pass keys hidden in them, some that
-repeat themselves. What repeats teaches a model to look back, without which it finds no key."""
+"""Train small byte-level models from scratch, in a minute each.
+
+Some training rows contain pass keys, some repeat themselves. Repetition teaches a model to look back, without which it
+finds no key.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ from mrrope.evaluation.retrieval_tasks import PASSKEY_QUESTION, PASSKEY_SENTENCE
 
 VOCABULARY = 256
 DIGITS = "#####"
-"""Where a key's five digits go."""
+"""Placeholder for a key's five digits."""
 SENTENCE = f"\n{PASSKEY_SENTENCE.format(key=DIGITS)}\n"
 QUESTION = f"\n{PASSKEY_QUESTION} {DIGITS}.\n"
 DONE = "training.json"
 
 
 class ByteTokenizer:
-    """A token is a byte."""
+    """Tokens are bytes."""
 
     bos_token_id = eos_token_id = None
 
@@ -36,13 +39,13 @@ class ByteTokenizer:
         return SimpleNamespace(input_ids=list(text.encode()))
 
     def decode(self, tokens: list[int]) -> str:
-        """Halves of characters, at either end, are replaced."""
+        """Decode; characters that are cut at either end are replaced."""
         return bytes(tokens).decode(errors="replace")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model is like; about 25M parameters unless said otherwise."""
+    """The shape of a model; the defaults give about 25M parameters."""
 
     head_dim: int
     hidden: int = 512
@@ -51,7 +54,7 @@ class Shape:
     trained_length: int = 1024
 
     def model(self, seed: int) -> LlamaForCausalLM:
-        """With random weights."""
+        """A model with random weights."""
         torch.manual_seed(seed)
         heads = self.hidden // self.head_dim
         return LlamaForCausalLM(
@@ -74,47 +77,49 @@ class Shape:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train."""
+    """Training settings."""
 
     seconds: float
     rows: int = 32
     peak: float = 2e-3
     warm_up: float = 0.03
-    """A share of the time."""
+    """Share of the time."""
     keyed: float = 0.5
-    """The share of rows with a key in them."""
+    """Share of rows with a pass key."""
     repeated: float = 0.2
-    """The share of rows that repeat themselves."""
+    """Share of rows that repeat themselves."""
     compiled: bool = True
 
     def learning_rate(self, progress: float) -> float:
-        """After a share of the time: up in a straight line, then down to zero by half a cosine."""
+        """Linear warm-up, then cosine decay to zero."""
         down = (1 + math.cos(math.pi * min(progress, 1.0))) / 2
         return self.peak * min(progress / self.warm_up, down)
 
 
-def batch(text: torch.Tensor, length: int, recipe: Recipe, chance: torch.Generator) -> torch.Tensor:
-    """Stretches of the text, ``[rows, length]``: in the first of them a pass key is told once and asked for twice, the
-    last go on to say the same over and over."""
-    starts = torch.randint(len(text) - length, (recipe.rows, 1), device=text.device, generator=chance)
+def batch(text: torch.Tensor, length: int, recipe: Recipe, rng: torch.Generator) -> torch.Tensor:
+    """Random windows of the text, ``[rows, length]``.
+
+    The first rows contain a pass key and two questions for it, the last rows repeat a passage.
+    """
+    starts = torch.randint(len(text) - length, (recipe.rows, 1), device=text.device, generator=rng)
     tokens = text[starts + torch.arange(length, device=text.device)].long()
     keyed, repeated = round(recipe.keyed * recipe.rows), round(recipe.repeated * recipe.rows)
-    hide_keys(tokens[:keyed], chance)
-    after = torch.randint(length // 8, length // 2 + 1, (repeated, 1), device=text.device, generator=chance)
+    hide_keys(tokens[:keyed], rng)
+    after = torch.randint(length // 8, length // 2 + 1, (repeated, 1), device=text.device, generator=rng)
     again = torch.arange(length, device=text.device) % after
     tokens[recipe.rows - repeated :] = tokens[recipe.rows - repeated :].gather(1, again)
     return tokens
 
 
-def hide_keys(tokens: torch.Tensor, chance: torch.Generator) -> None:
-    """Writes over some of each row: a key anywhere, a question anywhere after it, and another at the very end."""
+def hide_keys(tokens: torch.Tensor, rng: torch.Generator) -> None:
+    """Overwrite a part of each row with a key, a question anywhere after it, and a question at the end."""
     rows, length = tokens.shape
     device = tokens.device
 
     def uniform(most: torch.Tensor) -> torch.Tensor:
-        return (torch.rand(rows, device=device, generator=chance) * (most + 1)).long()
+        return (torch.rand(rows, device=device, generator=rng) * (most + 1)).long()
 
-    digits = torch.randint(ord("0"), ord("9") + 1, (rows, len(DIGITS)), device=device, generator=chance)
+    digits = torch.randint(ord("0"), ord("9") + 1, (rows, len(DIGITS)), device=device, generator=rng)
     digits[:, 0] = digits[:, 0].clamp(min=ord("1"))
     room = length - len(SENTENCE) - 2 * len(QUESTION)
     if room < 0:
@@ -131,28 +136,28 @@ def hide_keys(tokens: torch.Tensor, chance: torch.Generator) -> None:
 
 @functools.cache
 def template(words: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of some words and where digits go; on the device, since a copy in every step would wait for it."""
+    """The bytes of a sentence and the columns of its digits; cached on the device to avoid a copy per step."""
     letters = torch.tensor(list(words.encode()), device=device)
     return letters, (letters == ord(DIGITS[0])).nonzero().flatten()
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Of every token but the first, the hidden keys' as any other."""
+    """Mean loss of every token but the first."""
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
         logits = model(input_ids=tokens, use_cache=False).logits
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def train(model: LlamaForCausalLM, text: torch.Tensor, recipe: Recipe, seed: int) -> dict[str, Any]:
-    """For as long as the recipe says, compilation left out. What came of it."""
-    chance = torch.Generator(text.device).manual_seed(seed)
+    """Train for the recipe's time, excluding compilation, and return a record of the training."""
+    rng = torch.Generator(text.device).manual_seed(seed)
     length = model.config.max_position_embeddings
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.peak, betas=(0.9, 0.95), weight_decay=0.1, fused=text.is_cuda
     )
 
     def step() -> torch.Tensor:
-        loss = loss_of(model, batch(text, length, recipe, chance))
+        loss = loss_of(model, batch(text, length, recipe, rng))
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         return loss.detach()
@@ -169,7 +174,7 @@ def train(model: LlamaForCausalLM, text: torch.Tensor, recipe: Recipe, seed: int
             optimizer.step()
             optimizer.zero_grad()
             steps += 1
-            if steps % 20 == 1:  # waits for the GPU, so that the clock is its clock, too
+            if steps % 20 == 1:  # item() synchronizes, so that elapsed time includes the GPU's
                 losses.append([steps, loss.item()])
                 bar.update(round(elapsed) - bar.n)
                 bar.set_postfix_str(f"step {steps}, loss {losses[-1][1]:.3f}")
@@ -186,21 +191,21 @@ def train(model: LlamaForCausalLM, text: torch.Tensor, recipe: Recipe, seed: int
 def trained_model(
     folder: Path, shape: Shape, seed: int, text: torch.Tensor, recipe: Recipe, ready: dict[Shape, LlamaForCausalLM]
 ) -> dict[str, Any]:
-    """Trains a model and leaves it in the folder, unless it is there. What came of its training.
+    """Train a model and save it in the folder, unless it is there; return the record of its training.
 
     Args:
-        folder: where the model is, or will be.
-        shape: what it is like.
-        seed: of its weights and of what it reads.
+        folder: of the model.
+        shape: of the model.
+        seed: of the weights and of the training rows.
         text: bytes, on the device to train on.
-        recipe: how to train.
-        ready: models whose code is compiled already; gets this one if it is the first of its shape.
+        recipe: training settings.
+        ready: compiled models by shape, which are reused; the first model of a shape is added.
     """
     if not (folder / DONE).is_file():
         fresh = shape.model(seed).to(text.device)
         model = ready.setdefault(shape, fresh)
         if model is fresh and recipe.compiled:
-            # One by one: they share their code, so that this takes seconds.
+            # Layer by layer: all layers share one compiled graph, so that compilation takes seconds.
             for layer in model.model.layers:
                 layer.compile()
         model.load_state_dict(fresh.state_dict())

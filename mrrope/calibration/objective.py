@@ -136,8 +136,8 @@ class Readings:
 def figures_at(length: int, losses: torch.Tensor, document: Document) -> Figures:
     """The figures at a length; ``losses`` starts with the second token."""
     answers = document.answers if isinstance(document, KeyedDocument) else ()
-    asked = losses[[place - 1 for place in answers if place < length]]
-    forgotten = 1 - asked.neg().exp().mean().item() if len(asked) else 0.0
+    answered = losses[[place - 1 for place in answers if place < length]]
+    forgotten = 1 - answered.neg().exp().mean().item() if len(answered) else 0.0
     return Figures(**asdict(loss_at(length, losses)), forgotten=forgotten)
 
 

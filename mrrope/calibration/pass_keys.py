@@ -39,18 +39,18 @@ def with_keys(document: Document, tokenizer: Any, lengths: Sequence[int]) -> Key
     owners = iter(rng.sample([f"the {colour} {thing}" for colour in COLOURS for thing in THINGS], k=100))
     insets: list[Inset] = []
     for length in sorted(lengths):
-        hidden, asked = [], []
+        hidden, questions = [], []
         for depth, owner in zip(even_depths(KEYS_A_LENGTH), owners, strict=False):
             key = five_digits(rng)
             sentence = encode(tokenizer, f"\nThe pass key of {owner} is {key}. Remember it.\n")
             hidden.append(Inset(round(depth * length), sentence))
             question = encode(tokenizer, f"\nWhat is the pass key of {owner}? The pass key of {owner} is")
             answer = encode(tokenizer, f" {key}")
-            asked.append((question + answer, range(len(question), len(question) + len(answer))))
-        room = sum(len(question) for question, _ in asked)
+            questions.append((question + answer, range(len(question), len(question) + len(answer))))
+        room = sum(len(question) for question, _ in questions)
         if room + sum(len(inset.tokens) for inset in hidden) > LARGEST_SHARE * length:
             continue
-        insets += [*hidden, *(Inset(length - room, *question) for question in asked)]
+        insets += [*hidden, *(Inset(length - room, *question) for question in questions)]
     return insert(document, insets, len(opening_tokens(tokenizer)))
 
 

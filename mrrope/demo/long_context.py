@@ -95,7 +95,7 @@ def text_with_key(tokenizer: Any, course: Course) -> list[int]:
 
 
 def calibrated_tables(name: str, max_scale: float) -> list[FrequencyTable]:
-    """The calibrated tables that ship for a model, for scales 2, 4, ..., up to the first that is missing."""
+    """The calibrated tables that ship for a model, for those of the scales 2, 4, ... that have one."""
     tables = []
     for scale in scales_up_to(max_scale):
         with contextlib.suppress(OSError):

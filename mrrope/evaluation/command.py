@@ -93,8 +93,7 @@ def warn_if_identical(methods: Sequence[Method]) -> None:
     alike = [method.name for method in methods if dict(method.options).get("scale") == 1.0]
     if len(alike) > 1:
         print(
-            f"mrrope eval: {', '.join(alike)} are the unpatched model at --scale 1; "
-            "they differ at a larger --scale",
+            f"mrrope eval: {', '.join(alike)} are the unpatched model at --scale 1; they differ at a larger --scale",
             file=sys.stderr,
         )
 

@@ -101,11 +101,11 @@ class Evaluation:
 
     def answers(self, task: str, haystack: Haystack, length: int, progress: Progress) -> dict[str, Any]:
         """The model's answers to a task's prompts of one length."""
-        asked = TASKS[task](haystack, length, self.trials)
+        prompts = TASKS[task](haystack, length, self.trials)
         answers = greedy_answers(
             self.model,
-            [trial.prompt for trial in asked],
-            [trial.answer_tokens for trial in asked],
+            [trial.prompt for trial in prompts],
+            [trial.answer_tokens for trial in prompts],
             chunk=self.chunk,
             end_token=self.tokenizer.eos_token_id,
             progress=progress,
@@ -117,7 +117,7 @@ class Evaluation:
                 "answer": self.tokenizer.decode(answer),
                 "score": trial.score(answer),
             }
-            for trial, answer in zip(asked, answers, strict=True)
+            for trial, answer in zip(prompts, answers, strict=True)
         ]
         return {"score": fmean(trial["score"] for trial in trials), "trials": trials}
 

@@ -26,7 +26,7 @@ class Results:
         self.data: dict[str, Any] = {"format": FORMAT, **about, "stopped": None, "complete": False, "results": {}}
 
     @classmethod
-    def going_on(cls, path: Path, about: dict[str, Any]) -> Results:
+    def resumed(cls, path: Path, about: dict[str, Any]) -> Results:
         """Resume from the file of an earlier run with the same settings, or start with no figures.
 
         Raises:

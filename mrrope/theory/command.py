@@ -117,7 +117,7 @@ def summary(data: dict[str, Any]) -> str:
             lines += [f"  {method:18}{zeros[0]:>14}{zeros[1]:>15}"]
     if ATTENTION in data:
         found = data[ATTENTION]
-        lines += ["", f"wavering of the middle pairs' score past the native length of {found['model']}"]
+        lines += ["", f"standard deviation of the middle pairs' score past the native length of {found['model']}"]
         lines += [f"({found['layers']}):"]
         lines += [f"  {method:12} {wavering:.2f}" for method, wavering in wavering_past_native(found).items()]
     return "\n".join([*lines, ""])

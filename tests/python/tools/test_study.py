@@ -33,7 +33,6 @@ from mrrope.evaluation import model_loading
 from mrrope.evaluation.documents import Document
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.retrieval_tasks import TASKS
-from mrrope.evaluation.documents import Document
 from mrrope.table_lookup import NativeRope
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -43,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 @pytest.mark.parametrize(("rotary_dim", "scale"), [(64, 16.0), (128, 2.0), (32, 5.0)])
 def test_su_is_the_formula(rotary_dim: int, scale: float) -> None:
-    table = compared_tables.contenders(NativeRope(rotary_dim, 1e5, 8192), scale)["su"]
+    table = compared_tables.tables_to_compare(NativeRope(rotary_dim, 1e5, 8192), scale)["su"]
     pairs = rotary_dim // 2
     a = math.log(scale) / pairs**0.625
     expected = [math.exp(a * m**0.625) for m in range(1, pairs + 1)]
@@ -57,7 +56,7 @@ def test_su_is_the_formula(rotary_dim: int, scale: float) -> None:
 
 
 def test_contenders_are_all_different_and_of_one_scale() -> None:
-    tables = compared_tables.contenders(NativeRope(64, 1e5, 8192), 16.0)
+    tables = compared_tables.tables_to_compare(NativeRope(64, 1e5, 8192), 16.0)
     assert {*FIXED_METHODS, "mrrope_pow 0.5", "mrrope_pow 2", "su"} == set(tables)
     assert {table.scale for table in tables.values()} == {16.0}
     assert len({tuple(table.inv_freq.tolist()) for table in tables.values()}) == len(tables)
@@ -67,15 +66,17 @@ def test_contenders_are_all_different_and_of_one_scale() -> None:
 # Evolution
 
 
-def genes_and_seeds() -> tuple[evolution.TableGenes, list]:
-    tables = compared_tables.contenders(NativeRope(64, 1e5, 8192), 16.0)
-    genes = evolution.TableGenes(tables["rope"])
+def genes_and_seeds() -> tuple[evolutionary_search.TableGenes, list]:
+    tables = compared_tables.tables_to_compare(NativeRope(64, 1e5, 8192), 16.0)
+    genes = evolutionary_search.TableGenes(tables["rope"])
     return genes, [genes.point(table) for table in tables.values()]
 
 
 def test_genes_keep_a_table_and_its_order() -> None:
     genes, seeds = genes_and_seeds()
-    for table, point in zip(compared_tables.contenders(NativeRope(64, 1e5, 8192), 16.0).values(), seeds, strict=True):
+    for table, point in zip(
+        compared_tables.tables_to_compare(NativeRope(64, 1e5, 8192), 16.0).values(), seeds, strict=True
+    ):
         again = genes.table(point)
         torch.testing.assert_close(again.cumulative_scale, table.cumulative_scale, rtol=1e-8, atol=0)
         assert again.attention_factor == pytest.approx(table.attention_factor, rel=1e-8)
@@ -121,7 +122,7 @@ def test_evolution_without_enough_for_the_first_generation_says_so() -> None:
 
 def test_rationed_readings_are_no_more_than_the_ration(tmp_path: Path) -> None:
     document = Document("one", list(range(128)))
-    readings = evolution.RationedReadings(
+    readings = evolutionary_search.RationedReadings(
         byte_llama(64, initializer_range=0.5),
         [64, 128],
         Journal(tmp_path / "journal", {}),
@@ -283,7 +284,7 @@ def test_long_texts_are_encoded_once() -> None:
 def test_results_of_something_else_are_not_gone_on_with(folder: Path, whole: tuple[dict, Path]) -> None:
     about = {"weights": whole[0]["weights"], "torch": "other", "model": "other"}
     with pytest.raises(ValueError, match=r"--output must be .*study\.json is of a run with another model, torch$"):
-        Results.going_on(whole[1].with_suffix(".json"), about)
+        Results.resumed(whole[1].with_suffix(".json"), about)
 
 
 def test_tables_show_what_the_study_found(whole: tuple[dict, Path], monkeypatch: pytest.MonkeyPatch) -> None:
