@@ -1,10 +1,9 @@
-"""Writes the tables in README.md and docs/ that come from benchmarks/results/ and docs/figures/.
+"""Write the tables of README.md and docs/ from benchmarks/results/ and docs/figures/.
 
     python docs/generate [--check]
 
-A table stands between <!-- table NAME --> and <!-- end -->, a figure in a sentence between <!-- figure NAME --> and
-<!-- -->; what is between is replaced, by what docs/generate/ makes of the results. With --check nothing is
-written, and the exit status tells whether anything would have been.
+A table stands between <!-- table NAME --> and <!-- end -->; everything between the two markers is replaced. With
+--check nothing is written, and the exit status is 1 where a page is out of date.
 """
 
 from __future__ import annotations
@@ -16,43 +15,35 @@ import sys
 import evaluation_tables
 import speed_tables
 import study_tables
+import theory_tables
 from measurements import ROOT
 
-GUIDES = ("speed", "auto-scale", "qkv-rotary", "evaluation", "theory", "study", "calibration")
-PAGES = ("README.md", *(f"docs/{guide}.md" for guide in GUIDES))
-TABLES = {**speed_tables.TABLES, **study_tables.TABLES, **evaluation_tables.TABLES}
-QUOTED = {**speed_tables.QUOTED, **study_tables.QUOTED, **evaluation_tables.QUOTED}
+TABLES = {**speed_tables.TABLES, **study_tables.TABLES, **evaluation_tables.TABLES, **theory_tables.TABLES}
+PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if "<!-- table " in page.read_text()]
 
 
-def filled(text: str) -> str:
-    """A page with its tables and figures as the results are now."""
+def with_current_tables(text: str) -> str:
+    """Return a page with its tables rewritten from the results."""
 
     def write(match: re.Match[str]) -> str:
         return "\n".join([match[1], "", *TABLES[match[2]](), "", match[3]])
 
-    def quote(match: re.Match[str]) -> str:
-        return f"{match[1]}{QUOTED[match[2]]()}{match[3]}"
-
-    text, quoted = re.subn(r"(<!-- figure (\w+) -->)[^<]*(<!-- -->)", quote, text)
-    if not text.count("<!-- figure ") == text.count("<!-- -->") == quoted:
-        raise ValueError("every figure must have its end")
-
     text, written = re.subn(r"(<!-- table (\w+) -->)\n.*?(<!-- end -->)", write, text, flags=re.DOTALL)
-    if not written + quoted or not text.count("<!-- table ") == text.count("<!-- end -->") == written:
-        raise ValueError("every page must have tables or figures, and every table its end")
+    if not text.count("<!-- table ") == text.count("<!-- end -->") == written:
+        raise ValueError("every <!-- table NAME --> must have its <!-- end -->")
     return text
 
 
 def main() -> int:
-    """Writes, or checks."""
+    """Write the pages, or check them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only tell whether a page is out of date")
+    parser.add_argument("--check", action="store_true", help="report pages that are out of date and write nothing")
     options = parser.parse_args()
-    stale = [page for page in PAGES if filled((ROOT / page).read_text()) != (ROOT / page).read_text()]
+    stale = [page for page in PAGES if with_current_tables(page.read_text()) != page.read_text()]
     for page in stale:
-        print(f"{page} {'is out of date' if options.check else 'is written anew'}")
+        print(f"{page.relative_to(ROOT)} {'is out of date' if options.check else 'is rewritten'}")
         if not options.check:
-            (ROOT / page).write_text(filled((ROOT / page).read_text()))
+            page.write_text(with_current_tables(page.read_text()))
     return 1 if options.check and stale else 0
 
 

@@ -1,19 +1,19 @@
-"""Tables of reading on, of the demo, and of the theory."""
+"""Tables of docs/evaluation.md, docs/auto-scale.md, and of the numerics that `mrrope demo` measures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from measurements import NOT_MEASURED, beside_figure, perplexity, result, rows_of, table
+from measurements import NOT_MEASURED, figure_data, perplexity, result, rows_of, short_exponent, table
 
 from mrrope.demo.report import short
 from mrrope.reporting.plotting import thousands
-from mrrope.theory.command import wavering_past_native
 
 
 def long_reading() -> list[str]:
-    """A large model that reads as ``mrrope eval`` does."""
-    if not rows_of("long_reading.json"):
+    """Return time and memory of a Llama-3-8B shape in `mrrope eval`."""
+    rows = rows_of("long_reading.json")
+    if not rows:
         return NOT_MEASURED
     return table(
         ["", "seconds", "weights, GB", "peak, GB"],
@@ -23,14 +23,16 @@ def long_reading() -> list[str]:
                 f"{row['seconds']:.1f}",
                 *(f"{row[part] / 1e9:.1f}" for part in ("weights_bytes", "peak_bytes")),
             ]
-            for row in rows_of("long_reading.json")
+            for row in rows
         ],
     )
 
 
-def following() -> list[str]:
-    """The scale that follows the text, beside every fixed one."""
-    by_scale = result("auto_scale_lengths.json")["perplexity"]
+def auto_scale() -> list[str]:
+    """Return perplexity by length of scale="auto" and of every fixed scale."""
+    by_scale = result("auto_scale_lengths.json").get("perplexity", {})
+    if not by_scale:
+        return NOT_MEASURED
     lengths = sorted(by_scale["auto"], key=int)
 
     def cells(scale: str) -> list[str]:
@@ -42,9 +44,24 @@ def following() -> list[str]:
     )
 
 
+def auto_scale_step() -> list[str]:
+    """Return perplexity past a step of the ladder, with re-rotated keys and with a fresh prefill."""
+    data = result("auto_scale_step.json")
+    names = {
+        "re-rotated keys": "perplexity after the step",
+        "fresh prefill with the new table": "perplexity after a fresh prefill with the new table",
+    }
+    if not all(key in data for key in names.values()):
+        return NOT_MEASURED
+    return table(
+        [f"tokens {data['from']} to {data['to']}", "perplexity"],
+        [[name, perplexity(data[key])] for name, key in names.items()],
+    )
+
+
 def demo() -> list[str]:
-    """What the demo read, and what it answered."""
-    data = beside_figure("demo.json")
+    """Return perplexity and pass keys of the demo."""
+    data = figure_data("demo.json")
     first = next(iter(data["readings"].values()))
     spans = [" to ".join(short(int(edge)) for edge in span.split("-")) for span in first["perplexity"]]
     asked = [f"pass key of {short(data['pass_key_at'])}, asked at {short(int(stop))}" for stop in first["pass_key"]]
@@ -59,58 +76,25 @@ def demo() -> list[str]:
 
 
 def numerics() -> list[str]:
-    """Errors near and far, as the demo measured them."""
+    """Return rotation errors by position, as the demo measures them."""
     names = ("mrrope", "plain PyTorch")
-    by_place: dict[int, list[float]] = {}
-    for row in beside_figure("demo.json")["rotation"]:
-        by_place.setdefault(row["positions near"], []).extend(row[name] for name in names)
+    errors_by_end: dict[int, list[float]] = {}
+    for row in figure_data("demo.json")["rotation"]:
+        errors_by_end.setdefault(row["positions near"], []).extend(row[name] for name in names)
 
-    def place(end: int) -> str:
+    def position(end: int) -> str:
         power = end.bit_length() - 1
         return f"2^{power}" if end == 2**power and power > 20 else str(end)
 
     return table(
         ["positions near", "float32: mrrope", names[1], "bfloat16: mrrope", names[1]],
-        [[place(end), *(f"{error:.1e}".replace("e-0", "e-") for error in by_place[end])] for end in by_place],
-    )
-
-
-def zeros() -> list[str]:
-    """Where B(m) is first not positive."""
-    similarity = beside_figure("theory.json")["similarity"]
-    methods = [method for method in similarity["all"] if method != "pi"]
-    return table(
-        ["", *methods],
         [
-            [name, *(str(similarity[pairs][method]["first_zero"]) for method in methods)]
-            for name, pairs in (("all pairs", "all"), ("middle pairs alone", "middle"))
+            [position(end), *(short_exponent(f"{error:.1e}") for error in errors)]
+            for end, errors in errors_by_end.items()
         ],
     )
 
 
-def zeros_by_scale() -> list[str]:
-    """The same for other scales, of the methods that a scale makes a difference to."""
-    by_scale = beside_figure("theory.json")["similarity"]["first_zero_by_scale"]
-    methods = [method for method in next(iter(by_scale.values())) if method not in ("rope", "pi")]
-    return table(
-        ["scale", *methods],
-        [[scale, *(str(zeros[method]) for method in methods)] for scale, zeros in by_scale.items()],
-    )
-
-
-def wavering() -> list[str]:
-    """How steady the middle pairs' scores are in a real model."""
-    by_method = wavering_past_native(beside_figure("theory.json")["attention"])
-    return table(by_method, [[f"{value:.2f}" for value in by_method.values()]])
-
-
-def demo_seconds() -> str:
-    """What all of the demo's reading took."""
-    return f"{beside_figure('demo.json')['seconds']:.0f}"
-
-
 TABLES: dict[str, Callable[[], list[str]]] = {
-    function.__name__: function
-    for function in (long_reading, following, demo, numerics, zeros, zeros_by_scale, wavering)
+    function.__name__: function for function in (long_reading, auto_scale, auto_scale_step, demo, numerics)
 }
-QUOTED: dict[str, Callable[[], str]] = {"demo_seconds": demo_seconds}

@@ -1,4 +1,4 @@
-"""Tables and figures of the study, and of what was calibrated for it."""
+"""Tables of docs/study.md and docs/calibration.md."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from mrrope.reporting.plotting import thousands
 
 STUDY, SMALL_MODELS = "study.json", "small_models.json"
 STUDY_TEXT, STUDY_KEYS = "study_text.json", "study_keys.json"
-"""Of tables that were found with keys counting for less, and for more."""
+"""Studies of tables that were calibrated with a smaller and a larger weight of retrieval."""
 STUDY_SCALES = (2, 4, 8, 16)
 HEAD_DIMS = (64, 128)
+SEARCHED = {"calibrated", "evolved"}
+"""The tables that were searched for this model; all other methods are fixed."""
 
 
 def parts_of(name: str) -> dict[str, Any]:
-    """The parts of a study's results."""
+    """Return the parts of a study's results, by scale."""
     parts: dict[str, Any] = result(name).get("parts", {})
     return parts
 
 
 def with_lowest_marked(column: dict[str, float]) -> dict[str, str]:
-    """A column in print, its lowest figure in bold."""
+    """Format a column with its lowest value in bold."""
     lowest = min(column.values())
     return {row: f"**{perplexity(value)}**" if value == lowest else perplexity(value) for row, value in column.items()}
 
@@ -36,12 +38,12 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def second_halves(by_length: dict[str, Any]) -> dict[str, float]:
-    """By length, rising."""
+    """Return the second-half perplexities, by increasing length."""
     return {length: by_length[length]["second_half_perplexity"] for length in sorted(by_length, key=int)}
 
 
 def study_perplexity(scale: int) -> list[str]:
-    """All methods at one scale: every length, and their geometric mean."""
+    """Return every length of one scale, and the geometric mean."""
     by_method = parts_of(STUDY).get(str(scale), {}).get("results", {}).get("perplexity", {})
     if not by_method:
         return NOT_MEASURED
@@ -57,7 +59,7 @@ def study_perplexity(scale: int) -> list[str]:
 
 
 def study_means() -> list[str]:
-    """All methods, by the geometric mean over the lengths of each scale."""
+    """Return the geometric mean over the lengths of each scale."""
     columns: dict[int, dict[str, float]] = {}
     for scale in STUDY_SCALES:
         by_method = parts_of(STUDY).get(str(scale), {}).get("results", {}).get("perplexity", {})
@@ -75,7 +77,7 @@ def study_means() -> list[str]:
 
 
 def study_tasks(scale: int) -> list[str]:
-    """All tasks with an answer, at one scale."""
+    """Return the scores of all retrieval tasks at one scale."""
     results = parts_of(STUDY).get(str(scale), {}).get("results", {})
     columns = {
         f"{task} {thousands(int(length))}": {
@@ -100,7 +102,7 @@ def study_tasks(scale: int) -> list[str]:
 
 
 def study_evolution() -> list[str]:
-    """Calibration beside evolution, wherever both searched."""
+    """Return what calibration and evolution found with the same number of tokens."""
     rows = []
     for scale, part in parts_of(STUDY).items():
         if found := part.get("evolution"):
@@ -120,34 +122,42 @@ def study_evolution() -> list[str]:
 
 
 def study_keys() -> list[str]:
-    """What a table gains in keys and loses in perplexity where keys count for more."""
-    found = {
-        "`--retrieval 0.1`": (parts_of(STUDY_TEXT), "calibrated"),
-        "`--retrieval 1`, which is `calibrated`": (parts_of(STUDY), "calibrated"),
-        "`--retrieval 2`, at 8K, 64K and 128K": (parts_of(STUDY_KEYS), "calibrated"),
-        "`evolved`": (parts_of(STUDY), "evolved"),
-        "`yarn_ratio`": (parts_of(STUDY), "yarn_ratio"),
+    """Return keys found and perplexity at scale 16 by the weight of retrieval in the search."""
+    studied = {
+        "`--retrieval 0.1`": (STUDY_TEXT, "calibrated", "calibration_text_16x.json"),
+        "`--retrieval 1`, which is `calibrated`": (STUDY, "calibrated", "calibration_16x.json"),
+        "`--retrieval 2`, at 8K, 64K and 128K": (STUDY_KEYS, "calibrated", "calibration_keys_16x.json"),
+        "`evolved`": (STUDY, "evolved", None),
+        "`yarn_ratio`": (STUDY, "yarn_ratio", None),
     }
     rows = []
-    for name, (parts, method) in found.items():
-        results = parts.get("16", {}).get("results", {})
+    for name, (study, method, calibration) in studied.items():
+        results = parts_of(study).get("16", {}).get("results", {})
         if not all(method in results.get(task, {}) for task in ("perplexity", "passkey")):
             return NOT_MEASURED
         values = second_halves(results["perplexity"][method])
-        keys = results["passkey"][method].values()
+        keys = results["passkey"][method]
+        found = result(calibration)["calibration"] if calibration else None
         rows.append(
             [
                 name,
                 *(perplexity(value) for value in (*values.values(), geometric_mean(values.values()))),
-                *(f"{sum(trial['score'] for trial in one['trials']):g} of {len(one['trials'])}" for one in keys),
+                *(
+                    f"{sum(trial['score'] for trial in one['trials']):g} of {len(one['trials'])}"
+                    for one in keys.values()
+                ),
+                furthest_key(keys),
+                f"{last_scale(found):.0f}" if found else "",
+                f"{found['seconds']:.0f}" if found else "",
             ]
         )
     lengths = [thousands(int(length)) for length in values]
-    return table(["", *lengths, "geo. mean", *(f"keys {length}" for length in lengths[-2:])], rows)
+    header = ["", *lengths, "geo. mean", *(f"keys {length}" for length in lengths[-2:])]
+    return table([*header, "furthest key found, from the end", "scale of the last pair", "search, s"], rows)
 
 
 def small_training() -> list[str]:
-    """How far each small model got."""
+    """Return the training of each small model."""
     return (
         table(
             ["head_dim", "seed", "parameters", "trained on", "last loss", "pass keys at the trained length", ""],
@@ -170,7 +180,7 @@ def small_training() -> list[str]:
 
 
 def small_models(task: str, head_dim: int) -> list[str]:
-    """Means over seeds, with the lowest and the highest, at S times the trained length."""
+    """Return mean, lowest and highest over seeds, by scale."""
     data = {"summary": {}, "scales": [], **result(SMALL_MODELS)}
     by_method = data["summary"].get(str(head_dim), {}).get(task, {})
     scales = [f"{scale:g}" for scale in data["scales"]]
@@ -182,69 +192,100 @@ def small_models(task: str, head_dim: int) -> list[str]:
     return table(["", *(f"{scale}x" for scale in scales)], rows) if rows else NOT_MEASURED
 
 
-def study_mean(scale: int, method: str, study: str = STUDY) -> float:
-    """Over the lengths of a scale."""
-    by_length = parts_of(study)[str(scale)]["results"]["perplexity"][method]
+def study_mean(scale: int, method: str) -> float:
+    """Return a method's geometric mean over the lengths of a scale."""
+    by_length = parts_of(STUDY)[str(scale)]["results"]["perplexity"][method]
     return geometric_mean(second_halves(by_length).values())
 
 
-def calibrated_gain(scale: int) -> str:
-    """By how much the calibrated table's perplexity is below the best fixed method's."""
-    fixed = set(parts_of(STUDY)[str(scale)]["results"]["perplexity"]) - {"calibrated", "evolved"}
-    best = min(study_mean(scale, method) for method in fixed)
-    return f"{100 * (1 - study_mean(scale, 'calibrated') / best):.0f} %"
+def study_gains() -> list[str]:
+    """Return the best fixed method of each scale, the calibrated table and the evolved one."""
+    rows = []
+    for scale in STUDY_SCALES:
+        by_method = parts_of(STUDY).get(str(scale), {}).get("results", {}).get("perplexity", {})
+        if not by_method.keys() >= SEARCHED:
+            return NOT_MEASURED
+        best = min((method for method in by_method if method not in SEARCHED), key=partial(study_mean, scale))
+        fixed, calibrated, evolved = (study_mean(scale, method) for method in (best, "calibrated", "evolved"))
+        rows.append(
+            [
+                str(scale),
+                f"`{best}` {perplexity(fixed)}",
+                perplexity(calibrated),
+                f"{100 * (calibrated / fixed - 1):+.1f} %",
+                perplexity(evolved),
+                f"{100 * (evolved / calibrated - 1):+.1f} %",
+            ]
+        )
+    header = ["scale", "best fixed method", "`calibrated`", "against fixed", "`evolved`", "against calibrated"]
+    return table(header, rows)
 
 
-def evolved_loss(scale: int) -> str:
-    """By how much evolution's perplexity is above the calibrated table's."""
-    return f"{100 * (study_mean(scale, 'evolved') / study_mean(scale, 'calibrated') - 1):.1f} %"
+def study_passkeys() -> list[str]:
+    """Return the pass keys that the searched tables and the best fixed method found."""
+    rows = []
+    for scale in STUDY_SCALES:
+        by_method = parts_of(STUDY).get(str(scale), {}).get("results", {}).get("passkey", {})
+        if not by_method.keys() >= SEARCHED:
+            return NOT_MEASURED
+        for length in sorted(by_method["calibrated"], key=int):
+            trials = {method: by_length[length]["trials"] for method, by_length in by_method.items()}
+            found = {method: sum(trial["score"] for trial in one) for method, one in trials.items()}
+            best = max(count for method, count in found.items() if method not in SEARCHED)
+            rows.append(
+                [str(scale), thousands(int(length)), str(len(trials["calibrated"]))]
+                + [f"{count:g}" for count in (best, found["calibrated"], found["evolved"])]
+            )
+    return table(["scale", "length", "prompts", "best fixed method", "`calibrated`", "`evolved`"], rows)
 
 
-def keys_found(scale: int, length: int, who: str) -> str:
-    """How many pass keys a method found, or the best fixed one."""
-    by_method = parts_of(STUDY)[str(scale)]["results"]["passkey"]
-    found = {
-        method: sum(trial["score"] for trial in by_length[str(length)]["trials"])
-        for method, by_length in by_method.items()
-    }
-    best_fixed = max(count for method, count in found.items() if method not in ("calibrated", "evolved"))
-    return f"{best_fixed if who == 'fixed' else found[who]:g}"
+def last_scale(found: dict[str, Any]) -> float:
+    """Return the cumulative scale of the last pair of a calibrated table."""
+    chosen = found["finalists"][found["chosen"]]["table"]
+    pairs = len(chosen["inv_freq"])
+    scale: float = chosen["base"] ** (-(pairs - 1) / pairs) / chosen["inv_freq"][-1]
+    return scale
 
 
-def keys_back(study: str, length: int) -> str:
-    """How far from the end the keys were that a table for scale 16 found."""
-    trials = parts_of(study)["16"]["results"]["passkey"]["calibrated"][str(length)]["trials"]
-    *first, last = (f"{(1 - trial['depth']) * length / 1024:.0f}K" for trial in reversed(trials) if trial["score"])
-    return f"{', '.join(first)} and {last}"
+def furthest_key(by_length: dict[str, Any]) -> str:
+    """Return the largest distance from the end, in tokens, of a pass key that was found."""
+    distances = [
+        (1 - trial["depth"]) * int(length)
+        for length, one in by_length.items()
+        for trial in one["trials"]
+        if trial["score"]
+    ]
+    return f"{max(distances) / 1024:.0f}K" if distances else ""
 
 
-def slowest(calibration: str) -> str:
-    """By how much a calibrated table slows the last pairs."""
-    found = result(calibration)["calibration"]
-    table = found["finalists"][found["chosen"]]["table"]
-    pairs = len(table["inv_freq"])
-    return f"{table['base'] ** (-(pairs - 1) / pairs) / table['inv_freq'][-1]:.0f}"
-
-
-def seconds_of_searches() -> str:
-    """Of those with keys counting for little, for more and for most."""
-    names = ("calibration_text_16x.json", "calibration_16x.json", "calibration_keys_16x.json")
-    *first, last = (f"{result(name)['calibration']['seconds']:.0f}" for name in names)
-    return f"{', '.join(first)} and {last}"
-
-
-def cost_of_keys() -> str:
-    """How much more perplexity the table for scale 16 has than one found with keys counting little."""
-    return f"{100 * (study_mean(16, 'calibrated') / study_mean(16, 'calibrated', STUDY_TEXT) - 1):.0f} %"
-
-
-def calibration_seconds(scale: int) -> str:
-    """What the search took."""
-    return f"{result(f'calibration_{scale}x.json')['calibration']['seconds']:.0f}"
+def calibrated_tables() -> list[str]:
+    """Return how each table that ships with the package was found."""
+    rows = []
+    for scale in STUDY_SCALES:
+        data = result(f"calibration_{scale}x.json")
+        if not data:
+            return NOT_MEASURED
+        found = data["calibration"]
+        name = f"`smollm2-135m-{scale}x`"
+        rows.append(
+            [name, f"{data['retrieval']:g}", found["chosen"], str(found["readings"]), f"{found['seconds']:.0f}"]
+        )
+    return table(["table", "`--retrieval`", "chosen finalist", "readings", "seconds"], rows)
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    **{function.__name__: function for function in (study_evolution, study_keys, study_means, small_training)},
+    **{
+        function.__name__: function
+        for function in (
+            study_evolution,
+            study_gains,
+            study_keys,
+            study_means,
+            study_passkeys,
+            small_training,
+            calibrated_tables,
+        )
+    },
     **{f"study_perplexity_{scale}": partial(study_perplexity, scale) for scale in STUDY_SCALES},
     **{f"study_tasks_{scale}": partial(study_tasks, scale) for scale in STUDY_SCALES},
     **{
@@ -253,20 +294,4 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         for head_dim in HEAD_DIMS
     },
     "small_picture": lambda: pictured("small_models.png", "Small models by scale")[1:] or NOT_MEASURED,
-}
-QUOTED: dict[str, Callable[[], str]] = {
-    **{function.__name__: function for function in (cost_of_keys, seconds_of_searches)},
-    **{
-        f"keys_{scale}_{thousands(length)}_{who}": partial(keys_found, scale, length, who)
-        for scale in STUDY_SCALES
-        for length in (4096 * scale, 8192 * scale)
-        for who in ("calibrated", "evolved", "fixed")
-    },
-    "keys_back_text": partial(keys_back, STUDY_TEXT, 65536),
-    "keys_back": partial(keys_back, STUDY, 131072),
-    "slowest_text": partial(slowest, "calibration_text_16x.json"),
-    "slowest": partial(slowest, "calibration_16x.json"),
-    **{f"evolved_loss_{scale}": partial(evolved_loss, scale) for scale in STUDY_SCALES},
-    **{f"calibrated_gain_{scale}": partial(calibrated_gain, scale) for scale in STUDY_SCALES},
-    **{f"calibration_seconds_{scale}": partial(calibration_seconds, scale) for scale in STUDY_SCALES},
 }

@@ -1,4 +1,4 @@
-"""The Python in README.md and docs/ runs as it stands there, and README's equivalent is one."""
+"""The Python of README.md and docs/ runs, does what the pages say, and every path and link in them exists."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mrrope
-from mrrope.hf.patch import is_patched
+from mrrope import is_patched
 
 pytest.importorskip("transformers")
 
@@ -18,31 +18,45 @@ from tiny_models import tiny_model, tokens
 
 ROOT = Path(__file__).parents[3]
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-DOCUMENTS = [
-    document for document in [ROOT / "README.md", *ROOT.glob("docs/*.md")] if PYTHON.search(document.read_text())
+CODE_BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
+PAGES_WITH_PYTHON = [page for page in PAGES if PYTHON.search(page.read_text())]
+TOP_FOLDERS = sorted(
+    path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and not path.name.startswith("build")
+)
+PATH_IN_CODE = re.compile(rf"`((?:{'|'.join(TOP_FOLDERS)})/[\w./-]*)`")
+LINK = re.compile(r"\]\(([^)\s#]+)(?:#([\w-]+))?\)")
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
-def after_running(document: Path, names: dict[str, Any]) -> dict[str, Any]:
-    """The names that a document's code leaves, run from top to bottom with those that it takes for granted."""
-    text = document.read_text()
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def names_after_running(page: Path, names: dict[str, Any]) -> dict[str, Any]:
+    """Run a page's code from top to bottom; return the names it leaves."""
+    text = page.read_text()
     for block in PYTHON.finditer(text):
-        # So that a traceback names the document's own lines.
+        # Leading newlines make a traceback show the page's own lines.
         lines_above = text.count("\n", 0, block.start(1))
-        exec(compile("\n" * lines_above + block[1], str(document), "exec"), names)
+        exec(compile("\n" * lines_above + block[1], str(page), "exec"), names)
     return names
 
 
 @pytest.fixture
-def taken_for_granted(tmp_path: Path) -> dict[str, Any]:
+def predefined(tmp_path: Path) -> dict[str, Any]:
+    """The names that pages use without defining them."""
     model = tiny_model("llama")
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "model")
     torch.manual_seed(0)
     return {
         "torch": torch,
-        "path": tmp_path,
+        "folder": tmp_path,
+        "path": tmp_path / "model",
         "model": model,
         "inputs": {"input_ids": tokens(1, 12)},
         "document": tokens(1, 2048)[0].tolist(),
@@ -55,26 +69,31 @@ def taken_for_granted(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_the_code_runs(document: Path, taken_for_granted: dict[str, Any]) -> None:
-    after_running(document, taken_for_granted)
+@pytest.mark.parametrize("page", PAGES_WITH_PYTHON, ids=page_id)
+def test_code_runs(page: Path, predefined: dict[str, Any]) -> None:
+    names_after_running(page, predefined)
 
 
-def test_readme_does_what_it_says(taken_for_granted: dict[str, Any]) -> None:
-    q, k, positions = (taken_for_granted[name] for name in ("q", "k", "positions"))
-    names = after_running(ROOT / "README.md", taken_for_granted)
-    assert is_patched(names["model"])
-    assert names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
-    for found, want in zip((names["q"], names["k"]), names["rotary"](q, k, positions, names["table"]), strict=True):
-        error = (found.double() - want.double()).norm() / want.double().norm()
-        # Each is rounded once; the equivalent's angles, in float64, are off by far less.
+def test_readme_generates_with_a_patched_model(predefined: dict[str, Any]) -> None:
+    first, *_ = PYTHON.finditer((ROOT / "README.md").read_text())
+    exec(first[1], predefined)
+    assert is_patched(predefined["model"])
+    assert predefined["output"].shape[1] > predefined["inputs"]["input_ids"].shape[1]
+
+
+def test_equivalent_of_rotary(predefined: dict[str, Any]) -> None:
+    q, k, positions = (predefined[name] for name in ("q", "k", "positions"))
+    names = names_after_running(ROOT / "docs" / "rotary.md", predefined)
+    expected = names["rotary"](q, k, positions, names["table"])
+    for rotated, want in zip((names["rotated_q"], names["rotated_k"]), expected, strict=True):
+        error = (rotated.double() - want.double()).norm() / want.double().norm()
+        # Each is rounded once; the equivalent's float64 angles are off by far less.
         assert error < torch.finfo(torch.float32).eps
 
 
-def test_the_guide_to_caches_does_what_it_says() -> None:
-    example, equivalent, _ = (
-        block[1] for block in PYTHON.finditer((ROOT / "docs" / "rotary-and-cache.md").read_text())
-    )
+def test_equivalent_of_rotary_and_cache() -> None:
+    page = (ROOT / "docs" / "rotary-and-cache.md").read_text()
+    example, equivalent, _ = (block[1] for block in PYTHON.finditer(page))
     preparation, call = example.rsplit("mrrope.rotary_and_cache_", 1)
     results = []
     for code in (
@@ -89,8 +108,42 @@ def test_the_guide_to_caches_does_what_it_says() -> None:
     assert all(x.abs().sum() > 0 for x in results[0])
 
 
-def test_tables_are_those_of_the_results():
-    """Mend with: python docs/generate"""
+def test_equivalent_of_qkv_rotary() -> None:
+    page = (ROOT / "docs" / "qkv-rotary.md").read_text()
+    example, equivalent, *_ = (block[1] for block in PYTHON.finditer(page))
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(example + equivalent, names)
+    arguments = [names[name] for name in ("x", "weight", "bias", "positions", "table", "q_heads", "kv_heads")]
+    for result, want in zip((names["q"], names["k"], names["v"]), names["qkv_rotary"](*arguments), strict=True):
+        assert torch.equal(result, want)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_paths_exist(page: Path) -> None:
+    missing = {path for path in PATH_IN_CODE.findall(page.read_text()) if not (ROOT / path).exists()}
+    assert missing == set()
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and Python-Markdown make them."""
+    headings = re.findall(r"^#+ (.*)$", CODE_BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(CODE_BLOCK.sub("", page.read_text())):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        linked = (page.parent / target).resolve()
+        assert linked.exists(), f"{page_id(page)} links to {target}"
+        if anchor:
+            assert anchor in anchors_of(linked), f"{page_id(page)} links to {target}#{anchor}"
+
+
+def test_tables_are_up_to_date() -> None:
+    """Fix with: python docs/generate"""
     check = subprocess.run(
         [sys.executable, ROOT / "docs" / "generate", "--check"], capture_output=True, text=True, check=False
     )
