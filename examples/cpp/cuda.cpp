@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <vector>
 
-// Compares the CUDA rotation with the CPU's. Without a GPU it only tests that the program links.
+// Rotate on the GPU and compare with the CPU, without torch. Without a GPU the example tests linking only.
 int main() {
     const mrrope::FrequencyTable t = mrrope::build_table({.rotary_dim = 64, .original_max_position = 4096});
     std::vector<uint64_t> table = mrrope::packed(t);
@@ -24,7 +24,7 @@ int main() {
     int devices = 0;
     if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
         mrrope::rotary_cuda({}, nullptr);
-        std::printf("mrrope::cuda: linked; no GPU to run it on\n");
+        std::printf("mrrope::cuda: linked; no GPU found\n");
         return 0;
     }
     const auto on_device = [](const auto& values) {

@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <vector>
 
-// Rotates vectors of ones at positions 0, 7 and 100000 on the CPU and compares with cos and sin in double.
+// Rotate three vectors of ones at positions 0, 7 and 100000 on the CPU, without torch.
 int main() {
     mrrope::FrequencyTable t = mrrope::build_table({.method = mrrope::Method::mrrope_pro,
                                                     .rotary_dim = 128,

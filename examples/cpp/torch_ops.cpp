@@ -3,10 +3,10 @@
 
 #include <cstdio>
 
-// Compares the registered op and its gradient with the rotation in ATen ops.
+// Rotate q and k with the registered torch op, forward, backward and in place, and compare with the formula.
 namespace {
 
-at::Tensor reference(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
+at::Tensor rotated(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
     const auto halves = x.chunk(2, -1);
     return at::cat({halves[0] * cos - halves[1] * sin, halves[1] * cos + halves[0] * sin}, -1);
 }
@@ -27,23 +27,23 @@ int main() {
     const at::Tensor positions = at::arange(100, 109, at::kLong);
     const at::Tensor q = at::randn({2, 4, 9, 64}, at::kDouble).requires_grad_();
     const at::Tensor k = at::randn({2, 2, 9, 64}, at::kDouble).requires_grad_();
-    const std::vector<at::Tensor> rotated = mrrope::rotary({q, k}, positions, table);
+    const std::vector<at::Tensor> result = mrrope::rotary({q, k}, positions, table);
 
     const at::Tensor frequencies = at::tensor(t.inv_freq, at::kDouble);
     const at::Tensor angles = positions.to(at::kDouble).unsqueeze(1) * frequencies;
     const at::Tensor cos = angles.cos() * t.attention_factor;
     const at::Tensor sin = angles.sin() * t.attention_factor;
-    double worst = difference(rotated[0], reference(q, cos, sin));
-    worst = std::max(worst, difference(rotated[1], reference(k, cos, sin)));
+    double worst = difference(result[0], rotated(q, cos, sin));
+    worst = std::max(worst, difference(result[1], rotated(k, cos, sin)));
 
-    const at::Tensor weights = at::randn_like(rotated[0]);
-    (rotated[0] * weights).sum().backward();
-    worst = std::max(worst, difference(q.grad(), reference(weights, cos, -sin)));
+    const at::Tensor weights = at::randn_like(result[0]);
+    (result[0] * weights).sum().backward();
+    worst = std::max(worst, difference(q.grad(), rotated(weights, cos, -sin)));
     const bool k_has_gradient = k.grad().defined() && k.grad().abs().max().item<double>() != 0.0;
 
     const at::Tensor in_place = q.detach().clone();
     mrrope::rotary_({in_place}, positions, table);
-    worst = std::max(worst, difference(in_place, rotated[0]));
+    worst = std::max(worst, difference(in_place, result[0]));
 
     std::printf("mrrope::torch: forward, backward and in place, largest error %.1e\n", worst);
     return worst < 1e-12 && !k_has_gradient ? 0 : 1;
