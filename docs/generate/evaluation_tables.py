@@ -64,9 +64,9 @@ def demo() -> list[str]:
     data = figure_data("demo.json")
     first = next(iter(data["readings"].values()))
     spans = [" to ".join(short(int(edge)) for edge in span.split("-")) for span in first["perplexity"]]
-    asked = [f"pass key of {short(data['pass_key_at'])}, asked at {short(int(stop))}" for stop in first["pass_key"]]
+    queried = [f"pass key of {short(data['pass_key_at'])}, queried at {short(int(stop))}" for stop in first["pass_key"]]
     return table(
-        ["", f"perplexity, {spans[0]}", *spans[1:], *asked],
+        ["", f"perplexity, {spans[0]}", *spans[1:], *queried],
         [
             [f"`{method}`", *(f"{value:.2f}" for value in reading["perplexity"].values())]
             + ["found" if answer["found"] else "lost" for answer in reading["pass_key"].values()]
