@@ -12,18 +12,20 @@
 #include "backends.h"
 #include "tensor_views.h"
 
-// Registers an op under every dispatch key from a struct of traits:
-//   name                          with overload, if any
-//   Signature                     the C++ types of the schema's arguments, in order
+// Registers an op under every dispatch key. Op is a struct of traits:
+//   name                          with the overload, if any
+//   Signature                     C++ types of the schema's arguments, in order
 //   Call                          the same arguments by name, constructible from them in order
-//   check(call)                   rank, dtype and device; runs before all that follow
-//   run<Backend>(call)            Backend is Cpu or Cuda
-//   meta(call)                    results without values; not for ops that return nothing
+//   check(call)                   checks rank, dtype and device; runs before run, meta and differentiate
+//   run<Backend>(call)            CPU and CUDA kernel; Backend is Cpu or Cuda
+//   meta(call)                    results without values, for ops that return tensors
 //   each_input(call, visit)       visits the tensors that may require grad
-//   differentiate(call, below)    runs if one of them does; below() calls the op below autograd
-//   no_gradient                   without differentiate: the end of the message that refuses the input
-//   each_written(call, visit)     visits the tensors that the op writes
-//   written                       what it does to them, for messages; both only for ops that write their arguments
+// One of:
+//   differentiate(call, below)    autograd kernel if an input requires grad; below() calls the op below autograd
+//   no_gradient                   why such an input is refused, for the message
+// For ops that write their arguments:
+//   each_written(call, visit)     visits the tensors whose version is incremented
+//   written                       what the op does to them, for messages
 
 namespace mrrope {
 
