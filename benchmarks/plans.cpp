@@ -11,14 +11,15 @@
 #include <vector>
 
 #include "device_memory.h"
+#include "device_properties.h"
 #include "mrrope/frequency_table.h"
 #include "mrrope/qk_norm_rotary.h"
 #include "mrrope/rotary.h"
 #include "qk_norm_rotary_plan.h"
 #include "rotary_plan.h"
 
-// How long every plan of a kernel takes beside a copy of as many bytes: what the functions in kernels/*_plan.cpp choose
-// by, and where the figures in them come from. bfloat16, heads of 128, in place; needs a GPU.
+// Times every launch plan of a kernel, and a copy of as many bytes: the measurements behind the heuristics in
+// kernels/*_plan.cpp. bfloat16, heads of 128, in place; needs a GPU.
 //     plans_benchmark
 
 namespace mrrope {
@@ -27,9 +28,9 @@ namespace {
 constexpr int head_dim = 128;
 constexpr int element_size = 2;
 constexpr int tables = 5;
-constexpr int64_t most_tokens = 131072;
-constexpr int64_t most_decoded = 256;
-constexpr int64_t cache_bytes = int64_t{60} << 20;  // an H200's second-level cache
+constexpr int64_t max_tokens = 131072;
+constexpr int64_t max_decoded = 256;
+constexpr int64_t cache_bytes = int64_t{60} << 20;  // the L2 of an H200
 
 using testing::check;
 using testing::DeviceMemory;
@@ -37,26 +38,26 @@ using testing::Stream;
 
 DeviceMemory small_numbers(int64_t bytes) {
     DeviceMemory memory(bytes);
-    check(cudaMemset(memory.data(), 0x3d, bytes));  // in whatever format
+    check(cudaMemset(memory.data(), 0x3d, bytes));  // a small number in every format
     return memory;
 }
 
-// Graphs that are replayed in turns, so that all see the same clocks.
-class Turns {
+// CUDA graphs that are timed round-robin, so that all see the same clocks.
+class RoundRobin {
 public:
-    Turns() {
+    RoundRobin() {
         check(cudaEventCreate(&start_));
         check(cudaEventCreate(&end_));
     }
-    Turns(const Turns&) = delete;
-    Turns& operator=(const Turns&) = delete;
-    ~Turns() {
+    RoundRobin(const RoundRobin&) = delete;
+    RoundRobin& operator=(const RoundRobin&) = delete;
+    ~RoundRobin() {
         for (const Graph& graph : graphs_) cudaGraphExecDestroy(graph.executable);
         cudaEventDestroy(start_);
         cudaEventDestroy(end_);
     }
 
-    // Calls step(i, stream) for the i-th of `steps` sets of buffers, all in one graph; its number.
+    // Captures step(i, stream) for every of `steps` sets of buffers in one graph. Returns the graph's number.
     size_t add(int steps, const std::function<void(int, cudaStream_t)>& step) {
         step(0, stream_);  // loads the kernel
         cudaGraph_t recorded;
@@ -69,7 +70,7 @@ public:
         return graphs_.size() - 1;
     }
 
-    void take() {
+    void run() {
         constexpr int warm_ups = 3;
         constexpr int replays = 21;
         for (int replay = 0; replay < warm_ups + replays; ++replay) {
@@ -85,7 +86,7 @@ public:
         }
     }
 
-    // Of a step, the median.
+    // The median time of a step.
     double microseconds(size_t graph) const {
         std::vector<float> times = graphs_[graph].times;
         std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
@@ -110,20 +111,18 @@ struct Geometry {
     int k_heads;
 
     constexpr int64_t bytes() const { return tokens * (q_heads + k_heads) * head_dim * element_size; }
-    // So many that each is out of the cache when its turn comes.
+    // Enough that each set is evicted from L2 before it is used again.
     int sets() const { return static_cast<int>(std::clamp<int64_t>(4 * cache_bytes / bytes() + 1, 3, 400)); }
 };
 
-constexpr int64_t most_bytes = 3 * Geometry{most_tokens, 32, 8}.bytes();
+constexpr int64_t max_bytes = 3 * Geometry{max_tokens, 32, 8}.bytes();
 
 class Benchmark {
 public:
     Benchmark()
-        : heads_(small_numbers(most_bytes)),
-          copies_(most_bytes),
-          weights_(small_numbers(64 * head_dim * element_size)) {
-        std::vector<int64_t> positions(most_tokens);
-        for (int64_t i = 0; i < most_tokens; ++i) positions[i] = i;
+        : heads_(small_numbers(max_bytes)), copies_(max_bytes), weights_(small_numbers(64 * head_dim * element_size)) {
+        std::vector<int64_t> positions(max_tokens);
+        for (int64_t i = 0; i < max_tokens; ++i) positions[i] = i;
         std::vector<uint64_t> stack;
         for (int i = 0; i < tables; ++i) {
             const auto words = packed(build_table({.method = Method::mrrope_pro,
@@ -136,14 +135,15 @@ public:
         words_ = static_cast<int32_t>(stack.size()) / tables;
         positions_ = std::make_unique<DeviceMemory>(positions);
         tables_ = std::make_unique<DeviceMemory>(stack);
-        index_ = std::make_unique<DeviceMemory>(std::vector<int32_t>(most_decoded, tables - 1));
-        Turns thrown_away;  // the first graph of a process replays faster than all others
-        add_copy(thrown_away, {64, 32, 8});
-        thrown_away.take();
+        index_ = std::make_unique<DeviceMemory>(std::vector<int32_t>(max_decoded, tables - 1));
+        RoundRobin discarded;  // the first graph of a process replays faster than all others
+        add_copy(discarded, {64, 32, 8});
+        discarded.run();
     }
 
     void rotary() const {
-        std::printf("\nrotary: bytes of a vector, heads of a thread; by a chosen table in brackets, guessed or not\n");
+        std::printf(
+            "\nrotary: bytes per vector, heads per thread; with several tables in brackets: speculative, indexed\n");
         for (const int64_t tokens : {1, 4, 16, 64, 128, 256, 512, 1024, 4096, 8192, 131072}) rotary({tokens, 32, 8});
         for (const int64_t tokens : {64, 8192, 131072}) rotary({tokens, 4, 1});
         rotary({65536, 8, 1});
@@ -151,7 +151,7 @@ public:
     }
 
     void norm(NormOver over) const {
-        std::printf("\nnorm over %s: heads of a thread\n", over == NormOver::head ? "a head" : "all heads");
+        std::printf("\nnorm over %s: heads per thread\n", over == NormOver::head ? "a head" : "all heads");
         for (const int k_heads : {8, 32}) {
             for (const int64_t tokens : {1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 32768}) {
                 norm({tokens, 32, k_heads}, over);
@@ -160,8 +160,8 @@ public:
     }
 
 private:
-    size_t add_copy(Turns& turns, const Geometry& geometry) const {
-        return turns.add(geometry.sets(), [&](int i, cudaStream_t stream) {
+    size_t add_copy(RoundRobin& timing, const Geometry& geometry) const {
+        return timing.add(geometry.sets(), [&](int i, cudaStream_t stream) {
             const int64_t at = i * geometry.bytes();
             check(cudaMemcpyAsync(copies_.data() + at, heads_.data() + at, geometry.bytes(), cudaMemcpyDeviceToDevice,
                                   stream));
@@ -182,19 +182,19 @@ private:
                 .out_strides = strides};
     }
 
-    RotaryArgs args(const Geometry& geometry, int set, bool chooses) const {
+    RotaryArgs args(const Geometry& geometry, int set, bool has_choice) const {
         const int64_t start = set * geometry.bytes();
         RotaryArgs args;
         args.q = view(start, geometry.q_heads);
         args.k = view(start + geometry.tokens * geometry.q_heads * head_dim * element_size, geometry.k_heads);
         args.positions.data = positions_->data();
         args.table = tables_->as<uint64_t>();
-        if (chooses) {
-            // Decoding, every token is of another sequence, and has an index of its own.
+        if (has_choice) {
+            // In decoding every token is of another sequence, with its own index.
             args.choice = {.count = tables,
                            .stride = words_,
                            .index = index_->as<int32_t>(),
-                           .token_stride = geometry.tokens <= most_decoded ? 1 : 0};
+                           .token_stride = geometry.tokens <= max_decoded ? 1 : 0};
         }
         args.batch = 1;
         args.tokens = geometry.tokens;
@@ -204,38 +204,38 @@ private:
     }
 
     void rotary(const Geometry& geometry) const {
-        Turns turns;
-        const size_t copy = add_copy(turns, geometry);
+        RoundRobin timing;
+        const size_t copy = add_copy(timing, geometry);
         const RotaryShape shape = shape_of(args(geometry, 0, false));
         struct Timed {
             RotaryPlan plan;
-            size_t by_one_table, guessed, not_guessed;
+            size_t single, speculative, indexed;
         };
         std::vector<Timed> timed;
         for (const auto& [vector, heads] : {std::array{1, 1}, {4, 1}, {8, 1}, {8, 2}, {8, 3}}) {
-            RotaryPlan plan = plan_with(shape, vector, heads);
-            const auto add = [&](bool chooses, bool guesses) {
-                plan.guesses_table = guesses;
-                return turns.add(geometry.sets(), [&](int i, cudaStream_t stream) {
-                    rotary_cuda(args(geometry, i, chooses), plan, stream);
+            RotaryPlan plan = plan_with(shape, device_, vector, heads);
+            const auto add = [&](bool has_choice, bool speculates) {
+                plan.speculates_table = speculates;
+                return timing.add(geometry.sets(), [&](int i, cudaStream_t stream) {
+                    rotary_cuda(args(geometry, i, has_choice), plan, stream);
                 });
             };
             timed.push_back({.plan = plan,
-                             .by_one_table = add(false, false),
-                             .guessed = add(true, true),
-                             .not_guessed = add(true, false)});
+                             .single = add(false, false),
+                             .speculative = add(true, true),
+                             .indexed = add(true, false)});
         }
-        turns.take();
-        begin(geometry, turns.microseconds(copy));
-        const RotaryPlan chosen = plan_rotary(shape);
+        timing.run();
+        begin(geometry, timing.microseconds(copy));
+        const RotaryPlan chosen = plan(shape, device_);
         for (const Timed& one : timed) {
             const bool is_chosen =
                 chosen.vector == one.plan.vector && chosen.heads_per_thread == one.plan.heads_per_thread;
-            const auto mark = [&](bool is_taken) { return is_chosen && is_taken ? "*" : ""; };
+            const auto mark = [&](bool is_used) { return is_chosen && is_used ? "*" : ""; };
             std::printf(" | %s%d, %d: %8.3f [%s%.3f, %s%.3f]", mark(true), one.plan.vector * element_size,
-                        one.plan.heads_per_thread, turns.microseconds(one.by_one_table), mark(chosen.guesses_table),
-                        turns.microseconds(one.guessed), mark(!chosen.guesses_table),
-                        turns.microseconds(one.not_guessed));
+                        one.plan.heads_per_thread, timing.microseconds(one.single), mark(chosen.speculates_table),
+                        timing.microseconds(one.speculative), mark(!chosen.speculates_table),
+                        timing.microseconds(one.indexed));
         }
         std::printf("\n");
         std::fflush(stdout);
@@ -250,21 +250,21 @@ private:
             found.over = over;
             return found;
         };
-        Turns turns;
-        const size_t copy = add_copy(turns, geometry);
+        RoundRobin timing;
+        const size_t copy = add_copy(timing, geometry);
         const QkNormRotaryShape shape = shape_of(norm_args(0));
         std::vector<std::pair<int, size_t>> timed;
         for (const int heads : over == NormOver::head ? std::vector{1, 2, 4, 8} : std::vector{2, 4}) {
-            const QkNormRotaryPlan plan = plan_with(shape, heads);
-            timed.emplace_back(heads, turns.add(geometry.sets(), [&](int i, cudaStream_t stream) {
-                qk_norm_rotary_cuda(norm_args(i), plan, stream);
+            const QkNormRotaryPlan forced = plan_with(shape, device_, heads);
+            timed.emplace_back(heads, timing.add(geometry.sets(), [&](int i, cudaStream_t stream) {
+                qk_norm_rotary_cuda(norm_args(i), forced, stream);
             }));
         }
-        turns.take();
-        begin(geometry, turns.microseconds(copy));
+        timing.run();
+        begin(geometry, timing.microseconds(copy));
         for (const auto& [heads, graph] : timed) {
-            std::printf(" | %s%d: %8.3f", plan_qk_norm_rotary(shape).heads_per_thread == heads ? "*" : "", heads,
-                        turns.microseconds(graph));
+            std::printf(" | %s%d: %8.3f", plan(shape, device_).heads_per_thread == heads ? "*" : "", heads,
+                        timing.microseconds(graph));
         }
         std::printf("\n");
         std::fflush(stdout);
@@ -273,6 +273,7 @@ private:
     DeviceMemory heads_, copies_, weights_;
     std::unique_ptr<DeviceMemory> positions_, tables_, index_;
     int32_t words_ = 0;
+    Device device_ = current_device();
 };
 
 }  // namespace
@@ -285,7 +286,7 @@ int main() {
         return 1;
     }
     const mrrope::Benchmark benchmark;
-    std::printf("microseconds; * marks the plan that is taken\n");
+    std::printf("microseconds; * marks the chosen plan\n");
     benchmark.rotary();
     benchmark.norm(mrrope::NormOver::head);
     benchmark.norm(mrrope::NormOver::all_heads);

@@ -4,19 +4,20 @@
 
 #include "mrrope/rotary.h"
 
-// How threads share one head.
+// How a head is split into vectors, one or two per lane.
 
 namespace mrrope {
 
 inline constexpr int access_bytes = 16;
 
-// `lanes` threads, each with `vector` components from either half of the rotated part.
+// `lanes` threads per head, each with `vector` components from either half of the rotated part.
 struct HeadSplit {
     int vector = 1;
     int lanes = 1;
 };
 
-// Full vectors where every head starts, and every half and the rest of it ends, at a multiple of 16 bytes.
+// 16-byte vectors where every head starts, and every half and the unrotated tail ends, at a multiple of 16 bytes; else
+// single components.
 constexpr HeadSplit split_head(int head_dim, int rotary_dim, int element_size, bool aligned) {
     const int half = rotary_dim / 2;
     const int full = access_bytes / element_size;
@@ -25,6 +26,7 @@ constexpr HeadSplit split_head(int head_dim, int rotary_dim, int element_size, b
     return {vector, half / vector};
 }
 
+// Whether every head starts at a multiple of `alignment` bytes.
 inline bool starts_aligned(const void* heads, const HeadStrides& strides, int element_size,
                            int alignment = access_bytes) {
     const auto misaligned = [&](int64_t bytes) { return bytes % alignment != 0; };

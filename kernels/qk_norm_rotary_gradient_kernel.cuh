@@ -1,10 +1,13 @@
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include "device/dependent_launch.cuh"
-#include "device/norm_row.cuh"
+#include "device/rms_norm.cuh"
+#include "qk_norm_rotary_map.h"
 #include "qk_norm_rotary_plan.h"
 
-// With r the inverse root mean square of x, w the weights and v the gradient turned back:
+// With r the inverse root mean square of x, w the weights and v the gradient rotated back:
 //     dx = r * (v * w) - x * r^3 * mean(v * w * x)    and    dw = x * r * v, summed.
 
 namespace mrrope {
@@ -13,106 +16,88 @@ namespace mrrope {
 template <class Real>
 struct QkNormRotaryGradientLaunch {
     QkNormRotaryGradientArgs args;
-    NormNumbers<Real> numbers;
-    QkNormRotaryGradientPlan plan;
-    cutlass::FastDivmod lanes;
-    cutlass::FastDivmod q_groups;  // over all heads: 1
-    cutlass::FastDivmod k_groups;
-    cutlass::FastDivmod tokens;
-    int all_tokens;
+    NormConstants<Real> constants;
+    QkNormRotaryGradientMap<cutlass::FastDivmod> map;
 };
 
-// What a block has to do with: q or k, its number among the blocks of that, and the gradient.
+// What a block of q or of k reads and writes.
 template <class Element>
-struct GradientBlock {
+struct GradientView {
+    NormGradientBlock block;
     NormView<Element> view;
     const Element* gradient;
     HeadStrides gradient_strides;
-    RealOf<Element>* weight_sums;  // this block's; nullptr: not wanted
-    int block;
-    int blocks;
+    RealOf<Element>* weight_sums;  // this block's row of partial sums; nullptr: not wanted
 
     template <class Launch>
-    __device__ GradientBlock(const Launch& launch, int weights_of_a_head)
-        : view(launch.args.call, static_cast<int>(blockIdx.x) < launch.plan.q_blocks) {
+    __device__ GradientView(const Launch& launch, int weights_per_head)
+        : block(launch.map.block(blockIdx.x)), view(launch.args.call, block.is_q) {
         const OutputGradient& given = view.is_q ? launch.args.q : launch.args.k;
-        block = view.is_q ? blockIdx.x : blockIdx.x - launch.plan.q_blocks;
-        blocks = view.is_q ? launch.plan.q_blocks : launch.plan.k_blocks;
         gradient = static_cast<const Element*>(given.data);
         gradient_strides = given.strides;
         weight_sums = static_cast<RealOf<Element>*>(given.weight_sums);
         const int64_t weights =
-            static_cast<int64_t>(launch.args.call.over == NormOver::head ? 1 : view.heads) * weights_of_a_head;
-        if (weight_sums != nullptr) weight_sums += block * weights;
+            static_cast<int64_t>(launch.args.call.over == NormOver::head ? 1 : view.heads) * weights_per_head;
+        if (weight_sums != nullptr) weight_sums += block.block * weights;
     }
 };
 
-// What a row's two sums make of it.
+// The scalars of a row's gradient, from its two sums.
 template <class Real>
 struct RowGradient {
     Real scale;    // r
     Real along_x;  // r^3 * mean(v * w * x)
 
-    __device__ RowGradient(const NormNumbers<Real>& numbers, Real squares, Real products, bool is_q) {
-        scale = numbers.inverse_rms(squares, is_q);
-        // In turns, so that no power of a very large or small row leaves float32.
-        along_x = scale * products * scale * (is_q ? numbers.q_inverse_size : numbers.k_inverse_size) * scale;
+    __device__ RowGradient(const NormConstants<Real>& constants, Real squares, Real products, bool is_q) {
+        scale = constants.inverse_rms(squares, is_q);
+        // Multiplied in this order, so that no intermediate of a very large or small row leaves float32's range.
+        along_x = scale * products * scale * (is_q ? constants.q_inverse_size : constants.k_inverse_size) * scale;
     }
 };
 
-// A thread holds two vectors of two heads, and of their gradients, all of q or all of k. Over a head, the block's teams
-// go through groups of heads, token after token; over all heads, the block goes from token to token with its heads.
+// A thread holds two vectors of two heads and of their gradients, all of q or all of k. Over a head, each team of a
+// block takes one group of heads at a time; over all heads, the block takes one token at a time.
 template <class Element, Pairing pairing, NormOver over>
 __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_threads
-                                                         : norm_gradient_most_block_threads,
-                                  norm_gradient_resident_threads(over) / (over == NormOver::head
-                                                                              ? norm_gradient_block_threads
-                                                                              : norm_gradient_most_block_threads))
+                                                         : norm_gradient_max_block_threads,
+                                  norm_gradient_threads_per_sm(over) / (over == NormOver::head
+                                                                            ? norm_gradient_block_threads
+                                                                            : norm_gradient_max_block_threads))
     qk_norm_rotary_gradient_kernel(const __grid_constant__ QkNormRotaryGradientLaunch<RealOf<Element>> launch) {
     using Real = RealOf<Element>;
     constexpr int Vector = 16 / sizeof(Element);
     constexpr int HeadsPerThread = norm_heads_per_thread_with_lookup;
     constexpr bool over_head = over == NormOver::head;
     constexpr int weight_sets = over_head ? 1 : HeadsPerThread;
-    using Lane = NormLane<pairing, Vector>;
+    using Lane = NormLaneLayout<pairing, Vector>;
     using Fragment = HeadFragment<Element, Vector>;
     using Wide = WideFragment<Real, Vector>;
     const RotaryArgs& args = launch.args.call.rotary;
-    const GradientBlock<Element> mine(launch, args.head_dim);
+    const GradientView<Element> mine(launch, args.head_dim);
     const NormView<Element>& view = mine.view;
-    int slot, member;
-    launch.lanes(slot, member, threadIdx.x);
-    const Lane lane(min(member, launch.plan.lanes - 1), args.rotary_dim / 2);
-    const int groups = view.is_q ? launch.plan.q_groups : launch.plan.k_groups;
-    const bool has_lane = member < launch.plan.lanes && (over_head || slot < groups);
-    const int slots = over_head ? norm_gradient_block_threads / launch.plan.team : 1;
-    const int rows = over_head ? launch.all_tokens * groups : launch.all_tokens;
+    const NormGradientThread thread = launch.map.template thread<over>(mine.block, threadIdx.x);
+    const Lane lane(thread.lane, args.rotary_dim / 2);
+    const int groups = launch.map.groups(mine.block);
     const Real direction = args.conjugate ? Real(1) : Real(-1);
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    pdl_wait();
+    pdl_trigger();
 
     Wide weight_gradients[weight_sets];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < weight_sets; ++j) weight_gradients[j] = Wide{};
-    for (int64_t first_row = static_cast<int64_t>(mine.block) * slots; first_row < rows;
-         first_row += static_cast<int64_t>(mine.blocks) * slots) {
-        const int64_t row = first_row + (over_head ? slot : 0);
-        const bool works = has_lane && row < rows;
-        int sequence_token, group, batch, token;
-        (view.is_q ? launch.q_groups : launch.k_groups)(sequence_token, group,
-                                                        static_cast<int>(works ? row : first_row));
-        if constexpr (!over_head) group = has_lane ? slot : 0;
-        launch.tokens(batch, token, sequence_token);
-        const auto holds = [&](int j) { return works && group + j * groups < view.heads; };
+    for (int64_t first_row = static_cast<int64_t>(mine.block.block) * thread.slots; first_row < thread.rows;
+         first_row += static_cast<int64_t>(mine.block.blocks) * thread.slots) {
+        const auto [group, batch, token, works] = launch.map.template row<over>(mine.block, thread, first_row);
+        const auto has_head = [&](int j) { return works && group + j * groups < view.heads; };
 
-        LaneTurns<Vector, true> turns;
-        turns.ask(args, lane, batch, token);
+        LaneAngles<Vector, true> angles;
+        angles.load(args, lane, batch, token);
         Fragment x[HeadsPerThread], given[HeadsPerThread];
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) {
             const int64_t head = group + j * groups;
             x[j] = given[j] = Fragment{};
-            if (!holds(j)) continue;
+            if (!has_head(j)) continue;
             x[j].load(view.in + offset_of(view.in_strides, batch, token, head), lane);
             given[j].load(mine.gradient + offset_of(mine.gradient_strides, batch, token, head), lane);
         }
@@ -121,30 +106,30 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
         for (int j = 0; j < weight_sets; ++j) {
             const int64_t head = over_head ? 0 : group + j * groups;
             weights[j] = Fragment{};
-            if (holds(j)) weights[j].load(view.weight + head * args.head_dim, lane);
+            if (has_head(j)) weights[j].load(view.weight + head * args.head_dim, lane);
         }
         CosSin<Real> by[Vector];
-        turns.compute(by, args, lane, batch, token, direction);
+        angles.compute(by, args, lane, batch, token, direction);
 
         Real sums[2 * HeadsPerThread];  // of squares, and of products
-        Wide turned[HeadsPerThread];
+        Wide rotated[HeadsPerThread];
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) {
-            turned[j] = given[j].widened();
-            turned[j].template rotate<Lane::crosses_vectors>(by);
+            rotated[j] = given[j].widened();
+            rotated[j].template rotate<Lane::crosses_vectors>(by);
             const Wide wide = x[j].widened();
-            const Wide weight = with_offset(weights[over_head ? 0 : j], launch.numbers.weight_offset);
+            const Wide weight = with_offset(weights[over_head ? 0 : j], launch.constants.weight_offset);
             Wide weighted;
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < Vector; ++i) {
-                weighted.first[i] = turned[j].first[i] * weight.first[i];
-                weighted.second[i] = turned[j].second[i] * weight.second[i];
+                weighted.first[i] = rotated[j].first[i] * weight.first[i];
+                weighted.second[i] = rotated[j].second[i] * weight.second[i];
             }
             sums[2 * j] = sum_of_products(wide, wide);
             sums[2 * j + 1] = sum_of_products(weighted, wide);
         }
         if constexpr (over_head) {
-            sum_over_team(sums, launch.plan.team);
+            sum_over_team(sums, launch.map.plan.team);
         } else {
             Real all[2] = {sums[0] + sums[2], sums[1] + sums[3]};
             sum_over_block(all);
@@ -154,16 +139,16 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
 
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) {
-            if (!holds(j)) break;
-            const RowGradient<Real> of_row(launch.numbers, sums[2 * j], sums[2 * j + 1], view.is_q);
+            if (!has_head(j)) break;
+            const RowGradient<Real> of_row(launch.constants, sums[2 * j], sums[2 * j + 1], view.is_q);
             const Wide wide = x[j].widened();
-            const Wide weight = with_offset(weights[over_head ? 0 : j], launch.numbers.weight_offset);
+            const Wide weight = with_offset(weights[over_head ? 0 : j], launch.constants.weight_offset);
             Wide& weight_gradient = weight_gradients[over_head ? 0 : j];
             Wide result;
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < Vector; ++i) {
-                const Real first = of_row.scale * turned[j].first[i];
-                const Real second = of_row.scale * turned[j].second[i];
+                const Real first = of_row.scale * rotated[j].first[i];
+                const Real second = of_row.scale * rotated[j].second[i];
                 weight_gradient.first[i] += first * wide.first[i];
                 weight_gradient.second[i] += second * wide.second[i];
                 result.first[i] = first * weight.first[i] - of_row.along_x * wide.first[i];
@@ -177,26 +162,26 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
 
     if (mine.weight_sums == nullptr) return;
     if constexpr (over_head) {
-        // Always in the same order: what comes out does not depend on which team was first.
+        // Summed in a fixed order: the result is deterministic.
         __shared__ Real of_slots[norm_gradient_block_threads * 2 * Vector];
-        if (has_lane) {
+        if (thread.has_lane) {
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < Vector; ++i) {
-                of_slots[slot * args.head_dim + lane.first() + i] = weight_gradients[0].first[i];
-                of_slots[slot * args.head_dim + lane.second() + i] = weight_gradients[0].second[i];
+                of_slots[thread.slot * args.head_dim + lane.first() + i] = weight_gradients[0].first[i];
+                of_slots[thread.slot * args.head_dim + lane.second() + i] = weight_gradients[0].second[i];
             }
         }
         __syncthreads();
         for (int at = threadIdx.x; at < args.head_dim; at += norm_gradient_block_threads) {
             Real sum = 0;
-            for (int other = 0; other < slots; ++other) sum += of_slots[other * args.head_dim + at];
+            for (int other = 0; other < thread.slots; ++other) sum += of_slots[other * args.head_dim + at];
             mine.weight_sums[at] = sum;
         }
     } else {
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) {
-            const int64_t head = slot + j * groups;
-            if (!has_lane || head >= view.heads) break;
+            const int64_t head = thread.slot + j * groups;
+            if (!thread.has_lane || head >= view.heads) break;
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < Vector; ++i) {
                 mine.weight_sums[head * args.head_dim + lane.first() + i] = weight_gradients[j].first[i];
@@ -206,62 +191,55 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
     }
 }
 
-// Any shape: a block goes from row to row, and through each of them twice. A component is always the same thread's.
+// Any shape, in two passes over each of a block's rows. A component always belongs to the same thread.
 template <class Element, Pairing pairing>
-__global__ void __launch_bounds__(norm_row_block_threads, norm_row_resident_blocks)
+__global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_per_sm)
     qk_norm_rotary_gradient_row_kernel(const __grid_constant__ QkNormRotaryGradientLaunch<RealOf<Element>> launch) {
     using Real = RealOf<Element>;
     const RotaryArgs& args = launch.args.call.rotary;
-    const GradientBlock<Element> mine(launch, args.head_dim);
+    const GradientView<Element> mine(launch, args.head_dim);
     const NormView<Element>& view = mine.view;
     const bool over_head = launch.args.call.over == NormOver::head;
     const int heads = over_head ? 1 : view.heads;
-    const int64_t rows = static_cast<int64_t>(launch.all_tokens) * (over_head ? view.heads : 1);
+    const int64_t rows = static_cast<int64_t>(launch.map.all_tokens) * (over_head ? view.heads : 1);
     const int half = args.rotary_dim / 2;
-    const int rest = args.head_dim - args.rotary_dim;
     const Real direction = args.conjugate ? Real(1) : Real(-1);
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    pdl_wait();
+    pdl_trigger();
 
     if (mine.weight_sums != nullptr) {
         for (int at = threadIdx.x; at < heads * args.head_dim; at += norm_row_block_threads) mine.weight_sums[at] = 0;
         __syncthreads();
     }
-    for (int64_t row = mine.block; row < rows; row += mine.blocks) {
-        int sequence_token, first_head, batch, token;
-        (view.is_q ? launch.q_groups : launch.k_groups)(sequence_token, first_head, static_cast<int>(row));
-        launch.tokens(batch, token, sequence_token);
+    for (int64_t row = mine.block.block; row < rows; row += mine.block.blocks) {
+        const auto [batch, token, is_q, first_head] = launch.map.row(mine.block, row);
         const Element* in = view.in + offset_of(view.in_strides, batch, token, first_head);
         const Element* given = mine.gradient + offset_of(mine.gradient_strides, batch, token, first_head);
         Element* out = view.out + offset_of(view.out_strides, batch, token, first_head);
 
-        // Calls f(head, component, v) for every component that is this thread's.
+        // Calls f(head, component, v) for every component of this thread.
         const auto for_each_component = [&](auto&& f) {
             const auto gradient_at = [&](int head, int at) {
                 return static_cast<Real>(given[head * mine.gradient_strides.head + at]);
             };
-            for (int item = threadIdx.x; item < heads * half; item += norm_row_block_threads) {
-                const int head = item / half;
-                const NormLane<pairing, 1> lane(item % half, half);
-                LaneTurns<1, true> turns;
-                turns.ask(args, lane, batch, token);
+            for_each_row_pair(threadIdx.x, heads, half, [&](int head, int pair) {
+                const NormLaneLayout<pairing, 1> lane(pair, half);
+                LaneAngles<1, true> angles;
+                angles.load(args, lane, batch, token);
                 CosSin<Real> by[1];
-                turns.compute(by, args, lane, batch, token, direction);
+                angles.compute(by, args, lane, batch, token, direction);
                 const Pair<Real> v =
                     rotate<Real>({gradient_at(head, lane.first()), gradient_at(head, lane.second())}, by[0]);
                 f(head, lane.first(), v.first);
                 f(head, lane.second(), v.second);
-            }
-            for (int item = threadIdx.x; item < heads * rest; item += norm_row_block_threads) {
-                const int head = item / rest;
-                const int at = args.rotary_dim + item % rest;
-                f(head, at, gradient_at(head, at));
-            }
+            });
+            for_each_row_tail(threadIdx.x, heads, args.rotary_dim, args.head_dim,
+                              [&](int head, int at) { f(head, at, gradient_at(head, at)); });
         };
         const auto x_at = [&](int head, int at) { return static_cast<Real>(in[head * view.in_strides.head + at]); };
         const auto weight_at = [&](int head, int at) {
             return static_cast<Real>(view.weight[static_cast<int64_t>(head) * args.head_dim + at]) +
-                   launch.numbers.weight_offset;
+                   launch.constants.weight_offset;
         };
         Real sums[2] = {0, 0};
         for_each_component([&](int head, int at, Real v) {
@@ -270,7 +248,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_resident_bloc
             sums[1] += v * weight_at(head, at) * x;
         });
         sum_over_block(sums);
-        const RowGradient<Real> of_row(launch.numbers, sums[0], sums[1], view.is_q);
+        const RowGradient<Real> of_row(launch.constants, sums[0], sums[1], view.is_q);
         for_each_component([&](int head, int at, Real v) {
             const Real x = x_at(head, at);
             if (mine.weight_sums != nullptr) mine.weight_sums[head * args.head_dim + at] += of_row.scale * v * x;
@@ -283,35 +261,28 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_resident_bloc
 template <class Element, Pairing pairing>
 auto norm_gradient_kernel(const QkNormRotaryGradientPlan& plan, NormOver over) {
     if constexpr (sizeof(Element) <= 4) {
-        if (plan.holds && over == NormOver::head) {
-            return dependent_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::head>>;
+        if (plan.in_registers && over == NormOver::head) {
+            return pdl_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::head>>;
         }
-        if (plan.holds) return dependent_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::all_heads>>;
+        if (plan.in_registers) return pdl_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::all_heads>>;
     }
-    return dependent_kernel<qk_norm_rotary_gradient_row_kernel<Element, pairing>>;
+    return pdl_kernel<qk_norm_rotary_gradient_row_kernel<Element, pairing>>;
 }
 
-// Instantiated in a file per element type, so that they compile side by side.
+// Instantiated in one file per element type, for parallel builds.
 template <class Element>
 void launch_qk_norm_rotary_gradient(const QkNormRotaryGradientArgs& args, const QkNormRotaryGradientPlan& plan,
                                     cudaStream_t stream) {
     const RotaryArgs& rotary = args.call.rotary;
-    const bool over_head = args.call.over == NormOver::head;
-    const auto divisor = [&](int groups) { return cutlass::FastDivmod(over_head && groups > 0 ? groups : 1); };
     const QkNormRotaryGradientLaunch<RealOf<Element>> launch{
         .args = args,
-        .numbers = NormNumbers<RealOf<Element>>(args.call),
-        .plan = plan,
-        .lanes = cutlass::FastDivmod(over_head ? plan.team : plan.lanes),
-        .q_groups = divisor(plan.q_groups),
-        .k_groups = divisor(plan.k_groups),
-        .tokens = cutlass::FastDivmod(static_cast<int>(rotary.tokens)),
-        .all_tokens = static_cast<int>(rotary.batch * rotary.tokens),
+        .constants = NormConstants<RealOf<Element>>(args.call),
+        .map = QkNormRotaryGradientMap<cutlass::FastDivmod>::of(plan, args.call.over, rotary.batch, rotary.tokens),
     };
     const auto kernel = rotary.pairing == Pairing::halves
                             ? norm_gradient_kernel<Element, Pairing::halves>(plan, args.call.over)
                             : norm_gradient_kernel<Element, Pairing::interleaved>(plan, args.call.over);
-    launch_overlapping(kernel, dim3(plan.q_blocks + plan.k_blocks), plan.block_threads, stream, launch);
+    launch_with_pdl(kernel, dim3(plan.q_blocks + plan.k_blocks), plan.block_threads, stream, launch);
 }
 
 extern template void launch_qk_norm_rotary_gradient<double>(const QkNormRotaryGradientArgs&,

@@ -2,24 +2,23 @@
 
 #include <algorithm>
 #include <bit>
-#include <limits>
 
 #include "head_split.h"
+#include "launch_slices.h"
 #include "rotary_plan.h"
 
 namespace mrrope {
 namespace {
 
-constexpr int64_t processors = 132;  // of an H200
 constexpr int warp = 32;
 
 bool starts_aligned(const void* weights) {
     return reinterpret_cast<int64_t>(weights) % access_bytes == 0;
 }
 
-// Lanes a head where it is made of whole vectors, two of them a lane, and a warp can hold it; else 0.
-int lanes_that_hold(const QkNormRotaryShape& shape) {
-    if (shape.element_size > 4) return 0;  // float64 is for checking gradients
+// Lanes per head where it is made of whole vectors, two per lane, and a warp can hold it; else 0.
+int lanes_per_head(const QkNormRotaryShape& shape) {
+    if (shape.element_size > 4) return 0;  // float64 serves gradient checks, where speed does not matter
     const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
     if (split.vector == 1 || shape.head_dim % (2 * split.vector) != 0) return 0;
     const int lanes = shape.head_dim / (2 * split.vector);
@@ -30,14 +29,14 @@ int groups_of(int heads, int heads_per_thread) {
     return static_cast<int>(ceil_div(heads, heads_per_thread));
 }
 
-int64_t threads_for_all_heads(const QkNormRotaryShape& shape, int lanes, int heads_per_thread) {
+int64_t threads_over_all_heads(const QkNormRotaryShape& shape, int lanes, int heads_per_thread) {
     const int64_t groups = groups_of(std::max(shape.q_heads, shape.k_heads), heads_per_thread);
     return ceil_div(lanes * groups, warp) * warp;
 }
 
-// Heads that share a thread share its phases and wait for each other. Microseconds on an H200, bfloat16, head_dim 128,
-// in place, by heads of a thread, of successive versions of the kernels (plans_benchmark measures the present ones); a
-// copy of as many bytes beside them:
+// Heads of one thread share its phases but wait for each other's loads. Microseconds on an H200, bfloat16, head_dim
+// 128, in place, by heads per thread, of successive versions of the kernels (plans_benchmark measures the present
+// ones), with a copy of as many bytes:
 //     tokens x heads       1       2       4       8     copy
 //         1 x 32 + 8    1.39    1.54    1.90    2.54     1.10
 //        16 x 32 + 8    1.90    2.08    2.83    3.34     1.87
@@ -48,7 +47,7 @@ int64_t threads_for_all_heads(const QkNormRotaryShape& shape, int lanes, int hea
 //      4096 x 32 + 32   53.0    38.5    37.1    36.2     33.8
 //      8192 x 32 + 8    65.6    47.3    46.0    44.6     41.8
 //     32768 x 32 + 8     253     181     174     166      159
-// Over all heads, where all wait for each other anyway:
+// Over all heads, where the reduction makes all wait for each other anyway:
 //       256 x 32 + 32           4.38    5.25             3.82
 //       512 x 32 + 32           7.27    6.77             5.86
 //      1024 x 32 + 32           11.8    12.5             9.90
@@ -57,17 +56,17 @@ int choose_heads_per_thread(const QkNormRotaryShape& shape, int lanes) {
     constexpr int64_t threads_for_two = 1 << 12;
     constexpr int64_t threads_for_four = 1 << 20;
     constexpr int64_t threads_for_eight = 1 << 21;
-    constexpr int64_t most_threads_for_two_of_all = 1 << 17;
-    if (shape.looks_up) return norm_heads_per_thread_with_lookup;
+    constexpr int64_t max_threads_for_two_over_all_heads = 1 << 17;
+    if (shape.needs_lookup) return norm_heads_per_thread_with_lookup;
     const int64_t threads = shape.batch * shape.tokens * (shape.q_heads + shape.k_heads) * lanes;
-    const int most_heads = std::max(shape.q_heads, shape.k_heads);
+    const int max_heads = std::max(shape.q_heads, shape.k_heads);
     if (shape.over == NormOver::all_heads) {
-        const bool two_fit = threads_for_all_heads(shape, lanes, 2) <= norm_most_block_threads;
-        return two_fit && (most_heads <= 2 || threads <= most_threads_for_two_of_all) ? 2 : 4;
+        const bool two_fit = threads_over_all_heads(shape, lanes, 2) <= norm_max_block_threads;
+        return two_fit && (max_heads <= 2 || threads <= max_threads_for_two_over_all_heads) ? 2 : 4;
     }
-    if (most_heads == 1 || threads < threads_for_two) return 1;
-    if (most_heads > 4 && threads >= threads_for_eight) return 8;
-    return most_heads > 2 && threads >= threads_for_four ? 4 : 2;
+    if (max_heads == 1 || threads < threads_for_two) return 1;
+    if (max_heads > 4 && threads >= threads_for_eight) return 8;
+    return max_heads > 2 && threads >= threads_for_four ? 4 : 2;
 }
 
 int rows_of(const QkNormRotaryShape& shape, int heads) {
@@ -75,7 +74,7 @@ int rows_of(const QkNormRotaryShape& shape, int heads) {
 }
 
 int64_t threads_per_token(const QkNormRotaryPlan& plan, NormOver over) {
-    if (plan.holds && over == NormOver::head) return static_cast<int64_t>(plan.team) * plan.groups();
+    if (plan.in_registers && over == NormOver::head) return static_cast<int64_t>(plan.team) * plan.groups();
     return blocks_of(plan, over, 1) * plan.block_threads;
 }
 
@@ -93,7 +92,7 @@ QkNormRotaryShape shape_of(const QkNormRotaryArgs& args) {
             .element_size = shape.element_size,
             .over = args.over,
             .aligned = shape.aligned && starts_aligned(args.q_weight) && starts_aligned(args.k_weight),
-            .looks_up = shape.with_rows || rotary.choice.count > 1};
+            .needs_lookup = shape.with_rows || rotary.choice.count > 1};
 }
 
 QkNormRotaryShape shape_of(const QkNormRotaryGradientArgs& args) {
@@ -106,23 +105,24 @@ QkNormRotaryShape shape_of(const QkNormRotaryGradientArgs& args) {
 }
 
 int64_t blocks_of(const QkNormRotaryPlan& plan, NormOver over, int64_t tokens) {
-    if (!plan.holds) return tokens * plan.groups();
+    if (!plan.in_registers) return tokens * plan.groups();
     if (over == NormOver::all_heads) return tokens * ((plan.q_groups > 0) + (plan.k_groups > 0));
     return ceil_div(tokens * plan.team * plan.groups(), plan.block_threads);
 }
 
-QkNormRotaryPlan plan_qk_norm_rotary(const QkNormRotaryShape& shape) {
-    const int lanes = lanes_that_hold(shape);
-    return plan_with(shape, lanes == 0 ? 1 : choose_heads_per_thread(shape, lanes));
+QkNormRotaryPlan plan(const QkNormRotaryShape& shape, const Device& device) {
+    const int lanes = lanes_per_head(shape);
+    return plan_with(shape, device, lanes == 0 ? 1 : choose_heads_per_thread(shape, lanes));
 }
 
-QkNormRotaryPlan plan_with(const QkNormRotaryShape& shape, int heads_per_thread) {
+// Independent of the device so far: the thresholds are those of an H200.
+QkNormRotaryPlan plan_with(const QkNormRotaryShape& shape, const Device&, int heads_per_thread) {
     QkNormRotaryPlan plan;
-    const int lanes = lanes_that_hold(shape);
+    const int lanes = lanes_per_head(shape);
     const bool fits = shape.over == NormOver::head ||
-                      threads_for_all_heads(shape, lanes, heads_per_thread) <= norm_most_block_threads;
+                      threads_over_all_heads(shape, lanes, heads_per_thread) <= norm_max_block_threads;
     if (lanes > 0 && fits) {
-        plan.holds = true;
+        plan.in_registers = true;
         plan.lanes = lanes;
         plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
         plan.heads_per_thread = heads_per_thread;
@@ -130,34 +130,30 @@ QkNormRotaryPlan plan_with(const QkNormRotaryShape& shape, int heads_per_thread)
         plan.k_groups = groups_of(shape.k_heads, heads_per_thread);
         plan.block_threads = norm_block_threads;
         if (shape.over == NormOver::all_heads) {
-            // Blocks for q and for k are as large: none of their threads need be idle where there are heads for it.
+            // Blocks of q and of k have the same size; the smaller of the two spreads its heads over all threads.
             const int groups = std::max(plan.q_groups, plan.k_groups);
             plan.q_groups = std::min(shape.q_heads, groups);
             plan.k_groups = std::min(shape.k_heads, groups);
-            plan.block_threads = static_cast<int>(threads_for_all_heads(shape, lanes, heads_per_thread));
+            plan.block_threads = static_cast<int>(threads_over_all_heads(shape, lanes, heads_per_thread));
         }
     } else {
         plan.q_groups = rows_of(shape, shape.q_heads);
         plan.k_groups = rows_of(shape, shape.k_heads);
     }
-    // The last block of a launch may count past its last thread.
-    const int64_t most_threads = std::numeric_limits<int32_t>::max() - plan.block_threads;
-    const int64_t per_token = std::max<int64_t>(1, threads_per_token(plan, shape.over));
-    const int64_t most_tokens = std::max<int64_t>(1, most_threads / per_token);
-    const int64_t all_tokens = shape.batch * shape.tokens;
-    plan.tokens_per_launch = all_tokens <= most_tokens ? all_tokens : std::min(most_tokens, shape.tokens);
+    plan.tokens_per_launch =
+        tokens_per_launch(shape.batch, shape.tokens, threads_per_token(plan, shape.over), plan.block_threads);
     return plan;
 }
 
-QkNormRotaryGradientPlan plan_qk_norm_rotary_gradient(const QkNormRotaryShape& shape) {
+QkNormRotaryGradientPlan plan_gradient(const QkNormRotaryShape& shape, const Device& device) {
     QkNormRotaryGradientPlan plan;
     constexpr int heads_per_thread = norm_heads_per_thread_with_lookup;
-    const int lanes = lanes_that_hold(shape);
+    const int lanes = lanes_per_head(shape);
     const bool fits = shape.over == NormOver::head ||
-                      threads_for_all_heads(shape, lanes, heads_per_thread) <= norm_gradient_most_block_threads;
+                      threads_over_all_heads(shape, lanes, heads_per_thread) <= norm_gradient_max_block_threads;
     int64_t rows_per_block = 1;
     if (lanes > 0 && fits) {
-        plan.holds = true;
+        plan.in_registers = true;
         plan.lanes = lanes;
         plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
         plan.q_groups = groups_of(shape.q_heads, heads_per_thread);
@@ -166,18 +162,18 @@ QkNormRotaryGradientPlan plan_qk_norm_rotary_gradient(const QkNormRotaryShape& s
             plan.block_threads = norm_gradient_block_threads;
             rows_per_block = plan.block_threads / plan.team;
         } else {
-            plan.block_threads = static_cast<int>(threads_for_all_heads(shape, lanes, heads_per_thread));
+            plan.block_threads = static_cast<int>(threads_over_all_heads(shape, lanes, heads_per_thread));
         }
     } else {
         plan.q_groups = rows_of(shape, shape.q_heads);
         plan.k_groups = rows_of(shape, shape.k_heads);
     }
-    const int64_t most_blocks = processors * (norm_gradient_resident_threads(shape.over) / plan.block_threads);
+    const int64_t one_wave = int64_t{device.sms} * (norm_gradient_threads_per_sm(shape.over) / plan.block_threads);
     const int64_t heads = shape.q_heads + shape.k_heads;
     const auto blocks = [&](int view_heads, int groups) {
         if (view_heads == 0) return 0;
         const int64_t rows = shape.batch * shape.tokens * (shape.over == NormOver::head ? groups : 1);
-        const int64_t share = std::max<int64_t>(1, most_blocks * view_heads / heads);
+        const int64_t share = std::max<int64_t>(1, one_wave * view_heads / heads);
         return static_cast<int>(std::min(share, ceil_div(rows, rows_per_block)));
     };
     plan.q_blocks = blocks(shape.q_heads, plan.q_groups);

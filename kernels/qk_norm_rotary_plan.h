@@ -2,9 +2,11 @@
 
 #include <cstdint>
 
+#include "device_properties.h"
 #include "mrrope/qk_norm_rotary.h"
 
-// How norm and rotation are laid over the GPU: pure functions of the shape, tested without one.
+// Launch plans of RMSNorm + rotation, forward and backward: pure host functions of shape and device, tested without a
+// GPU.
 
 namespace mrrope {
 
@@ -17,46 +19,50 @@ struct QkNormRotaryShape {
     int rotary_dim = 0;
     int element_size = 0;
     NormOver over = NormOver::head;
-    bool aligned = false;   // every head, and the weights, start at a multiple of 16 bytes
-    bool looks_up = false;  // tables are chosen, or tokens have several positions
+    bool aligned = false;       // every head, and the weights, start at a multiple of 16 bytes
+    bool needs_lookup = false;  // several tables, or several positions per token
 };
 
 QkNormRotaryShape shape_of(const QkNormRotaryArgs& args);
 QkNormRotaryShape shape_of(const QkNormRotaryGradientArgs& args);
 
-// Small blocks where every head is a matter of its own, as in rotary_plan.h.
+// Small blocks where heads are independent, as in rotary_plan.h.
 inline constexpr int norm_block_threads = 128;
-inline constexpr int norm_most_block_threads = 256;
-// The blocks that go through a row twice.
+// Over all heads, where a block reduces a row.
+inline constexpr int norm_max_block_threads = 256;
+// The two-pass kernels.
 inline constexpr int norm_row_block_threads = 128;
-// Left to itself, the compiler spills a few registers to get below thresholds that do not matter.
-inline constexpr int norm_row_resident_blocks = 4;
-// What registers must leave room for.
-constexpr int norm_resident_blocks(NormOver over, int heads_per_thread, bool looks_up) {
+// Minimum blocks per SM for __launch_bounds__. Without it the compiler spills a few registers to reach occupancies that
+// gain nothing.
+inline constexpr int norm_row_min_blocks_per_sm = 4;
+constexpr int norm_min_blocks_per_sm(NormOver over, int heads_per_thread, bool needs_lookup) {
     if (over == NormOver::all_heads) return 2;
-    if (heads_per_thread >= 4 || looks_up) return 4;
+    if (heads_per_thread >= 4 || needs_lookup) return 4;
     return heads_per_thread == 2 ? 5 : 7;
 }
 
 // How many of a thread's heads are in registers at a time.
-constexpr int norm_heads_held(int heads_per_thread) {
+constexpr int norm_heads_in_registers(int heads_per_thread) {
     return heads_per_thread < 4 ? heads_per_thread : 4;
 }
 
-// The one number of heads a thread where something has to be looked up, and in the backward pass.
+// The only instantiation with a lookup, and of the backward pass.
 inline constexpr int norm_heads_per_thread_with_lookup = 2;
 
-// A row is what one mean is taken of: a head, or all heads of q or of k of one token. Where heads are made of whole
-// vectors, `lanes` threads hold one head: a thread has two vectors, one from either half of the rotated part or two
-// neighbours from the rest, of up to `heads_per_thread` heads of q or of k. Over a head, the lanes are the first of a
-// `team` within a warp; over all heads, a row is a block's. Where threads hold nothing, a block goes through one row
-// twice.
+// A row is what one mean square is taken over: a head, or all heads of q or of k of one token.
+//
+// in_registers: heads are made of whole 16-byte vectors and a warp can hold one. `lanes` threads hold a head, two
+// vectors each: one from either half of the rotated part, or two neighbours from the tail. A thread has up to
+// `heads_per_thread` heads of q or of k. Over a head, its lanes are the first of a team of 2^n threads of one warp,
+// which reduces the row; over all heads, a block reduces it.
+//
+// Otherwise a block makes two passes over one row.
 struct QkNormRotaryPlan {
-    bool holds = false;
+    bool in_registers = false;
     int lanes = 1;
-    int team = 1;  // a power of two
+    int team = 1;  // threads that reduce a head: a power of two
     int heads_per_thread = 1;
-    int q_groups = 0;  // of up to heads_per_thread heads; where nothing is held, rows
+    int q_groups = 0;  // of up to heads_per_thread heads; two passes: rows
     int k_groups = 0;
     int block_threads = norm_row_block_threads;
     int64_t tokens_per_launch = 0;  // as in RotaryPlan
@@ -64,28 +70,28 @@ struct QkNormRotaryPlan {
     int groups() const { return q_groups + k_groups; }
 };
 
-QkNormRotaryPlan plan_qk_norm_rotary(const QkNormRotaryShape& shape);
+QkNormRotaryPlan plan(const QkNormRotaryShape& shape, const Device& device);
 
-// The same with the most heads of a thread given: 1, 2, 4 or 8, over all heads 2 or 4, with lookup 2.
-QkNormRotaryPlan plan_with(const QkNormRotaryShape& shape, int heads_per_thread);
+// With the maximum of heads per thread given: 1, 2, 4 or 8, over all heads 2 or 4, with a lookup 2.
+QkNormRotaryPlan plan_with(const QkNormRotaryShape& shape, const Device& device, int heads_per_thread);
 
 // qk_norm_rotary_cuda by a given plan.
 void qk_norm_rotary_cuda(const QkNormRotaryArgs& args, const QkNormRotaryPlan& plan, CUstream_st* stream);
 
-// The blocks of one launch: rows are shared out, teams or blocks.
+// The blocks of a launch of so many tokens.
 int64_t blocks_of(const QkNormRotaryPlan& plan, NormOver over, int64_t tokens);
 
 inline constexpr int norm_gradient_block_threads = 128;
-inline constexpr int norm_gradient_most_block_threads = 256;
-// What registers leave room for, on one processor.
-constexpr int norm_gradient_resident_threads(NormOver over) {
+inline constexpr int norm_gradient_max_block_threads = 256;
+// Threads that an SM holds at once, by the registers they need.
+constexpr int norm_gradient_threads_per_sm(NormOver over) {
     return over == NormOver::head ? 384 : 256;
 }
 
-// The backward pass: as many blocks as an H200 holds at a time, each of q or of k, go through the tokens and keep sums
-// for the gradient of the weights, a row of sums a block.
+// The backward pass: a persistent grid. Each block takes rows of q or rows of k, and writes one row of partial sums for
+// the gradient of the weights.
 struct QkNormRotaryGradientPlan {
-    bool holds = false;
+    bool in_registers = false;
     int lanes = 1;
     int team = 1;
     int q_groups = 0;
@@ -95,6 +101,6 @@ struct QkNormRotaryGradientPlan {
     int k_blocks = 0;
 };
 
-QkNormRotaryGradientPlan plan_qk_norm_rotary_gradient(const QkNormRotaryShape& shape);
+QkNormRotaryGradientPlan plan_gradient(const QkNormRotaryShape& shape, const Device& device);
 
 }  // namespace mrrope

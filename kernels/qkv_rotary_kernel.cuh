@@ -1,9 +1,10 @@
 #pragma once
 
-// Blocks are placed while the kernel before still runs, and wait for it before they read.
+// PDL in CUTLASS's mainloop and epilogue.
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 
-// Headers for Hopper alone, in the order that they need: those for everything take longer to read than to compile.
+// Only the headers for Hopper, in the order they depend on each other: those for all architectures take longer to parse
+// than the kernels to compile.
 // clang-format off
 #include <cutlass/cutlass.h>
 #include <cutlass/device_kernel.h>
@@ -24,21 +25,22 @@
 #include <type_traits>
 
 #include "device/dependent_launch.cuh"
-#include "device/rotated_accumulators.cuh"
-#include "device/rotating_epilogue.cuh"
+#include "device/rotary_epilogue.cuh"
+#include "device/transposed_rotary_epilogue.cuh"
+#include "device_properties.h"
 #include "qkv_rotary_launch.h"
 
-// The projection as CUTLASS builds it for Hopper: one warp group copies tiles of x and weight with the copy engine, two
-// multiply them (wgmma), rotate the accumulators and store them. Blocks stay for all their tiles.
+// CUTLASS's persistent warp-specialized pingpong GEMM for Hopper: a producer warp group loads tiles of x and weight by
+// TMA, and two consumer warp groups multiply them (wgmma), rotate the accumulators and store them.
 
 namespace mrrope {
 
-// Rows of the product are tokens, columns components.
-template <QkvKernel form, class Element>
+// x weight^T: rows are tokens, columns are components.
+template <QkvKernel kernel, class Element>
 struct TokensByComponents {
-    using Tile = cute::Shape<cute::Int<form.tile_tokens>, cute::Int<qkv_tile>, cute::_64>;
-    using Rotation = RotatingEpilogue<Element, form.pairing>;
-    static constexpr int columns = columns_at_a_time(form.pairing);
+    using Tile = cute::Shape<cute::Int<kernel.tile_tokens>, cute::Int<qkv_tile>, cute::_64>;
+    using Rotation = RotaryEpilogue<Element, kernel.pairing>;
+    static constexpr int columns = epilogue_columns(kernel.pairing);
     using EpilogueTile = cute::Shape<cute::_64, cute::Int<columns>>;
     using EpiloguePolicy = cutlass::epilogue::Sm90TmaWarpSpecialized<
         /*StagesC=*/1, /*StagesD=*/2, /*FragmentSize=*/columns / 2, /*ReuseSmemC=*/false, /*DelayTmaStore=*/true>;
@@ -47,7 +49,7 @@ struct TokensByComponents {
         Rotation, EpiloguePolicy>::CollectiveOp;
 
     template <class Arguments>
-    static void give(Arguments& arguments, const QkvRotaryArgs& args) {
+    static void fill(Arguments& arguments, const QkvRotaryArgs& args) {
         const auto rows = static_cast<int>(args.rows());
         arguments.problem_shape = {rows, args.outputs(), args.inputs, 1};
         arguments.mainloop.ptr_A = static_cast<const Element*>(args.x);
@@ -55,26 +57,26 @@ struct TokensByComponents {
         arguments.mainloop.ptr_B = static_cast<const Element*>(args.weight);
         cute::get<0>(arguments.mainloop.dB) = args.weight_stride;
         cute::get<0>(arguments.epilogue.dD) = args.outputs();
-        arguments.epilogue.thread = ProductRotation<Element>::of(args);
+        arguments.epilogue.thread = EpilogueRotation<Element>::of(args);
     }
 };
 
-// The transpose.
-template <QkvKernel form, class Element>
+// weight x^T: rows are components, columns are tokens.
+template <QkvKernel kernel, class Element>
 struct ComponentsByTokens {
-    using Tile = cute::Shape<cute::Int<qkv_tile>, cute::Int<form.tile_tokens>, cute::_64>;
-    using EpilogueTile = cute::Shape<cute::_64, cute::Int<form.tile_tokens / 2>>;
-    // All of a tile's results lie in shared memory at once: none waits for another to be stored.
+    using Tile = cute::Shape<cute::Int<qkv_tile>, cute::Int<kernel.tile_tokens>, cute::_64>;
+    using EpilogueTile = cute::Shape<cute::_64, cute::Int<kernel.tile_tokens / 2>>;
+    // One stage per part of the tile: no part waits for another's store.
     using EpiloguePolicy = cutlass::epilogue::Sm90TmaWarpSpecialized<
-        /*StagesC=*/1, /*StagesD=*/4, /*FragmentSize=*/form.tile_tokens / 4, /*ReuseSmemC=*/false,
+        /*StagesC=*/1, /*StagesD=*/4, /*FragmentSize=*/kernel.tile_tokens / 4, /*ReuseSmemC=*/false,
         /*DelayTmaStore=*/true>;
     using Store = typename cutlass::epilogue::collective::detail::Sm90TmaBuilderImpl<
         Tile, EpilogueTile, float, float, void, cutlass::layout::ColumnMajor, 8, Element, cutlass::layout::ColumnMajor,
         8, cutlass::epilogue::fusion::Sm90AccFetch, EpiloguePolicy>::CollectiveOp;
-    using Epilogue = RotatedAccumulators<Store, Element>;
+    using Epilogue = TransposedRotaryEpilogue<Store, Element>;
 
     template <class Arguments>
-    static void give(Arguments& arguments, const QkvRotaryArgs& args) {
+    static void fill(Arguments& arguments, const QkvRotaryArgs& args) {
         const auto rows = static_cast<int>(args.rows());
         arguments.problem_shape = {args.outputs(), rows, args.inputs, 1};
         arguments.mainloop.ptr_A = static_cast<const Element*>(args.weight);
@@ -82,15 +84,15 @@ struct ComponentsByTokens {
         arguments.mainloop.ptr_B = static_cast<const Element*>(args.x);
         cute::get<0>(arguments.mainloop.dB) = args.x_stride;
         cute::get<1>(arguments.epilogue.dD) = args.outputs();
-        arguments.epilogue.rotation = ProductRotation<Element>::of(args);
+        arguments.epilogue.rotation = EpilogueRotation<Element>::of(args);
     }
 };
 
-template <QkvKernel form, class Element>
+template <QkvKernel kernel, class Element>
 struct QkvProjection {
     using Product =
-        std::conditional_t<form.transposed, ComponentsByTokens<form, Element>, TokensByComponents<form, Element>>;
-    // Two blocks, tiles below each other, share what is beside.
+        std::conditional_t<kernel.transposed, ComponentsByTokens<kernel, Element>, TokensByComponents<kernel, Element>>;
+    // Two tiles along M share the tile of B by TMA multicast.
     using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
     using Epilogue = typename Product::Epilogue;
     using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
@@ -104,13 +106,13 @@ struct QkvProjection {
     static typename Kernel::Arguments arguments(const QkvRotaryArgs& args, const QkvRotaryPlan& plan) {
         typename Kernel::Arguments arguments{};
         arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
-        Product::give(arguments, args);
+        Product::fill(arguments, args);
         arguments.epilogue.ptr_D = static_cast<Element*>(args.out);
         arguments.scheduler.max_swizzle_size = plan.swizzle;
         using Order = decltype(arguments.scheduler.raster_order);
         const bool along_tokens = plan.raster == QkvRotaryPlan::Raster::rows;
-        arguments.scheduler.raster_order = along_tokens != form.transposed ? Order::AlongM : Order::AlongN;
-        arguments.hw_info.sm_count = multiprocessors_of_current_device();
+        arguments.scheduler.raster_order = along_tokens != kernel.transposed ? Order::AlongM : Order::AlongN;
+        arguments.hw_info.sm_count = current_device().sms;
         return arguments;
     }
 
@@ -130,7 +132,7 @@ struct QkvProjection {
         check(cutlass::ClusterLauncher::launch(Kernel::get_grid_shape(params),
                                                dim3(cute::size<0>(Cluster{}), cute::size<1>(Cluster{})),
                                                Kernel::get_block_shape(), shared_bytes, stream, entry, parameters,
-                                               /*launch_with_pdl=*/true));  // there is no code but sm_90a's
+                                               /*launch_with_pdl=*/true));  // compiled for sm_90a only
     }
 
 private:
@@ -139,8 +141,8 @@ private:
     }
 
     [[noreturn]] static void fail(cutlass::Status status) {
-        cudaGetLastError();  // or the next one to ask would take it for an error of its own
-        throw std::runtime_error("mrrope: the projection by " + describe(form) +
+        cudaGetLastError();  // clears it, as check_cuda does
+        throw std::runtime_error("mrrope: the projection by " + describe(kernel) +
                                  " could not be launched: " + cutlass::cutlassGetStatusString(status));
     }
 };

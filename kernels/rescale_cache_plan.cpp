@@ -4,20 +4,24 @@
 
 namespace mrrope {
 
-// As many as an H200 holds at a time, on 132 processors.
-constexpr int64_t most_blocks = 132 * rescale_cache_resident_blocks;
-
-RescaleCachePlan plan_rescale(const RescaleCacheArgs& args) {
+RescaleCacheShape shape_of(const RescaleCacheArgs& args) {
     const int element_size = size_of(args.dtype);
-    const bool aligned = std::all_of(args.keys.begin(), args.keys.end(), [&](const void* keys) {
-        return starts_aligned(keys, args.strides, element_size);
-    });
-    const HeadSplit split = split_head(args.rotary_dim, args.rotary_dim, element_size, aligned);
-    const auto head_groups = static_cast<int>(ceil_div(args.heads, rescale_cache_heads_per_thread));
+    return {.tokens = args.tokens,
+            .heads = args.heads,
+            .rotary_dim = args.rotary_dim,
+            .element_size = element_size,
+            .aligned = std::all_of(args.keys.begin(), args.keys.end(),
+                                   [&](const void* keys) { return starts_aligned(keys, args.strides, element_size); })};
+}
+
+RescaleCachePlan plan(const RescaleCacheShape& shape, const Device& device) {
+    const HeadSplit split = split_head(shape.rotary_dim, shape.rotary_dim, shape.element_size, shape.aligned);
+    const auto head_groups = static_cast<int>(ceil_div(shape.heads, rescale_cache_heads_per_thread));
     const int64_t threads_per_token = static_cast<int64_t>(split.lanes) * head_groups;
-    const int64_t wanted = ceil_div(args.tokens * threads_per_token, rescale_cache_block_threads);
-    const int64_t least = ceil_div(threads_per_token, rescale_cache_block_threads);
-    const int64_t blocks = std::max(least, std::min(wanted, most_blocks));
+    const int64_t one_wave = int64_t{device.sms} * rescale_cache_min_blocks_per_sm;
+    const int64_t for_all_tokens = ceil_div(shape.tokens * threads_per_token, rescale_cache_block_threads);
+    const int64_t for_one_token = ceil_div(threads_per_token, rescale_cache_block_threads);
+    const int64_t blocks = std::max(for_one_token, std::min(for_all_tokens, one_wave));
     return {.vector = split.vector,
             .lanes = split.lanes,
             .head_groups = head_groups,

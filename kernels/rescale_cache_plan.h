@@ -1,43 +1,55 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
+#include "device_properties.h"
 #include "mrrope/rescale_cache.h"
 
-// How turning cached keys is laid over the GPU: pure functions of the arguments, tested without one.
+// Launch plan of the kernel that re-rotates cached keys: pure host functions of shape and device, tested without a GPU.
 
 namespace mrrope {
 
+struct RescaleCacheShape {
+    int64_t tokens = 0;
+    int heads = 0;
+    int rotary_dim = 0;
+    int element_size = 0;
+    bool aligned = false;  // every head of every layer starts at a multiple of 16 bytes
+};
+
+RescaleCacheShape shape_of(const RescaleCacheArgs& args);
+
 inline constexpr int rescale_cache_block_threads = 64;
-// Before sm_90 the same code takes a few more registers.
+// Minimum blocks per SM for __launch_bounds__. Before sm_90 the same code needs a few more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-inline constexpr int rescale_cache_resident_blocks = 6;
+inline constexpr int rescale_cache_min_blocks_per_sm = 6;
 #else
-inline constexpr int rescale_cache_resident_blocks = 8;
+inline constexpr int rescale_cache_min_blocks_per_sm = 8;
 #endif
 inline constexpr int rescale_cache_heads_per_thread = 4;
-// Their pointers travel as parameters of the kernel.
-inline constexpr int most_layers_per_launch = 128;
+// Their pointers are kernel parameters.
+inline constexpr int max_layers_per_launch = 128;
 
-// All blocks go through the layers together. A thread keeps its lane and its heads, and goes from token to token in
-// steps of `token_step`. Threads that make up no whole token rest.
+// A persistent grid that goes through the layers. A thread keeps its lane and its heads, and steps through the tokens
+// by `token_step`. Threads past the last whole token idle.
 struct RescaleCachePlan {
     int vector = 1;
-    int lanes = 1;        // threads a head
-    int head_groups = 1;  // groups of rescale_cache_heads_per_thread heads
-    int blocks = 1;       // few enough to return in no time where there is nothing to turn
+    int lanes = 1;        // threads per head
+    int head_groups = 1;  // of rescale_cache_heads_per_thread heads
+    int blocks = 1;       // one wave at most, so that a call that changes nothing returns at once
     int token_step = 1;
 };
 
-RescaleCachePlan plan_rescale(const RescaleCacheArgs& args);
+RescaleCachePlan plan(const RescaleCacheShape& shape, const Device& device);
 
-// Calls f with parts of as many layers as one launch takes.
+// Calls f with the arguments of every launch: at most max_layers_per_launch layers each.
 template <class F>
 void for_each_rescale_launch(const RescaleCacheArgs& args, F&& f) {
-    for (size_t layer = 0; layer < args.keys.size(); layer += most_layers_per_launch) {
+    for (size_t layer = 0; layer < args.keys.size(); layer += max_layers_per_launch) {
         RescaleCacheArgs part = args;
-        part.keys = args.keys.subspan(layer, std::min<size_t>(most_layers_per_launch, args.keys.size() - layer));
+        part.keys = args.keys.subspan(layer, std::min<size_t>(max_layers_per_launch, args.keys.size() - layer));
         f(part);
     }
 }

@@ -1,3 +1,4 @@
+#include "launch_slices.h"
 #include "rotary_kernel.cuh"
 
 namespace mrrope {
@@ -5,12 +6,12 @@ namespace mrrope {
 void rotary_cuda(const RotaryArgs& args, CUstream_st* stream) {
     const RotaryShape shape = shape_of(args);
     if (shape.batch == 0 || shape.tokens == 0 || shape.heads == 0) return;
-    rotary_cuda(args, plan_rotary(shape), stream);
+    rotary_cuda(args, plan(shape, current_device()), stream);
 }
 
 void rotary_cuda(const RotaryArgs& args, const RotaryPlan& plan, CUstream_st* stream) {
     with_element(args.dtype, [&](auto element) {
-        for_each_launch(args, plan,
+        for_each_launch(args, plan.tokens_per_launch,
                         [&](const RotaryArgs& part) { launch_rotary<decltype(element)>(part, plan, stream); });
     });
 }

@@ -1,23 +1,26 @@
 #pragma once
 
+#include <cutlass/fast_math.h>
 #include <cutlass/float8.h>
 
 #include <algorithm>
 #include <stdexcept>
 #include <type_traits>
 
+#include "device/dependent_launch.cuh"
+#include "device/head_fragment.cuh"
+#include "device/table_choice.cuh"
 #include "mrrope/float8.h"
+#include "rotary_and_cache_map.h"
 #include "rotary_and_cache_plan.h"
-#include "rotary_kernel.cuh"
+#include "rotary_schedule.h"
 
 namespace mrrope {
 
-// Passed to the kernel by value. The divisors take a thread's number, and a slot, apart without dividing.
+// Passed to the kernel by value.
 struct RotaryAndCacheLaunch {
     RotaryAndCacheArgs args;
-    cutlass::FastDivmod lanes;
-    cutlass::FastDivmod head_groups;
-    cutlass::FastDivmod tokens;
+    RotaryMap<cutlass::FastDivmod> map;
     cutlass::FastDivmod block_size;
     HeadGroups groups;
     int threads;
@@ -43,42 +46,12 @@ __device__ cutlass::AlignedArray<Float8, Vector> to_float8(cutlass::Array<float,
     return rounded;
 }
 
-// A token of a sequence, or a slot of a block.
-struct Place {
-    int outer;
-    int inner;
-
-    __device__ int64_t offset(const HeadStrides& strides) const {
-        return outer * strides.batch + inner * strides.token;
-    }
-};
-
-// The heads of a thread: `first` and every `step`th after it of q, k or v.
-struct HeadsOfThread {
-    enum Kind { query, key, value };
-    Kind kind;
-    int first;
-    int step;
-
-    __device__ HeadsOfThread(const HeadGroups& groups, int group) {
-        kind = group < groups.queries ? query : group < groups.queries + groups.keys ? key : value;
-        step = kind == query ? groups.queries : groups.keys;
-        first = group - (kind == query ? 0 : groups.queries) - (kind == value ? groups.keys : 0);
-    }
-
-    __device__ const CachedHeads& cached(const RotaryAndCacheArgs& args) const { return kind == key ? args.k : args.v; }
-
-    __device__ const HeadsView& view(const RotaryAndCacheArgs& args) const {
-        return kind == query ? args.rotary.q : cached(args).view;
-    }
-};
-
-// What rotary_kernel does to q and k, and what becomes of k and v besides: a thread takes one vector from either half
-// of HeadsPerThread heads of one token, all of q, all of k or all of v, and what is not q's goes to the token's slot.
-// Values are not turned, and in a cache of their own dtype keep their bits.
-template <class Element, class Cached, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
+// rotary_kernel with k and v stored to the token's cache slot: a thread takes one vector from either half of
+// HeadsPerThread heads of one token, all of q, all of k or all of v. Values are not rotated, and keep their bits in a
+// cache of their own dtype.
+template <class Element, class Cached, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup>
 __global__ void __launch_bounds__(rotary_block_threads,
-                                  rotary_and_cache_resident_blocks(!std::is_same_v<Element, Cached>))
+                                  rotary_and_cache_min_blocks_per_sm(!std::is_same_v<Element, Cached>))
     rotary_and_cache_kernel(const __grid_constant__ RotaryAndCacheLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LaneLayout<pairing, Vector>;
@@ -88,41 +61,39 @@ __global__ void __launch_bounds__(rotary_block_threads,
     const RotaryAndCacheArgs& args = launch.args;
     const RotaryArgs& rotary = args.rotary;
     const int thread = blockIdx.x * rotary_block_threads + threadIdx.x;
-    int item, lane, sequence_token, group;
-    Place token;
-    launch.lanes(item, lane, thread);
-    launch.head_groups(sequence_token, group, item);
-    launch.tokens(token.outer, token.inner, sequence_token);
+    const RotaryPlace place = launch.map.place(thread);
+    const int lane = place.lane;
+    const CachePlace token{place.batch, place.token};
 
-    const HeadsOfThread heads(launch.groups, group);
+    const HeadsOfThread heads(launch.groups, place.group);
     const HeadsView& view = heads.view(args);
     const bool is_query = heads.kind == HeadsOfThread::query;
     const int half = rotary.rotary_dim / 2;
     const Layout layout{lane, half};
-    const auto exists = [&](int j) { return heads.first + j * heads.step < view.heads; };
+    const auto exists = [&](int j) { return heads.head(j) < view.heads; };
     const Element* in =
         static_cast<const Element*>(view.in) + token.offset(view.in_strides) + heads.first * view.in_strides.head;
     const int64_t in_step = heads.step * view.in_strides.head;
-    const void* position_address = address_of_position(rotary.positions, 0, token.outer, token.inner);
-    const void* slot_address = address_of_position(args.slots.of_tokens, 0, token.outer, token.inner);
-    // A call of few threads lasts little longer than the way to memory and back.
+    const void* token_position = position_address(rotary.positions, 0, token.outer, token.inner);
+    const void* token_slot = position_address(args.slots.of_tokens, 0, token.outer, token.inner);
+    // Small launches are latency-bound, so all addresses are computed before the wait.
     if constexpr (HeadsPerThread == 1) {
-        const bool never = launch.threads < 0;
-        compute_before_wait(never, in + layout.first());
-        compute_before_wait(never, in + layout.second());
-        compute_before_wait(never, position_address);
-        compute_before_wait(never, slot_address);
+        const bool always_false = launch.threads < 0;
+        compute_before_wait(always_false, in + layout.first());
+        compute_before_wait(always_false, in + layout.second());
+        compute_before_wait(always_false, token_position);
+        compute_before_wait(always_false, token_slot);
     }
-    wait_for_previous_kernel();
+    pdl_wait();
     if (thread >= launch.threads) return;
 
-    // What leads to the angles is asked for first: it takes two steps where the table is a chosen one.
-    const int64_t position = position_at(rotary.positions, position_address);
-    int64_t table_start = 0;
-    if constexpr (lookup != Lookup::one_table) {
-        table_start = first_word_of_choice(rotary.choice, token.outer, token.inner);
+    // Loads that lead to the angles are issued first: with a table index they are two dependent round trips.
+    const int64_t position = load_position(rotary.positions, token_position);
+    int64_t offset = 0;
+    if constexpr (lookup != TableLookup::single) {
+        offset = table_offset(rotary.choice, token.outer, token.inner);
     }
-    const int64_t slot = position_at(args.slots.of_tokens, slot_address);
+    const int64_t slot = load_position(args.slots.of_tokens, token_slot);
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
@@ -130,7 +101,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
     }
     const CachedHeads& cached = heads.cached(args);
     const auto scale_of = [&](int j) {
-        return cached.scale == nullptr ? 1.0f : cached.scale[(heads.first + j * heads.step) * cached.scale_stride];
+        return cached.scale == nullptr ? 1.0f : cached.scale[heads.head(j) * cached.scale_stride];
     };
     float scales[HeadsPerThread];
     if (!keeps_dtype && !is_query) {
@@ -140,40 +111,40 @@ __global__ void __launch_bounds__(rotary_block_threads,
         }
     }
 
-    const bool turns_heads = heads.kind != HeadsOfThread::value;
+    const bool rotates = heads.kind != HeadsOfThread::value;
     CosSin<Real> by[Vector];
-    if (turns_heads) {
-        const uint64_t* table = rotary.table + table_start;
-        uint64_t turns[Vector];
-        load_turns(turns, table, layout);
+    if (rotates) {
+        const uint64_t* table = rotary.table + offset;
+        uint64_t steps[Vector];
+        load_phase_steps(steps, table, layout);
         const auto gain = static_cast<Real>(attention_factor_of(table[half]));
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, turns[j]), gain, Real(1));
+        for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, Real(1));
     }
-    let_next_kernel_start();
+    pdl_trigger();
 
-    // Unsigned, so that negative slots are out of range too.
+    // Unsigned: negative slots are out of range, too.
     if (!is_query && static_cast<uint64_t>(slot) >= launch.slots) return;
-    Place place = token;
+    CachePlace target = token;
     if (!is_query && args.slots.paged) {
-        launch.block_size(place.outer, place.inner, static_cast<int>(slot));
+        launch.block_size(target.outer, target.inner, static_cast<int>(slot));
     } else if (!is_query) {
-        place.inner = static_cast<int>(slot);
+        target.inner = static_cast<int>(slot);
     }
-    const int64_t out = place.offset(view.out_strides) + heads.first * view.out_strides.head;
+    const int64_t out = target.offset(view.out_strides) + heads.first * view.out_strides.head;
     const int64_t out_step = heads.step * view.out_strides.head;
-    Element* out_of_own_dtype = static_cast<Element*>(view.out) + out;
+    Element* out_same_dtype = static_cast<Element*>(view.out) + out;
     Cached* out_in_cache = static_cast<Cached*>(view.out) + out;
 
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
         if (!exists(j)) break;
         if (keeps_dtype || is_query) {
-            if (turns_heads) fragments[j].template rotate<Layout::crosses_vectors>(by);
-            fragments[j].store(out_of_own_dtype + j * out_step, layout);
+            if (rotates) fragments[j].template rotate<Layout::crosses_vectors>(by);
+            fragments[j].store(out_same_dtype + j * out_step, layout);
         } else if constexpr (!keeps_dtype) {
             auto wide = fragments[j].widened();
-            if (turns_heads) wide.template rotate<Layout::crosses_vectors>(by);
+            if (rotates) wide.template rotate<Layout::crosses_vectors>(by);
             Cached* head = out_in_cache + j * out_step;
             *reinterpret_cast<StoredInCache*>(head + layout.first()) = to_float8(wide.first, scales[j]);
             *reinterpret_cast<StoredInCache*>(head + layout.second()) = to_float8(wide.second, scales[j]);
@@ -182,10 +153,11 @@ __global__ void __launch_bounds__(rotary_block_threads,
 
     if (!launch.has_tail || (is_query && rotary.q.in == rotary.q.out)) return;
     for (int j = 0; exists(j); ++j) {
-        for (int at = rotary.rotary_dim + lane * Vector; at < rotary.head_dim; at += launch.lanes.divisor * Vector) {
+        for (int at = first_tail_component<Vector>(lane, rotary.rotary_dim); at < rotary.head_dim;
+             at += tail_step<Vector>(launch.map.lanes.divisor)) {
             const Stored x = *reinterpret_cast<const Stored*>(in + j * in_step + at);
             if (keeps_dtype || is_query) {
-                *reinterpret_cast<Stored*>(out_of_own_dtype + j * out_step + at) = x;
+                *reinterpret_cast<Stored*>(out_same_dtype + j * out_step + at) = x;
             } else if constexpr (!keeps_dtype) {
                 cutlass::NumericArrayConverter<Real, Element, Vector> widen;
                 *reinterpret_cast<StoredInCache*>(out_in_cache + j * out_step + at) = to_float8(widen(x), scale_of(j));
@@ -194,27 +166,24 @@ __global__ void __launch_bounds__(rotary_block_threads,
     }
 }
 
-template <class Element, class Cached, int Vector, int HeadsPerThread, Pairing pairing, Lookup lookup>
+template <class Element, class Cached, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup>
 void launch_cached_planned(const RotaryAndCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     const auto threads = static_cast<int>(args.rotary.batch * args.rotary.tokens * plan.threads_per_token());
     const RotaryAndCacheLaunch launch{
         .args = args,
-        .lanes = cutlass::FastDivmod(plan.lanes),
-        .head_groups = cutlass::FastDivmod(plan.head_groups),
-        .tokens = cutlass::FastDivmod(static_cast<int>(args.rotary.tokens)),
+        .map = RotaryMap<cutlass::FastDivmod>::of(plan, args.rotary.tokens),
         .block_size = cutlass::FastDivmod(static_cast<int>(std::max<int64_t>(1, args.slots.block_size))),
-        .groups = head_groups(args, plan.heads_per_thread),
+        .groups = head_groups(args.rotary.q.heads, args.k.view.heads, plan.heads_per_thread),
         .threads = threads,
         .slots = static_cast<uint32_t>(args.slots.count()),
         .has_tail = args.rotary.rotary_dim < args.rotary.head_dim,
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
-    launch_overlapping(
-        dependent_kernel<rotary_and_cache_kernel<Element, Cached, Vector, HeadsPerThread, pairing, lookup>>,
-        dim3(blocks), rotary_block_threads, stream, launch);
+    launch_with_pdl(pdl_kernel<rotary_and_cache_kernel<Element, Cached, Vector, HeadsPerThread, pairing, lookup>>,
+                    dim3(blocks), rotary_block_threads, stream, launch);
 }
 
-template <class Element, class Cached, Pairing pairing, Lookup lookup>
+template <class Element, class Cached, Pairing pairing, TableLookup lookup>
 void launch_cached_vectors(const RotaryAndCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     constexpr int full = access_bytes / sizeof(Element);
     const auto takes = [&](int vector, int heads) { return plan.vector == vector && plan.heads_per_thread == heads; };
@@ -226,16 +195,16 @@ void launch_cached_vectors(const RotaryAndCacheArgs& args, const RotaryPlan& pla
     throw std::logic_error("mrrope: no kernel that writes a cache takes such vectors and heads a thread");
 }
 
-// Without vectors there is one kernel for all: it is slow anyway.
+// Single components: one instantiation for all lookups, since it is the slow path anyway.
 template <class Element, class Cached, Pairing pairing>
 void launch_cached_lookup(const RotaryAndCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     if (plan.vector == 1) {
-        return launch_cached_planned<Element, Cached, 1, 1, pairing, Lookup::chosen_table>(args, plan, stream);
+        return launch_cached_planned<Element, Cached, 1, 1, pairing, TableLookup::indexed>(args, plan, stream);
     }
     if (args.rotary.choice.count > 1) {
-        return launch_cached_vectors<Element, Cached, pairing, Lookup::chosen_table>(args, plan, stream);
+        return launch_cached_vectors<Element, Cached, pairing, TableLookup::indexed>(args, plan, stream);
     }
-    return launch_cached_vectors<Element, Cached, pairing, Lookup::one_table>(args, plan, stream);
+    return launch_cached_vectors<Element, Cached, pairing, TableLookup::single>(args, plan, stream);
 }
 
 template <class Element, class Cached>
@@ -247,7 +216,7 @@ void launch_cached(const RotaryAndCacheArgs& args, const RotaryPlan& plan, cudaS
     }
 }
 
-// Instantiated in a file per element type, so that they compile side by side.
+// Instantiated in one file per element type, for parallel builds.
 template <class Element>
 void launch_rotary_and_cache(const RotaryAndCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     if (!args.float8) return launch_cached<Element, Element>(args, plan, stream);

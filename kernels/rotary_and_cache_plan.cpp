@@ -3,36 +3,53 @@
 namespace mrrope {
 namespace {
 
-// Threads write as many components at a time as they read, of float8 fewer bytes.
-bool starts_aligned(const HeadsView& view, int element_size, int written_size) {
+// A store has as many components as a load; in a float8 cache they are fewer bytes.
+bool starts_aligned(const HeadsView& view, int element_size, int stored_size) {
     return view.heads == 0 ||
            (starts_aligned(view.in, view.in_strides, element_size) &&
-            starts_aligned(view.out, view.out_strides, written_size, access_bytes / element_size * written_size));
+            starts_aligned(view.out, view.out_strides, stored_size, access_bytes / element_size * stored_size));
 }
 
-// As many as there would be with one head and full vectors each.
+// Two heads per thread from this many threads on, counted with one head and a full vector per thread.
 constexpr int64_t threads_for_two_heads = 1 << 17;
 
 }  // namespace
 
-HeadGroups head_groups(const RotaryAndCacheArgs& args, int heads_per_thread) {
-    const auto groups = [&](int heads) { return static_cast<int>(ceil_div(heads, heads_per_thread)); };
-    return {.queries = groups(args.rotary.q.heads), .keys = groups(args.k.view.heads)};
+RotaryAndCacheShape shape_of(const RotaryAndCacheArgs& args) {
+    const int element_size = size_of(args.rotary.dtype);
+    const int cached_size = args.float8 ? 1 : element_size;
+    return {.batch = args.rotary.batch,
+            .tokens = args.rotary.tokens,
+            .q_heads = args.rotary.q.heads,
+            .kv_heads = args.k.view.heads,
+            .head_dim = args.rotary.head_dim,
+            .rotary_dim = args.rotary.rotary_dim,
+            .element_size = element_size,
+            .aligned = starts_aligned(args.rotary.q, element_size, element_size) &&
+                       starts_aligned(args.k.view, element_size, cached_size) &&
+                       starts_aligned(args.v.view, element_size, cached_size)};
 }
 
-RotaryPlan plan_rotary_and_cache(const RotaryAndCacheArgs& args) {
-    RotaryShape shape = shape_of(args.rotary);
-    const int cached_size = args.float8 ? 1 : shape.element_size;
-    shape.heads = args.rotary.q.heads + args.k.view.heads + args.v.view.heads;
-    shape.aligned = starts_aligned(args.rotary.q, shape.element_size, shape.element_size) &&
-                    starts_aligned(args.k.view, shape.element_size, cached_size) &&
-                    starts_aligned(args.v.view, shape.element_size, cached_size);
+HeadGroups head_groups(int q_heads, int kv_heads, int heads_per_thread) {
+    const auto groups = [&](int heads) { return static_cast<int>(ceil_div(heads, heads_per_thread)); };
+    return {.queries = groups(q_heads), .keys = groups(kv_heads)};
+}
+
+// Independent of the device so far: the thresholds are those of an H200.
+RotaryPlan plan(const RotaryAndCacheShape& shape, const Device&) {
+    const RotaryShape heads{.batch = shape.batch,
+                            .tokens = shape.tokens,
+                            .heads = shape.q_heads + 2 * shape.kv_heads,
+                            .head_dim = shape.head_dim,
+                            .rotary_dim = shape.rotary_dim,
+                            .element_size = shape.element_size,
+                            .aligned = shape.aligned};
     const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
-    const int64_t threads = shape.batch * shape.tokens * shape.heads * split.lanes;
+    const int64_t threads = shape.batch * shape.tokens * heads.heads * split.lanes;
     const int vector = split.vector > 1 && threads < threads_for_full_vectors ? split.vector / 2 : split.vector;
-    const int heads_per_thread = split.vector > 1 && shape.heads > 1 && threads >= threads_for_two_heads ? 2 : 1;
-    const HeadGroups groups = head_groups(args, heads_per_thread);
-    return plan_groups(shape, vector, heads_per_thread, groups.queries + 2 * groups.keys);
+    const int heads_per_thread = split.vector > 1 && heads.heads > 1 && threads >= threads_for_two_heads ? 2 : 1;
+    return plan_groups(heads, vector, heads_per_thread,
+                       head_groups(shape.q_heads, shape.kv_heads, heads_per_thread).count());
 }
 
 }  // namespace mrrope

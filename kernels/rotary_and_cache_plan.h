@@ -1,15 +1,30 @@
 #pragma once
 
+#include "device_properties.h"
 #include "mrrope/rotary_and_cache.h"
 #include "rotary_plan.h"
 
-// How a rotation on the way to a cache is laid over the GPU: pure functions of the arguments, tested without one.
+// Launch plan of the kernel that rotates q and k and writes k and v to a cache: pure host functions of shape and
+// device, tested without a GPU.
 
 namespace mrrope {
 
-// What registers must leave room for, so that none are spilled; rounding to float8 takes more of them, and so does the
-// same code before sm_90.
-constexpr int rotary_and_cache_resident_blocks(bool float8) {
+struct RotaryAndCacheShape {
+    int64_t batch = 0;
+    int64_t tokens = 0;
+    int q_heads = 0;
+    int kv_heads = 0;
+    int head_dim = 0;
+    int rotary_dim = 0;
+    int element_size = 0;
+    bool aligned = false;  // every vector that is loaded or stored is aligned to its size
+};
+
+RotaryAndCacheShape shape_of(const RotaryAndCacheArgs& args);
+
+// Minimum blocks per SM for __launch_bounds__, so that nothing spills. Rounding to float8 needs more registers, and so
+// does the same code before sm_90.
+constexpr int rotary_and_cache_min_blocks_per_sm(bool float8) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
     return float8 ? 5 : 7;
 #else
@@ -17,20 +32,16 @@ constexpr int rotary_and_cache_resident_blocks(bool float8) {
 #endif
 }
 
-// Threads take heads of q alone, of k alone or of v alone: so many groups of q's heads come first, then those of k's
-// and as many of v's.
+// Groups of heads that one thread takes: those of q first, then those of k, then as many of v. No group mixes them.
 struct HeadGroups {
     int queries = 0;
     int keys = 0;
+
+    int count() const { return queries + 2 * keys; }
 };
 
-HeadGroups head_groups(const RotaryAndCacheArgs& args, int heads_per_thread);
+HeadGroups head_groups(int q_heads, int kv_heads, int heads_per_thread);
 
-RotaryPlan plan_rotary_and_cache(const RotaryAndCacheArgs& args);
-
-template <class F>
-void for_each_launch(const RotaryAndCacheArgs& args, const RotaryPlan& plan, F&& f) {
-    for_each_part(args.rotary.batch, args.rotary.tokens, plan, [&](auto... part) { f(slice(args, part...)); });
-}
+RotaryPlan plan(const RotaryAndCacheShape& shape, const Device& device);
 
 }  // namespace mrrope

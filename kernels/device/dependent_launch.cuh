@@ -5,100 +5,93 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 
-// Launches that overlap. From sm_90 on, a kernel may be started while the one before it in the stream still runs: its
-// blocks are placed, and then it waits.
+#include "device/check_cuda.h"
+
+// Programmatic dependent launch (PDL). From sm_90 on, a kernel may start while the kernel before it in the stream still
+// runs: it computes addresses, and blocks in griddepcontrol.wait until that kernel has completed.
 
 namespace mrrope {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-inline constexpr bool kernels_overlap = true;
+inline constexpr bool compiled_for_pdl = true;
 #else
-inline constexpr bool kernels_overlap = false;
+inline constexpr bool compiled_for_pdl = false;
 #endif
 
-// Before the first access to memory that counts, by every thread: until the kernel before has ended and its results can
-// be seen.
-__device__ inline void wait_for_previous_kernel() {
+// griddepcontrol.wait: returns when the preceding kernel has completed and its writes are visible. Every thread calls
+// it before its first non-speculative memory access.
+__device__ inline void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     cudaGridDependencySynchronize();
 #endif
 }
 
-// To the second-level cache, which is one for all: it never holds anything old.
-__device__ inline void prefetch(const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
-// Keeps the compiler from computing an address only after the wait, where it would move it otherwise: hands it to an
-// instruction that is never reached, which only the caller knows. On an H200 that is 6 to 8 % of a call for 16 to 256
-// tokens; really prefetching there costs more than it gains.
-__device__ inline void compute_before_wait([[maybe_unused]] bool never, [[maybe_unused]] const void* address) {
-#if __CUDA_ARCH__ >= 900
-    if (never) prefetch(address);
-#endif
-}
-
-// The next kernel, if it can wait like this one, may be started as soon as every block has said so. Never before the
-// wait: a kernel that has started may then rely on all but the one before it, and read their results before its own
-// wait.
-__device__ inline void let_next_kernel_start() {
+// griddepcontrol.launch_dependents: the next kernel, if launched with PDL, may start when every block has called this
+// or exited. Never before pdl_wait: then a kernel that has started may assume that every kernel but the preceding one
+// has completed, and may read their results before its own wait. Calling it again has no effect.
+__device__ inline void pdl_trigger() {
 #if __CUDA_ARCH__ >= 900
     cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }
 
-inline void check_cuda(cudaError_t status) {
-    if (status != cudaSuccess) {
-        cudaGetLastError();  // or the next one to ask would take it for an error of its own
-        throw std::runtime_error(std::string("mrrope: a kernel could not be launched: ") + cudaGetErrorString(status));
-    }
+// Prefetch to L2, which is coherent across SMs.
+__device__ inline void prefetch_l2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Whether a kernel waits on each device, as far as that was asked.
-enum class Waits : char { unknown, no, yes };
-using WaitsOnDevices = std::array<std::atomic<Waits>, 64>;
+// Forces the address computation before pdl_wait; the compiler would sink it below. The address is an operand of an
+// instruction behind a condition that is always false, which the compiler cannot know. Gains 6 to 8 % at 16 to 256
+// tokens on an H200; an actual prefetch there costs more than it gains.
+__device__ inline void compute_before_wait([[maybe_unused]] bool always_false, [[maybe_unused]] const void* address) {
+#if __CUDA_ARCH__ >= 900
+    if (always_false) prefetch_l2(address);
+#endif
+}
+
+// Whether a kernel's code for a device contains griddepcontrol.wait.
+enum class PdlSupport : char { unknown, no, yes };
+using PdlSupportOnDevices = std::array<std::atomic<PdlSupport>, 64>;
 
 template <auto kernel>
-inline WaitsOnDevices waits_of{};
+inline PdlSupportOnDevices pdl_support_of{};
 
-// A kernel that may be launched with the PDL attribute, where its code has griddepcontrol.wait. PTX older than sm_90
-// has none, even where the driver compiles it for a newer device: launched early, it would not wait.
+// A kernel that is launched with PDL where its code contains griddepcontrol.wait. PTX older than sm_90 does not, even
+// where the driver compiles it for a newer device: launched with PDL, it would not wait.
 template <class Launch>
-struct DependentKernel {
+struct PdlKernel {
     void (*entry)(Launch);
-    WaitsOnDevices* known;
+    PdlSupportOnDevices* cached;
 
-    // Asked of the driver once for each kernel and device.
+    // Queried once per kernel and device.
     bool waits_on_current_device() const {
         int device = 0;
         check_cuda(cudaGetDevice(&device));
-        std::atomic<Waits>& answer = (*known)[device % known->size()];
-        if (answer == Waits::unknown) {
+        std::atomic<PdlSupport>& support = (*cached)[device % cached->size()];
+        if (support == PdlSupport::unknown) {
             cudaFuncAttributes attributes{};
             check_cuda(cudaFuncGetAttributes(&attributes, entry));
-            answer = attributes.ptxVersion >= 90 ? Waits::yes : Waits::no;
+            support = attributes.ptxVersion >= 90 ? PdlSupport::yes : PdlSupport::no;
         }
-        return answer == Waits::yes;
+        return support == PdlSupport::yes;
     }
 };
 
 template <auto kernel>
-inline constexpr DependentKernel dependent_kernel{kernel, &waits_of<kernel>};
+inline constexpr PdlKernel pdl_kernel{kernel, &pdl_support_of<kernel>};
 
 template <class Launch>
-void launch_overlapping(const DependentKernel<Launch>& kernel, dim3 grid, int block_threads, cudaStream_t stream,
-                        const Launch& launch) {
-    cudaLaunchAttribute early;
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+void launch_with_pdl(const PdlKernel<Launch>& kernel, dim3 grid, int block_threads, cudaStream_t stream,
+                     const Launch& launch) {
+    cudaLaunchAttribute pdl;
+    pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    pdl.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = dim3(block_threads);
     config.stream = stream;
-    config.attrs = &early;
+    config.attrs = &pdl;
     config.numAttrs = kernel.waits_on_current_device() ? 1 : 0;
     check_cuda(cudaLaunchKernelEx(&config, kernel.entry, launch));
 }

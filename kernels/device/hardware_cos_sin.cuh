@@ -4,20 +4,21 @@
 
 #include "mrrope/rotation.h"
 
+// cos/sin by the special function units, for epilogues whose results are rounded to 16 bits.
+
 namespace mrrope {
 
-// The upper half of phase_of: three instructions, where the whole takes twice as many.
-__device__ inline uint32_t phase_top_of(int64_t position, uint64_t turns) {
+// The upper half of phase_of: three instructions, where all of it takes six.
+__device__ inline uint32_t phase_top_of(int64_t position, uint64_t step) {
     const auto low = static_cast<uint32_t>(position);
     const auto high = static_cast<uint32_t>(position >> 32);
-    const auto low_turns = static_cast<uint32_t>(turns);
-    return __umulhi(low, low_turns) + low * static_cast<uint32_t>(turns >> 32) + high * low_turns;
+    const auto low_step = static_cast<uint32_t>(step);
+    return __umulhi(low, low_step) + low * static_cast<uint32_t>(step >> 32) + high * low_step;
 }
 
-// As `scaled_cos_sin`, by the special function units: off by 1e-6, where rounding to 16 bits is off by hundreds of
-// times as much. The phase is as exact as ever, and what the units get lies within half a circle, where they are at
-// their best.
-__device__ inline CosSin<float> hardware_turn(uint32_t phase_top, float gain) {
+// Absolute error 1e-6; rounding to 16 bits is off by hundreds of times as much. The phase is exact, and the angle lies
+// within half a circle, where __cosf and __sinf are most accurate.
+__device__ inline CosSin<float> hardware_cos_sin(uint32_t phase_top, float gain) {
     constexpr float radians = 3.14159265f * 0x1p-31f;  // 2^32 are a circle
     const float angle = static_cast<float>(static_cast<int32_t>(phase_top)) * radians;
     return {gain * __cosf(angle), gain * __sinf(angle)};

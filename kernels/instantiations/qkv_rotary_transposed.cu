@@ -1,4 +1,4 @@
-// Instructions of 160 columns, where CUTLASS would take five of 32.
+// One wgmma of N = 160 instead of five of N = 32.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include "qkv_rotary_kernel.cuh"
 

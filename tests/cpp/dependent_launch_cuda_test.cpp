@@ -14,7 +14,7 @@
 #include "mrrope/rotary.h"
 #include "on_gpu.h"
 
-// Ours between kernels of others that overlap by programmatic dependent launch, too.
+// Our kernels between foreign kernels that use programmatic dependent launch, too.
 
 namespace mrrope {
 namespace {
@@ -23,7 +23,7 @@ using namespace mrrope::testing;
 
 constexpr int rounds = 500;
 
-// Small calls: those are started earliest.
+// Small calls, which start and trigger earliest.
 class OurKernels {
 public:
     OurKernels() : tables_(two_tables()), heads_(std::vector<float>(tokens * head_dim)), keys_{heads_.data()} {
@@ -47,7 +47,7 @@ public:
 
     void rotary_of_many_heads(cudaStream_t stream) const {
         RotaryArgs args = args_;
-        args.q.heads = 64;  // all of them the same memory: nobody looks at it
+        args.q.heads = 64;  // all at the same address: the result is not checked
         args.q.in_strides.token = args.q.out_strides.token = 0;
         args.tokens = 1;
         rotary_cuda(args, stream);
@@ -93,7 +93,7 @@ private:
 
 class DependentLaunch : public OnGpu {
 protected:
-    // What a reader sees of a writer two launches before, round after round, with `between` between them.
+    // Expects a reader to see the values of a writer two launches before it, with `between` between them.
     static void expect_fresh_values(const std::function<void(cudaStream_t)>& between, Reads reads) {
         const Stream stream;
         const DeviceMemory values{std::vector<int>(foreign_values)};
@@ -117,7 +117,7 @@ protected:
         EXPECT_EQ(stale, 0) << "of " << found.size() << " values";
     }
 
-    // By each of our kernels that lets the next one start early.
+    // For each of our kernels that triggers early.
     static void expect_fresh_values_behind_ours(Reads reads) {
         const OurKernels ours;
         const std::pair<const char*, std::function<void(cudaStream_t)>> kernels[] = {
@@ -133,7 +133,7 @@ protected:
     }
 };
 
-// First of all, before anything has asked what our kernels can.
+// Must run first, before the PDL support of our kernels is cached.
 TEST_F(DependentLaunch, TheFirstLaunchOfAKernelMayBeCaptured) {
     const OurKernels ours;
     const Stream stream;
@@ -142,13 +142,13 @@ TEST_F(DependentLaunch, TheFirstLaunchOfAKernelMayBeCaptured) {
     recording.play(stream);
 }
 
-// griddepcontrol.wait waits for the kernel before alone; that one must not have ended before it has waited, too.
-TEST_F(DependentLaunch, AReaderThatWaitsSeesTheKernelBeforeOurs) {
+// griddepcontrol.wait waits for the preceding kernel only, so every thread of ours must wait before it exits.
+TEST_F(DependentLaunch, AReaderThatWaitsSeesTheWriterBeforeOurs) {
     expect_fresh_values_behind_ours(Reads::after_wait);
 }
 
-// A kernel that depends on the writer alone may think it done: ours lets nobody start before the writer has ended.
-TEST_F(DependentLaunch, AReaderThatHasStartedSeesTheKernelBeforeOurs) {
+// A reader that has started may assume that the writer has completed: ours must not trigger before its own wait.
+TEST_F(DependentLaunch, AReaderThatDoesNotWaitSeesTheWriterBeforeOurs) {
     expect_fresh_values_behind_ours(Reads::before_wait);
 }
 

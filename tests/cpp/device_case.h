@@ -8,7 +8,7 @@
 
 namespace mrrope::testing {
 
-// A case with its buffers, noise around the heads and all, copied to the device and back.
+// A case on the device: its buffers, with the noise around the heads, copied there and back.
 class DeviceCase {
 public:
     explicit DeviceCase(RotaryCase& rotary)

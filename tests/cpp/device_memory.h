@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-// What the tests and benchmarks of every kernel need of a GPU.
+// Device memory, streams and graphs for the tests and benchmarks of every kernel.
 
 namespace mrrope::testing {
 
@@ -39,7 +39,7 @@ public:
     void upload(const std::vector<T>& values) {
         if (values.empty()) return;
         check(cudaMemcpy(memory_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-        check(cudaDeviceSynchronize());  // small ones may still be on their way, and our streams do not wait for them
+        check(cudaDeviceSynchronize());  // small copies may return early, and non-blocking streams do not wait for them
     }
     template <class T>
     void download(std::vector<T>& values) const {
@@ -63,7 +63,7 @@ private:
     cudaStream_t stream_ = nullptr;
 };
 
-// What a call puts on its stream.
+// A CUDA graph of what a call launches.
 class Recording {
 public:
     template <class Call>

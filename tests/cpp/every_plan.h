@@ -3,34 +3,35 @@
 #include <string>
 #include <vector>
 
+#include "devices.h"
 #include "rotary_plan.h"
 
 namespace mrrope::testing {
 
-// Every plan that there is a kernel for: small shapes as they are taken when they are large, too.
-inline std::vector<RotaryPlan> every_plan(const RotaryShape& shape, bool chooses_table) {
+// Every plan that there is an instantiation for, including those that are chosen for large shapes only.
+inline std::vector<RotaryPlan> every_plan(const RotaryShape& shape, bool has_choice) {
     RotaryShape large = shape;
     large.tokens = 1 << 20;
-    const int full = plan_rotary(large).vector;
+    const int full = plan(large, h200).vector;
     std::vector<RotaryPlan> plans;
     for (const int heads_per_thread : {1, 2}) {
         if (!shape.with_rows || heads_per_thread == heads_per_thread_with_rows) {
-            plans.push_back(plan_with(shape, full, heads_per_thread));
+            plans.push_back(plan_with(shape, h200, full, heads_per_thread));
         }
     }
     if (full > 1 && !shape.with_rows) {
-        plans.push_back(plan_with(shape, full, 3));
-        for (const int vector : {full / 2, 1}) plans.push_back(plan_with(shape, vector, 1));
+        plans.push_back(plan_with(shape, h200, full, 3));
+        for (const int vector : {full / 2, 1}) plans.push_back(plan_with(shape, h200, vector, 1));
     }
-    if (!chooses_table || shape.with_rows) return plans;
-    std::vector<RotaryPlan> with_and_without_guess;
+    if (!has_choice || shape.with_rows) return plans;
+    std::vector<RotaryPlan> with_and_without_speculation;
     for (RotaryPlan plan : plans) {
-        for (const bool guesses : {true, false}) {
-            plan.guesses_table = guesses;
-            with_and_without_guess.push_back(plan);
+        for (const bool speculates : {true, false}) {
+            plan.speculates_table = speculates;
+            with_and_without_speculation.push_back(plan);
         }
     }
-    return with_and_without_guess;
+    return with_and_without_speculation;
 }
 
 inline std::vector<RotaryPlan> every_plan(const RotaryArgs& args) {
@@ -38,8 +39,8 @@ inline std::vector<RotaryPlan> every_plan(const RotaryArgs& args) {
 }
 
 inline std::string describe(const RotaryPlan& plan) {
-    return std::to_string(plan.vector) + " components, " + std::to_string(plan.heads_per_thread) + " heads a thread" +
-           (plan.guesses_table ? "" : ", no guess");
+    return std::to_string(plan.vector) + " components, " + std::to_string(plan.heads_per_thread) + " heads per thread" +
+           (plan.speculates_table ? ", speculative" : "");
 }
 
 }  // namespace mrrope::testing

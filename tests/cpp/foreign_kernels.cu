@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "device_properties.h"
 #include "foreign_kernels.h"
 #include "waiting_copy.cuh"
 
@@ -8,7 +9,7 @@ namespace mrrope::testing {
 namespace {
 
 __global__ void slow_writer(int* values, int value) {
-    let_next_kernel_start();
+    pdl_trigger();
     const long long start = clock64();
     while (clock64() - start < 50'000) {
     }
@@ -16,10 +17,10 @@ __global__ void slow_writer(int* values, int value) {
 }
 
 __global__ void reader(const int* values, int* seen, Reads reads) {
-    const volatile int* from = values + threadIdx.x;  // from memory, at the very place
+    const volatile int* from = values + threadIdx.x;  // volatile: not moved across the wait
     int value = 0;
     if (reads == Reads::before_wait) value = *from;
-    wait_for_previous_kernel();
+    pdl_wait();
     if (reads == Reads::after_wait) value = *from;
     seen[threadIdx.x] = value;
 }
@@ -32,20 +33,20 @@ void launch_slow_writer(int* values, int value, cudaStream_t stream) {
 }
 
 void launch_reader(const int* values, int* seen, Reads reads, cudaStream_t stream) {
-    cudaLaunchAttribute early;
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute pdl;
+    pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    pdl.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(1);
     config.blockDim = dim3(foreign_values);
     config.stream = stream;
-    config.attrs = &early;
+    config.attrs = &pdl;
     config.numAttrs = copy_waits() ? 1 : 0;
     check_cuda(cudaLaunchKernelEx(&config, reader, values, seen, reads));
 }
 
 void launch_copy(const int* values, int* seen, cudaStream_t stream) {
-    launch_overlapping(waiting_copy_kernel, dim3(1), foreign_values, stream, {values, seen});
+    launch_with_pdl(waiting_copy_kernel, dim3(1), foreign_values, stream, {values, seen});
 }
 
 bool copy_waits() {
@@ -54,11 +55,7 @@ bool copy_waits() {
 
 bool has_dependent_launch() {
     constexpr int compiled[] = {__CUDA_ARCH_LIST__};
-    int device = 0;
-    int major = 0;
-    check_cuda(cudaGetDevice(&device));
-    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    return major >= 9 && *std::max_element(std::begin(compiled), std::end(compiled)) >= 900;
+    return current_device().pdl && *std::max_element(std::begin(compiled), std::end(compiled)) >= 900;
 }
 
 }  // namespace mrrope::testing

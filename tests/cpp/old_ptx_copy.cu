@@ -3,7 +3,7 @@
 namespace mrrope::testing {
 
 void launch_old_copy(const int* values, int* seen, cudaStream_t stream) {
-    launch_overlapping(waiting_copy_kernel, dim3(1), foreign_values, stream, {values, seen});
+    launch_with_pdl(waiting_copy_kernel, dim3(1), foreign_values, stream, {values, seen});
 }
 
 bool old_copy_waits() {

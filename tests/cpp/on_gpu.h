@@ -5,7 +5,7 @@
 
 namespace mrrope::testing {
 
-// Tests that are skipped where there is no GPU, and must leave no error behind on one.
+// Base of tests that need a GPU: skipped without one. A test must not leave a CUDA error behind.
 class OnGpu : public ::testing::Test {
 protected:
     void SetUp() override {

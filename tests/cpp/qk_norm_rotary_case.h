@@ -15,8 +15,8 @@
 #include "mrrope/qk_norm_rotary.h"
 #include "rotary_case.h"
 
-// One call of norm and rotation, or of its backward pass, with everything it reads and writes, made from a seed, and
-// checked against a reference in long double.
+// A qk_norm_rotary call, or its backward pass, with all its buffers, generated from a seed and checked against a
+// reference in long double.
 
 namespace mrrope::testing {
 
@@ -35,7 +35,7 @@ inline std::string describe(const NormCaseOptions& o) {
            " " + describe(o.rotary);
 }
 
-// What sums of a few dozen squares, an inverse root and products add to a rotation's error, before it is rounded.
+// Added to the error of a rotation by the sum of squares, the inverse root and the products, before rounding.
 inline long double norm_error(DType dtype) {
     return format_of(dtype).arithmetic_error + 16 * std::ldexp(1.0L, dtype == DType::float64 ? -53 : -24);
 }
@@ -83,7 +83,7 @@ public:
         return args;
     }
 
-    // Without room for the weights' gradient: its size is asked of these.
+    // Without weight_sums, whose size is computed from these arguments.
     QkNormRotaryGradientArgs gradient_args() {
         QkNormRotaryGradientArgs args;
         args.call = this->args();
@@ -92,7 +92,7 @@ public:
         return args;
     }
 
-    // Doubles, of which float takes half: noise, to be written over.
+    // Noise to be overwritten; doubles, of which float sums use half.
     void make_room(const WeightSumRows& rows) {
         const auto fill = [&](std::vector<double>& sums, int64_t count) {
             sums.resize(count);
@@ -106,7 +106,7 @@ public:
         return static_cast<int64_t>(options_.over == NormOver::head ? 1 : heads) * options_.rotary.head_dim;
     }
 
-    // Every component within one rounding, every other byte as it was.
+    // Expects every component within one rounding, and every other byte unchanged.
     void expect_normed() {
         SCOPED_TRACE(describe(options_));
         for_each_row([&](const Row& row) {
@@ -114,13 +114,13 @@ public:
             const long double scale = inverse_rms(x);
             std::vector<long double> normed(x.size());
             for (size_t i = 0; i < x.size(); ++i) normed[i] = x[i] * scale * weight(row.is_q, i);
-            const Turned turned = turn(row, normed, 1);
-            for (size_t i = 0; i < x.size(); ++i) expect_near(row, i, turned.value[i], turned.norm[i]);
+            const RotatedRow rotated = rotate(row, normed, 1);
+            for (size_t i = 0; i < x.size(); ++i) expect_near(row, i, rotated.value[i], rotated.norm[i]);
         });
         expect_untouched_outside();
     }
 
-    // The gradient of what came in, within one rounding, and that of the weights.
+    // Expects the gradients of the input, within one rounding, and of the weights.
     void expect_gradients(const WeightSumRows& rows) {
         SCOPED_TRACE(describe(options_));
         std::vector<long double> weight_gradients[2], magnitudes[2];
@@ -132,7 +132,7 @@ public:
         for_each_row([&](const Row& row) {
             ++terms;
             const std::vector<long double> x = read(input(row.is_q), row);
-            const Turned v = turn(row, read(gradient(row.is_q), row), -1);
+            const RotatedRow v = rotate(row, read(gradient(row.is_q), row), -1);
             const long double scale = inverse_rms(x);
             long double mean = 0;
             long double mean_magnitude = 0;
@@ -170,7 +170,7 @@ public:
     }
 
 private:
-    // What one mean is taken of.
+    // What one mean square is taken over.
     struct Row {
         bool is_q;
         int64_t batch;
@@ -179,8 +179,8 @@ private:
         int heads;
     };
 
-    // A row, rotated, and how large the pair of each component is.
-    struct Turned {
+    // A rotated row, and the norm of each component's pair.
+    struct RotatedRow {
         std::vector<long double> value;
         std::vector<long double> norm;
     };
@@ -228,26 +228,26 @@ private:
         return 1 / std::sqrt(mean + options_.eps);
     }
 
-    // `direction` -1: backwards.
-    Turned turn(const Row& row, const std::vector<long double>& x, int direction) const {
+    // `direction` -1: by the negated angle.
+    RotatedRow rotate(const Row& row, const std::vector<long double>& x, int direction) const {
         const CaseOptions& o = options_.rotary;
         const int half = o.rotary_dim / 2;
         const bool halves = o.pairing == Pairing::halves;
-        const std::vector<ReferenceCosSin> turns = rotary_.reference_cos_sins(row.batch, row.token);
-        Turned turned{x, std::vector<long double>(x.size())};
+        const std::vector<ReferenceCosSin> cos_sins = rotary_.reference_cos_sins(row.batch, row.token);
+        RotatedRow rotated{x, std::vector<long double>(x.size())};
         for (int head = 0; head < row.heads; ++head) {
             const int start = head * o.head_dim;
-            for (int at = 0; at < o.head_dim; ++at) turned.norm[start + at] = std::abs(x[start + at]);
+            for (int at = 0; at < o.head_dim; ++at) rotated.norm[start + at] = std::abs(x[start + at]);
             for (int pair = 0; pair < half; ++pair) {
                 const int a = start + (halves ? pair : 2 * pair);
                 const int b = halves ? a + half : a + 1;
-                const auto [cos, sin] = turns[pair];
-                turned.value[a] = x[a] * cos - direction * x[b] * sin;
-                turned.value[b] = x[b] * cos + direction * x[a] * sin;
-                turned.norm[a] = turned.norm[b] = std::sqrt((x[a] * x[a] + x[b] * x[b]) * (cos * cos + sin * sin));
+                const auto [cos, sin] = cos_sins[pair];
+                rotated.value[a] = x[a] * cos - direction * x[b] * sin;
+                rotated.value[b] = x[b] * cos + direction * x[a] * sin;
+                rotated.norm[a] = rotated.norm[b] = std::sqrt((x[a] * x[a] + x[b] * x[b]) * (cos * cos + sin * sin));
             }
         }
-        return turned;
+        return rotated;
     }
 
     void expect_near(const Row& row, int64_t i, long double expected, long double magnitude) {
@@ -294,8 +294,8 @@ inline NormCaseOptions random_norm_options(uint64_t seed) {
     return o;
 }
 
-// Calls f with a case for each kind of kernel: vectors or not, partial heads, lanes that do not fill a team or that a
-// warp does not hold.
+// Calls f with a case for each kind of kernel: vectors or single components, partial rotation, lanes that do not fill a
+// team, and heads that do not fit a warp.
 template <class F>
 void for_each_kind_of_norm(F&& f) {
     for (const DType dtype : all_dtypes) {

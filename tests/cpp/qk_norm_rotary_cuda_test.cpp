@@ -11,19 +11,20 @@
 
 #include "device_case.h"
 #include "device_memory.h"
+#include "device_properties.h"
 #include "mrrope/qk_norm_rotary.h"
 #include "on_gpu.h"
 #include "qk_norm_rotary_case.h"
 #include "qk_norm_rotary_plan.h"
 
-// Small on purpose: compute-sanitizer runs these too.
+// Kept small: compute-sanitizer runs these, too.
 
 namespace mrrope {
 namespace {
 
 using namespace mrrope::testing;
 
-// A case with its buffers, noise around the heads and all, copied to the device and back.
+// A case on the device: its buffers, with the noise around the heads, copied there and back.
 class NormOnDevice {
 public:
     explicit NormOnDevice(NormCase& norm)
@@ -50,7 +51,7 @@ public:
         return args;
     }
 
-    void norm() { norm_by(plan_qk_norm_rotary(shape_of(args()))); }
+    void norm() { norm_by(plan(shape_of(args()), current_device())); }
 
     void norm_by(const QkNormRotaryPlan& plan) {
         qk_norm_rotary_cuda(args(), plan, nullptr);
@@ -98,8 +99,7 @@ protected:
     }
 };
 
-// --- against the reference, which the CPU's code is tested against too
-// --------------------------------------------------
+// --- against the reference that the CPU implementation is tested against
 
 TEST_F(QkNormRotaryCuda, RandomCases) {
     for (uint64_t seed = 1; seed <= 250 && !HasFailure(); ++seed) norm_and_expect(random_norm_options(seed));
@@ -127,9 +127,9 @@ TEST_F(QkNormRotaryCuda, SmallHeadsAreLiftedAsFarAsEpsLets) {
     }
 }
 
-// Every number of heads a thread, with heads left over, one table and a chosen one; all of a head rotated or a part;
-// teams with members that only lend a hand (96), and more pairs than a block has threads (256).
-TEST_F(QkNormRotaryCuda, EveryHoldingKernel) {
+// Every number of heads per thread, with a remainder; one table and several; full and partial rotation; teams with
+// threads that hold nothing (head_dim 96), and more pairs than a block has threads (256).
+TEST_F(QkNormRotaryCuda, EveryRegisterKernel) {
     NormCaseOptions o;
     o.rotary.tokens = 11;
     o.rotary.q_heads = 13;
@@ -140,8 +140,8 @@ TEST_F(QkNormRotaryCuda, EveryHoldingKernel) {
             o.weight_offset = is_other ? 1.0 : 0.0;
             o.rotary.conjugate = is_other;
             NormCase norm(o);
-            const QkNormRotaryPlan plan = plan_with(shape_of(norm.args()), heads_per_thread);
-            ASSERT_TRUE(plan.holds);
+            const QkNormRotaryPlan plan = plan_with(shape_of(norm.args()), current_device(), heads_per_thread);
+            ASSERT_TRUE(plan.in_registers);
             NormOnDevice(norm).norm_by(plan);
             norm.expect_normed();
         }
@@ -168,7 +168,7 @@ TEST_F(QkNormRotaryCuda, EveryHoldingKernel) {
     }
 }
 
-// Blocks that take several rows each.
+// Several rows per block.
 TEST_F(QkNormRotaryCuda, GradientsOfManyTokens) {
     for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
         for (const int64_t misalignment : {0, 1}) {
@@ -181,9 +181,10 @@ TEST_F(QkNormRotaryCuda, GradientsOfManyTokens) {
             o.rotary.head_dim = o.rotary.rotary_dim = 256;
             o.rotary.in.misalignment = misalignment;
             NormCase norm(o);
-            const QkNormRotaryGradientPlan plan = plan_qk_norm_rotary_gradient(shape_of(norm.gradient_args()));
-            ASSERT_EQ(plan.holds, misalignment == 0);
-            const int64_t rows_per_block = plan.holds && over == NormOver::head ? plan.block_threads / plan.team : 1;
+            const QkNormRotaryGradientPlan plan = plan_gradient(shape_of(norm.gradient_args()), current_device());
+            ASSERT_EQ(plan.in_registers, misalignment == 0);
+            const int64_t rows_per_block =
+                plan.in_registers && over == NormOver::head ? plan.block_threads / plan.team : 1;
             ASSERT_GT(o.rotary.tokens * (over == NormOver::head ? plan.q_groups : 1), plan.q_blocks * rows_per_block)
                 << "blocks must have more than one row each";
             differentiate_and_expect(o);
@@ -192,7 +193,6 @@ TEST_F(QkNormRotaryCuda, GradientsOfManyTokens) {
 }
 
 // --- streams and launches
-// ----------------------------------------------------------------------------------------------
 
 TEST_F(QkNormRotaryCuda, OneLaunchThatAGraphCanReplay) {
     const Stream stream;

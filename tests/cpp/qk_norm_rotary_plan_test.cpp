@@ -10,8 +10,11 @@
 #include <utility>
 #include <vector>
 
-#include "lane_mirror.h"
+#include "devices.h"
+#include "kernel_lanes.h"
 #include "qk_norm_rotary_case.h"
+#include "qk_norm_rotary_map.h"
+#include "rotary_map.h"
 
 namespace mrrope {
 namespace {
@@ -25,7 +28,7 @@ std::string describe(const QkNormRotaryShape& s) {
            std::to_string(s.q_heads) + "+" + std::to_string(s.k_heads) + " head_dim " + std::to_string(s.head_dim) +
            " rotary_dim " + std::to_string(s.rotary_dim) + " element " + std::to_string(s.element_size) +
            (s.over == NormOver::head ? " over a head" : " over all heads") + (s.aligned ? " aligned" : " unaligned") +
-           (s.looks_up ? " looks up" : "");
+           (s.needs_lookup ? " with lookup" : "");
 }
 
 template <class F>
@@ -48,7 +51,7 @@ void for_each_shape(const std::vector<std::pair<int, int>>& heads, const std::ve
                                                               .element_size = element_size,
                                                               .over = over,
                                                               .aligned = flags % 2 == 1,
-                                                              .looks_up = flags >= 2};
+                                                              .needs_lookup = flags >= 2};
                                 SCOPED_TRACE(describe(shape));
                                 f(shape);
                                 if (::testing::Test::HasFailure()) return;
@@ -63,10 +66,9 @@ void for_each_shape(const std::vector<std::pair<int, int>>& heads, const std::ve
 
 const std::vector<int> all_head_dims{2, 6, 16, 17, 32, 64, 72, 80, 96, 128, 192, 256, 512, 576, 1024};
 
-// --- what every plan must be
-// -------------------------------------------------------------------------------------------
+// --- invariants of every plan
 
-bool may_hold(const QkNormRotaryShape& shape) {
+bool fits_registers(const QkNormRotaryShape& shape) {
     const int vector = 16 / shape.element_size;
     return shape.aligned && shape.element_size <= 4 && shape.rotary_dim / 2 % vector == 0 &&
            shape.head_dim % (2 * vector) == 0 && shape.head_dim / (2 * vector) <= warp;
@@ -79,7 +81,7 @@ void expect_lanes(const QkNormRotaryShape& shape, int lanes, int team) {
     EXPECT_EQ(warp % team, 0);
 }
 
-TEST(Plan, HoldsItsPromisesForEveryShape) {
+TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
     const std::vector<std::pair<int64_t, int64_t>> sizes{{1, 0},
                                                          {1, 1},
                                                          {3, 17},
@@ -88,74 +90,75 @@ TEST(Plan, HoldsItsPromisesForEveryShape) {
                                                          {int64_t{1} << 20, 5},
                                                          {1, int64_t{1} << 31},
                                                          {3, int64_t{1} << 33}};
-    for_each_shape({{1, 0}, {1, 1}, {0, 2}, {5, 3}, {32, 8}, {64, 64}, {200, 1}}, all_head_dims, sizes,
-                   [](const QkNormRotaryShape& shape) {
-                       const QkNormRotaryPlan plan = plan_qk_norm_rotary(shape);
-                       const int most_heads = std::max(shape.q_heads, shape.k_heads);
-                       if (shape.over == NormOver::head) {
-                           EXPECT_EQ(plan.holds, may_hold(shape));
-                       } else if (plan.holds) {
-                           EXPECT_TRUE(may_hold(shape));
-                           EXPECT_EQ(plan.block_threads % warp, 0);
-                           EXPECT_LE(plan.block_threads, norm_most_block_threads);
-                           EXPECT_GE(plan.block_threads, plan.lanes * std::max(plan.q_groups, plan.k_groups));
-                           EXPECT_LT(plan.block_threads, plan.lanes * std::max(plan.q_groups, plan.k_groups) + warp);
-                       } else if (may_hold(shape)) {
-                           const int heads_per_thread = shape.looks_up ? norm_heads_per_thread_with_lookup : 4;
-                           const int lanes = shape.head_dim / 2 / (16 / shape.element_size);
-                           EXPECT_GT(lanes * ((most_heads + heads_per_thread - 1) / heads_per_thread),
-                                     norm_most_block_threads);
-                       }
-                       if (plan.holds) {
-                           expect_lanes(shape, plan.lanes, plan.team);
-                           const int n = plan.heads_per_thread;
-                           EXPECT_TRUE(n == 1 || n == 2 || n == 4 || (n == 8 && shape.over == NormOver::head));
-                           if (shape.looks_up) {
-                               EXPECT_EQ(n, norm_heads_per_thread_with_lookup);
-                           }
-                           const int fewest = (most_heads + n - 1) / n;
-                           const bool over_all = shape.over == NormOver::all_heads;
-                           for (const auto& [heads, groups] :
-                                {std::pair{shape.q_heads, plan.q_groups}, {shape.k_heads, plan.k_groups}}) {
-                               EXPECT_EQ(groups, over_all ? std::min(heads, fewest) : (heads + n - 1) / n);
-                           }
-                       }
-                       // Kernels count threads and blocks in 32 bits.
-                       EXPECT_LE(blocks_of(plan, shape.over, plan.tokens_per_launch) * plan.block_threads,
-                                 int64_t{std::numeric_limits<int32_t>::max()});
-                       const int64_t all_tokens = shape.batch * shape.tokens;
-                       EXPECT_EQ(plan.tokens_per_launch == 0, all_tokens == 0);
-                       if (plan.tokens_per_launch < all_tokens) {
-                           EXPECT_LE(plan.tokens_per_launch, shape.tokens) << "a slice lies in one sequence";
-                       }
-                   });
+    for_each_shape(
+        {{1, 0}, {1, 1}, {0, 2}, {5, 3}, {32, 8}, {64, 64}, {200, 1}}, all_head_dims, sizes,
+        [](const QkNormRotaryShape& shape) {
+            const QkNormRotaryPlan planned = plan(shape, h200);
+            const int max_heads = std::max(shape.q_heads, shape.k_heads);
+            if (shape.over == NormOver::head) {
+                EXPECT_EQ(planned.in_registers, fits_registers(shape));
+            } else if (planned.in_registers) {
+                EXPECT_TRUE(fits_registers(shape));
+                EXPECT_EQ(planned.block_threads % warp, 0);
+                EXPECT_LE(planned.block_threads, norm_max_block_threads);
+                EXPECT_GE(planned.block_threads, planned.lanes * std::max(planned.q_groups, planned.k_groups));
+                EXPECT_LT(planned.block_threads, planned.lanes * std::max(planned.q_groups, planned.k_groups) + warp);
+            } else if (fits_registers(shape)) {
+                const int heads_per_thread = shape.needs_lookup ? norm_heads_per_thread_with_lookup : 4;
+                const int lanes = shape.head_dim / 2 / (16 / shape.element_size);
+                EXPECT_GT(lanes * ((max_heads + heads_per_thread - 1) / heads_per_thread), norm_max_block_threads);
+            }
+            if (planned.in_registers) {
+                expect_lanes(shape, planned.lanes, planned.team);
+                const int n = planned.heads_per_thread;
+                EXPECT_TRUE(n == 1 || n == 2 || n == 4 || (n == 8 && shape.over == NormOver::head));
+                if (shape.needs_lookup) {
+                    EXPECT_EQ(n, norm_heads_per_thread_with_lookup);
+                }
+                const int fewest = (max_heads + n - 1) / n;
+                const bool over_all = shape.over == NormOver::all_heads;
+                for (const auto& [heads, groups] :
+                     {std::pair{shape.q_heads, planned.q_groups}, {shape.k_heads, planned.k_groups}}) {
+                    EXPECT_EQ(groups, over_all ? std::min(heads, fewest) : (heads + n - 1) / n);
+                }
+            }
+            // Kernels count threads and blocks in 32 bits.
+            EXPECT_LE(blocks_of(planned, shape.over, planned.tokens_per_launch) * planned.block_threads,
+                      int64_t{std::numeric_limits<int32_t>::max()});
+            const int64_t all_tokens = shape.batch * shape.tokens;
+            EXPECT_EQ(planned.tokens_per_launch == 0, all_tokens == 0);
+            if (planned.tokens_per_launch < all_tokens) {
+                EXPECT_LE(planned.tokens_per_launch, shape.tokens) << "a slice lies in one sequence";
+            }
+        });
 }
 
-TEST(GradientPlan, HoldsItsPromisesForEveryShape) {
+TEST(GradientPlan, SatisfiesItsInvariantsForEveryShape) {
     for_each_shape({{1, 0}, {1, 1}, {0, 2}, {5, 3}, {32, 8}, {64, 64}, {200, 1}}, all_head_dims,
                    {{1, 1}, {3, 17}, {1, 8192}, {1, 131072}}, [](const QkNormRotaryShape& shape) {
-                       const QkNormRotaryGradientPlan plan = plan_qk_norm_rotary_gradient(shape);
+                       const QkNormRotaryGradientPlan planned = plan_gradient(shape, h200);
                        if (shape.over == NormOver::head) {
-                           EXPECT_EQ(plan.holds, may_hold(shape));
+                           EXPECT_EQ(planned.in_registers, fits_registers(shape));
                        }
-                       if (plan.holds) {
-                           EXPECT_TRUE(may_hold(shape));
-                           expect_lanes(shape, plan.lanes, plan.team);
-                           EXPECT_LE(plan.block_threads, norm_gradient_most_block_threads);
-                           EXPECT_EQ(plan.block_threads % warp, 0);
+                       if (planned.in_registers) {
+                           EXPECT_TRUE(fits_registers(shape));
+                           expect_lanes(shape, planned.lanes, planned.team);
+                           EXPECT_LE(planned.block_threads, norm_gradient_max_block_threads);
+                           EXPECT_EQ(planned.block_threads % warp, 0);
                        }
-                       EXPECT_EQ(plan.q_blocks > 0, shape.q_heads > 0);
-                       EXPECT_EQ(plan.k_blocks > 0, shape.k_heads > 0);
-                       // No block without a row: each writes sums, and they are all added up.
+                       EXPECT_EQ(planned.q_blocks > 0, shape.q_heads > 0);
+                       EXPECT_EQ(planned.k_blocks > 0, shape.k_heads > 0);
+                       // Every block has a row: each writes partial sums, and all of them are added up.
                        const int64_t tokens = shape.batch * shape.tokens;
-                       const int64_t rows_of_q = tokens * (shape.over == NormOver::head ? plan.q_groups : 1);
-                       const int64_t rows_per_block =
-                           plan.holds && shape.over == NormOver::head ? plan.block_threads / plan.team : 1;
-                       EXPECT_LT((plan.q_blocks - 1) * rows_per_block, rows_of_q);
+                       const int64_t rows_of_q = tokens * (shape.over == NormOver::head ? planned.q_groups : 1);
+                       const int64_t rows_per_block = planned.in_registers && shape.over == NormOver::head
+                                                          ? planned.block_threads / planned.team
+                                                          : 1;
+                       EXPECT_LT((planned.q_blocks - 1) * rows_per_block, rows_of_q);
                    });
 }
 
-TEST(Plan, GivesAThreadFewHeadsWhereThereAreFew) {
+TEST(Plan, GivesAThreadFewHeadsInSmallLaunches) {
     QkNormRotaryShape shape{.batch = 1,
                             .tokens = 1,
                             .q_heads = 32,
@@ -167,9 +170,9 @@ TEST(Plan, GivesAThreadFewHeadsWhereThereAreFew) {
     for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
         shape.over = over;
         shape.tokens = 1;
-        EXPECT_EQ(plan_qk_norm_rotary(shape).heads_per_thread, over == NormOver::head ? 1 : 2);
+        EXPECT_EQ(plan(shape, h200).heads_per_thread, over == NormOver::head ? 1 : 2);
         shape.tokens = 131072;
-        EXPECT_EQ(plan_qk_norm_rotary(shape).heads_per_thread, over == NormOver::head ? 8 : 4);
+        EXPECT_EQ(plan(shape, h200).heads_per_thread, over == NormOver::head ? 8 : 4);
     }
 }
 
@@ -178,53 +181,58 @@ TEST(Plan, WeightsAndGradientsMustBeAlignedToo) {
     o.rotary.dtype = DType::bfloat16;
     o.rotary.head_dim = o.rotary.rotary_dim = 128;
     NormCase aligned(o);
-    EXPECT_TRUE(plan_qk_norm_rotary(shape_of(aligned.args())).holds);
+    EXPECT_TRUE(plan(shape_of(aligned.args()), h200).in_registers);
     QkNormRotaryGradientArgs args = aligned.gradient_args();
-    EXPECT_TRUE(plan_qk_norm_rotary_gradient(shape_of(args)).holds);
+    EXPECT_TRUE(plan_gradient(shape_of(args), h200).in_registers);
     args.k.data = static_cast<const char*>(args.k.data) + 2;
-    EXPECT_FALSE(plan_qk_norm_rotary_gradient(shape_of(args)).holds);
+    EXPECT_FALSE(plan_gradient(shape_of(args), h200).in_registers);
     args.k.data = static_cast<const char*>(args.k.data) - 2;
     args.q.strides.head += 1;
-    EXPECT_FALSE(plan_qk_norm_rotary_gradient(shape_of(args)).holds);
+    EXPECT_FALSE(plan_gradient(shape_of(args), h200).in_registers);
     o.weight_misalignment = 1;
-    EXPECT_FALSE(plan_qk_norm_rotary(shape_of(NormCase(o).args())).holds);
+    EXPECT_FALSE(plan(shape_of(NormCase(o).args()), h200).in_registers);
 }
 
-// --- the kernels' index arithmetic, mirrored
-// ---------------------------------------------------------------------------
+TEST(GradientPlan, FillsTheSmsOfTheDevice) {
+    const QkNormRotaryShape shape{.batch = 1,
+                                  .tokens = 8192,
+                                  .q_heads = 32,
+                                  .k_heads = 32,
+                                  .head_dim = 128,
+                                  .rotary_dim = 128,
+                                  .element_size = 2,
+                                  .aligned = true};
+    for (const Device& device : {h200, a100}) {
+        const QkNormRotaryGradientPlan planned = plan_gradient(shape, device);
+        EXPECT_EQ(planned.q_blocks + planned.k_blocks, 3 * device.sms);
+    }
+}
 
-// Who reads and writes which component, and who takes part in which sum. Rows are numbered by token, q before k, head.
-class KernelMirror {
+// --- thread-to-element maps of the kernels
+
+// Which reduction each component takes part in, over all threads of a launch. Rows are numbered by token, q before k,
+// head.
+class Coverage {
 public:
-    KernelMirror(const QkNormRotaryShape& shape, Pairing pairing)
+    Coverage(const QkNormRotaryShape& shape, Pairing pairing)
         : shape_(shape),
           pairing_(pairing),
           sums_(shape.batch * shape.tokens * (shape.q_heads + shape.k_heads) * shape.head_dim, none) {}
 
     void run(const QkNormRotaryPlan& plan) {
-        const int64_t tokens = shape_.batch * shape_.tokens;
-        const int64_t blocks = blocks_of(plan, shape_.over, tokens);
-        for (int64_t block = 0; block < blocks; ++block) {
+        const auto map = QkNormRotaryMap<PlainDivmod>::of(plan, shape_.over, shape_.batch, shape_.tokens);
+        const auto blocks = static_cast<int>(blocks_of(plan, shape_.over, shape_.batch * shape_.tokens));
+        for (int block = 0; block < blocks; ++block) {
             for (int thread = 0; thread < plan.block_threads; ++thread) {
-                if (!plan.holds) {
-                    row_thread(block / plan.groups(), static_cast<int>(block % plan.groups()), plan.q_groups, block,
-                               thread, plan.block_threads);
+                if (!plan.in_registers) {
+                    run_row(map.row(block), block, thread);
                 } else if (shape_.over == NormOver::head) {
-                    const int64_t at = block * plan.block_threads + thread;
-                    const int64_t item = at / plan.team;
-                    const auto member = static_cast<int>(at % plan.team);
-                    const auto group = static_cast<int>(item % plan.groups());
-                    if (item / plan.groups() >= tokens || member >= plan.lanes) continue;
-                    const bool is_q = group < plan.q_groups;
-                    held(item / plan.groups(), is_q, is_q ? group : group - plan.q_groups,
-                         is_q ? plan.q_groups : plan.k_groups, plan.heads_per_thread, member, item);
+                    const NormPlace place = map.place<NormOver::head>(block, thread);
+                    const int64_t team = (int64_t{block} * plan.block_threads + thread) / plan.team;
+                    if (place.works) run_in_registers(place, plan.heads_per_thread, team);
                 } else {
-                    const int views = (plan.q_groups > 0) + (plan.k_groups > 0);
-                    const bool is_q = block % views < (plan.q_groups > 0 ? 1 : 0);
-                    const int groups = is_q ? plan.q_groups : plan.k_groups;
-                    const int group = thread / plan.lanes;
-                    if (group >= groups) continue;
-                    held(block / views, is_q, group, groups, plan.heads_per_thread, thread % plan.lanes, block);
+                    const NormPlace place = map.place<NormOver::all_heads>(block, thread);
+                    if (place.works) run_in_registers(place, plan.heads_per_thread, block);
                 }
                 if (::testing::Test::HasFatalFailure()) return;
             }
@@ -232,38 +240,14 @@ public:
     }
 
     void run(const QkNormRotaryGradientPlan& plan) {
-        const int64_t tokens = shape_.batch * shape_.tokens;
-        for (int block = 0; block < plan.q_blocks + plan.k_blocks; ++block) {
-            const bool is_q = block < plan.q_blocks;
-            const int blocks = is_q ? plan.q_blocks : plan.k_blocks;
-            const int mine = is_q ? block : block - plan.q_blocks;
-            const int groups = is_q ? plan.q_groups : plan.k_groups;
-            const bool over_head = shape_.over == NormOver::head;
-            const int slots = plan.holds && over_head ? plan.block_threads / plan.team : 1;
-            const int64_t rows = tokens * (over_head ? groups : 1);
-            for (int64_t first_row = int64_t{mine} * slots; first_row < rows; first_row += int64_t{blocks} * slots) {
-                for (int thread = 0; thread < plan.block_threads; ++thread) {
-                    if (!plan.holds) {
-                        const int64_t token = over_head ? first_row / groups : first_row;
-                        const int row = over_head ? static_cast<int>(first_row % groups) : 0;
-                        row_thread(token, is_q ? row : plan.q_groups + row, plan.q_groups, first_row * 2 + is_q, thread,
-                                   plan.block_threads);
-                        continue;
-                    }
-                    const int divisor = over_head ? plan.team : plan.lanes;
-                    const int slot = thread / divisor;
-                    const int member = thread % divisor;
-                    const int64_t row = first_row + (over_head ? slot : 0);
-                    if (member >= plan.lanes || row >= rows || (!over_head && slot >= groups)) continue;
-                    held(over_head ? row / groups : row, is_q, over_head ? static_cast<int>(row % groups) : slot,
-                         groups, norm_heads_per_thread_with_lookup, member, row * 2 + is_q);
-                    if (::testing::Test::HasFatalFailure()) return;
-                }
-            }
+        if (shape_.over == NormOver::head) {
+            run_gradient<NormOver::head>(plan);
+        } else {
+            run_gradient<NormOver::all_heads>(plan);
         }
     }
 
-    // Every component once, and by those who share its sum.
+    // Every component once, and all components of a row in one reduction.
     void expect_each_component_once() const {
         std::unordered_map<int64_t, int64_t> sum_of_row, row_of_sum;
         for (int64_t component = 0; component < static_cast<int64_t>(sums_.size()); ++component) {
@@ -287,64 +271,104 @@ private:
         return head / heads * 2 + (head % heads >= shape_.q_heads);
     }
 
-    void held(int64_t token, bool is_q, int group, int groups, int heads_per_thread, int lane, int64_t team) {
-        const int vector = 16 / shape_.element_size;
-        const int half = shape_.rotary_dim / 2;
-        const int heads = is_q ? shape_.q_heads : shape_.k_heads;
-        for (int j = 0; j < heads_per_thread; ++j) {
-            const int head = group + j * groups;
-            if (head >= heads) break;
-            // Over a head, each of a thread's heads has a sum of its own.
-            const int64_t sum = shape_.over == NormOver::head ? team * heads_per_thread + j : team;
-            if (lane * vector < half) {
-                LaneMirror{pairing_, vector, lane, half}.rotate([&](int at) { touch(token, is_q, head, at, sum); });
-            } else {
-                for (int i = 0; i < 2 * vector; ++i) touch(token, is_q, head, 2 * lane * vector + i, sum);
+    template <NormOver over>
+    void run_gradient(const QkNormRotaryGradientPlan& plan) {
+        const auto map = QkNormRotaryGradientMap<PlainDivmod>::of(plan, over, shape_.batch, shape_.tokens);
+        for (int block = 0; block < plan.q_blocks + plan.k_blocks; ++block) {
+            const NormGradientBlock mine = map.block(block);
+            if (!plan.in_registers) {
+                const int heads = mine.is_q ? shape_.q_heads : shape_.k_heads;
+                const int64_t rows = int64_t{map.all_tokens} * (over == NormOver::head ? heads : 1);
+                for (int64_t row = mine.block; row < rows; row += mine.blocks) {
+                    for (int thread = 0; thread < plan.block_threads; ++thread) {
+                        run_row(map.row(mine, row), row * 2 + mine.is_q, thread);
+                    }
+                }
+                continue;
+            }
+            for (int i = 0; i < plan.block_threads; ++i) {
+                const NormGradientThread thread = map.template thread<over>(mine, i);
+                for (int64_t first_row = int64_t{mine.block} * thread.slots; first_row < thread.rows;
+                     first_row += int64_t{mine.blocks} * thread.slots) {
+                    const NormGradientRow row = map.template row<over>(mine, thread, first_row);
+                    if (!row.works) continue;
+                    const NormPlace place{thread.lane, row.group, map.groups(mine), row.batch, row.token,
+                                          mine.is_q,   true};
+                    const int64_t team = first_row + (over == NormOver::head ? thread.slot : 0);
+                    run_in_registers(place, norm_heads_per_thread_with_lookup, team * 2 + mine.is_q);
+                    if (::testing::Test::HasFatalFailure()) return;
+                }
             }
         }
     }
 
-    void row_thread(int64_t token, int row, int q_rows, int64_t sum, int thread, int threads) {
-        const bool is_q = row < q_rows;
-        const bool over_head = shape_.over == NormOver::head;
-        const int first = over_head ? (is_q ? row : row - q_rows) : 0;
-        const int heads = over_head ? 1 : is_q ? shape_.q_heads : shape_.k_heads;
-        const int half = shape_.rotary_dim / 2;
-        const int rest = shape_.head_dim - shape_.rotary_dim;
-        for (int item = thread; item < heads * half; item += threads) {
-            LaneMirror{pairing_, 1, item % half, half}.rotate(
-                [&](int at) { touch(token, is_q, first + item / half, at, sum); });
-        }
-        for (int item = thread; item < heads * rest; item += threads) {
-            touch(token, is_q, first + item / rest, shape_.rotary_dim + item % rest, sum);
-        }
+    void run_in_registers(const NormPlace& place, int heads_per_thread, int64_t team) {
+        const int vector = 16 / shape_.element_size;
+        with_pairing_and_vector(pairing_, vector, [&]<Pairing pairing, int Vector>() {
+            const int half = shape_.rotary_dim / 2;
+            const int heads = place.is_q ? shape_.q_heads : shape_.k_heads;
+            const NormLaneLayout<pairing, Vector> lane(place.lane, half);
+            for (int j = 0; j < heads_per_thread; ++j) {
+                const int head = place.group + j * place.groups;
+                if (head >= heads) break;
+                // Over a head, each of a thread's heads has a reduction of its own.
+                const int64_t sum = shape_.over == NormOver::head ? team * heads_per_thread + j : team;
+                const auto touch_component = [&](int at) { touch(place, head, at, sum); };
+                if (lane.rotates()) {
+                    rotate_components<pairing, Vector>(lane, half, touch_component);
+                } else {
+                    for (int i = 0; i < Vector; ++i) {
+                        touch_component(lane.first() + i);
+                        touch_component(lane.second() + i);
+                        ASSERT_LT(lane.pair(i), half) << "a phase step past the table's end";
+                    }
+                }
+            }
+        });
     }
 
-    void touch(int64_t token, bool is_q, int head, int at, int64_t sum) {
+    void run_row(const NormRow& row, int64_t sum, int thread) {
+        const bool over_head = shape_.over == NormOver::head;
+        const int first_head = over_head ? row.row : 0;
+        const int heads = over_head ? 1 : row.is_q ? shape_.q_heads : shape_.k_heads;
+        const int half = shape_.rotary_dim / 2;
+        const auto touch_component = [&](int head, int at) { touch(row, first_head + head, at, sum); };
+        with_pairing_and_vector(pairing_, 1, [&]<Pairing pairing, int Vector>() {
+            for_each_row_pair(thread, heads, half, [&](int head, int pair) {
+                rotate_components<pairing, 1>(NormLaneLayout<pairing, 1>(pair, half), half,
+                                              [&](int at) { touch_component(head, at); });
+            });
+        });
+        for_each_row_tail(thread, heads, shape_.rotary_dim, shape_.head_dim, touch_component);
+    }
+
+    // `place`: a NormPlace or NormRow.
+    void touch(const auto& place, int head, int at, int64_t sum) {
         ASSERT_LT(at, shape_.head_dim);
-        const int64_t row = token * (shape_.q_heads + shape_.k_heads) + (is_q ? head : shape_.q_heads + head);
+        const int64_t token = place.batch * shape_.tokens + place.token;
+        const int64_t row = token * (shape_.q_heads + shape_.k_heads) + (place.is_q ? head : shape_.q_heads + head);
         ASSERT_EQ(std::exchange(sums_.at(row * shape_.head_dim + at), sum), none)
-            << "component " << at << " of head " << head << (is_q ? " of q" : " of k") << " twice";
+            << "component " << at << " of head " << head << (place.is_q ? " of q" : " of k") << " twice";
     }
 
     QkNormRotaryShape shape_;
     Pairing pairing_;
-    std::vector<int64_t> sums_;  // that each component goes into
+    std::vector<int64_t> sums_;  // the reduction of each component
 };
 
-const std::vector<std::pair<int, int>> mirrored_heads{{0, 2}, {5, 3}, {9, 0}};
+const std::vector<std::pair<int, int>> covered_heads{{0, 2}, {5, 3}, {9, 0}};
 
 TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
-    for_each_shape(mirrored_heads, {6, 17, 64, 72, 80, 128}, {{2, 3}}, [](const QkNormRotaryShape& shape) {
-        // Small shapes as the kernel takes them when they are large, too.
+    for_each_shape(covered_heads, {6, 17, 64, 72, 80, 128}, {{2, 3}}, [](const QkNormRotaryShape& shape) {
+        // Small shapes by the plans of large ones, too.
         for (const int heads_per_thread : {1, 2, 4, 8}) {
             const bool is_extreme = heads_per_thread == 1 || heads_per_thread == 8;
-            if (is_extreme && shape.over == NormOver::all_heads && plan_qk_norm_rotary(shape).holds) continue;
-            const QkNormRotaryPlan plan = plan_with(shape, heads_per_thread);
-            if (!plan.holds && heads_per_thread > 1) continue;
+            if (is_extreme && shape.over == NormOver::all_heads && plan(shape, h200).in_registers) continue;
+            const QkNormRotaryPlan planned = plan_with(shape, h200, heads_per_thread);
+            if (!planned.in_registers && heads_per_thread > 1) continue;
             for (const Pairing pairing : both_pairings) {
-                KernelMirror kernel(shape, pairing);
-                kernel.run(plan);
+                Coverage kernel(shape, pairing);
+                kernel.run(planned);
                 kernel.expect_each_component_once();
             }
         }
@@ -352,28 +376,28 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
 }
 
 TEST(GradientKernel, TakesEveryComponentOfEveryHeadOnce) {
-    for_each_shape(mirrored_heads, {6, 17, 64, 72, 80, 128}, {{1, 1}, {2, 5}}, [](const QkNormRotaryShape& shape) {
-        for (const int most_blocks : {1, 3, 1 << 20}) {
-            QkNormRotaryGradientPlan plan = plan_qk_norm_rotary_gradient(shape);
-            plan.q_blocks = std::min(plan.q_blocks, most_blocks);
-            plan.k_blocks = std::min(plan.k_blocks, most_blocks);
+    for_each_shape(covered_heads, {6, 17, 64, 72, 80, 128}, {{1, 1}, {2, 5}}, [](const QkNormRotaryShape& shape) {
+        for (const int max_blocks : {1, 3, 1 << 20}) {
+            QkNormRotaryGradientPlan planned = plan_gradient(shape, h200);
+            planned.q_blocks = std::min(planned.q_blocks, max_blocks);
+            planned.k_blocks = std::min(planned.k_blocks, max_blocks);
             for (const Pairing pairing : both_pairings) {
-                KernelMirror kernel(shape, pairing);
-                kernel.run(plan);
+                Coverage kernel(shape, pairing);
+                kernel.run(planned);
                 kernel.expect_each_component_once();
             }
         }
     });
 }
 
-// A team's sum is taken within a warp.
+// A team reduces by warp shuffles.
 TEST(Kernel, TeamsDoNotCrossWarps) {
     for_each_shape({{5, 3}}, all_head_dims, {{1, 3}}, [](const QkNormRotaryShape& shape) {
-        const QkNormRotaryPlan plan = plan_qk_norm_rotary(shape);
-        if (!plan.holds || shape.over != NormOver::head) return;
-        EXPECT_EQ(plan.block_threads % warp, 0);
-        for (int first = 0; first < plan.block_threads; first += plan.team) {
-            EXPECT_EQ(first / warp, (first + plan.team - 1) / warp);
+        const QkNormRotaryPlan planned = plan(shape, h200);
+        if (!planned.in_registers || shape.over != NormOver::head) return;
+        EXPECT_EQ(planned.block_threads % warp, 0);
+        for (int first = 0; first < planned.block_threads; first += planned.team) {
+            EXPECT_EQ(first / warp, (first + planned.team - 1) / warp);
         }
     });
 }

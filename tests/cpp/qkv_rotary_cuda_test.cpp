@@ -19,22 +19,22 @@
 #include "qkv_rotary_plan.h"
 #include "reference_rotation.h"
 
-// Small on purpose: compute-sanitizer runs these too.
+// Kept small: compute-sanitizer runs these, too.
 
 namespace mrrope {
 namespace {
 
 using namespace mrrope::testing;
 
-constexpr std::byte poison{0xff};  // not a number, in every element type
+constexpr std::byte poison{0xff};  // NaN in every element type
 constexpr size_t guard_bytes = 4096;
 
 enum class Positions {
-    anywhere,     // the last there are, the first, and any
-    in_a_row,     // through all sequences, up to the last there is
-    broken,       // the same, but for the last but one
-    restarting,   // each sequence in a row
-    around_zero,  // in a row, from negative ones on
+    anywhere,     // the largest, 0, and random ones
+    consecutive,  // through all sequences, up to the largest
+    broken,       // consecutive but for the last but one
+    restarting,   // consecutive within each sequence
+    around_zero,  // consecutive, starting below 0
 };
 
 struct QkvCase {
@@ -42,7 +42,7 @@ struct QkvCase {
     Pairing pairing = Pairing::halves;
     int64_t batch = 1;
     int64_t tokens = 129;
-    int inputs = 136;  // no multiple of what is multiplied at a time
+    int inputs = 136;  // not a multiple of the tile's K
     int q_heads = 3;
     int kv_heads = 1;
     int head_dim = 128;
@@ -63,7 +63,7 @@ std::string describe(const QkvCase& c) {
            ", positions of kind " + std::to_string(static_cast<int>(c.positions));
 }
 
-// One call: its inputs, what should come out, and how far it may be off.
+// One call: its inputs, the expected result, and its tolerance.
 class Projection {
 public:
     explicit Projection(const QkvCase& options)
@@ -81,7 +81,7 @@ public:
         compute_expected();
     }
 
-    // Of a plan, on the GPU; everything around the result must stay as it was.
+    // Runs a plan on the GPU; guard bytes around the result must not change.
     void run_and_expect(const QkvRotaryPlan& plan) const {
         SCOPED_TRACE(describe(options_) + ", kernel " + mrrope::describe(qkv_kernels[plan.kernel]) + ", swizzle " +
                      std::to_string(plan.swizzle));
@@ -140,7 +140,7 @@ private:
         constexpr int64_t last = (int64_t{1} << 31) - 1;
         const int64_t rows = options_.rows();
         switch (options_.positions) {
-            case Positions::in_a_row: return last - rows + 1 + row;
+            case Positions::consecutive: return last - rows + 1 + row;
             case Positions::broken: return row == rows - 2 ? 3 : last - rows + 1 + row;
             case Positions::restarting: return row % options_.tokens;
             case Positions::around_zero: return row - rows / 2;
@@ -192,7 +192,7 @@ private:
                 sizes[column] = size;
             }
             rotate_row(row, projected, sizes);
-            // Sums in float, of products that tensor cores align and cut.
+            // float32 sums of products that tensor cores align and truncate.
             for (int column = 0; column < outputs; ++column) {
                 arithmetic_slack_[row * outputs + column] = sizes[column] * (inputs + 16) * 0x1p-23;
             }
@@ -275,10 +275,10 @@ TEST_F(QkvRotaryCuda, BiasAndSeveralSequences) {
     }
 }
 
-TEST_F(QkvRotaryCuda, TokensInARow) {
+TEST_F(QkvRotaryCuda, ConsecutivePositions) {
     for (const DType dtype : {DType::bfloat16, DType::float16}) {
         for (const Positions positions :
-             {Positions::in_a_row, Positions::broken, Positions::restarting, Positions::around_zero}) {
+             {Positions::consecutive, Positions::broken, Positions::restarting, Positions::around_zero}) {
             for (const int64_t tokens : {1, 33, 160, 333}) {
                 for (const int64_t batch : {1, 2}) {
                     run_every_kernel({.dtype = dtype,
@@ -316,7 +316,7 @@ TEST_F(QkvRotaryCuda, HeadsOfEverySize) {
     }
 }
 
-TEST_F(QkvRotaryCuda, EveryWayThroughTheTiles) {
+TEST_F(QkvRotaryCuda, EveryRasterOrderAndSwizzle) {
     for (const Pairing pairing : both_pairings) {
         const Projection projection({.pairing = pairing, .tokens = 1000, .inputs = 256, .q_heads = 4});
         for (int kernel = 0; kernel < qkv_kernel_count; ++kernel) {
@@ -331,7 +331,7 @@ TEST_F(QkvRotaryCuda, EveryWayThroughTheTiles) {
     }
 }
 
-TEST_F(QkvRotaryCuda, KernelsRefuseWhatTheyCannotDo) {
+TEST_F(QkvRotaryCuda, KernelsRejectUnsupportedShapes) {
     QkvRotaryArgs args;
     args.x_stride = args.weight_stride = args.inputs = 128;
     args.batch = 1;

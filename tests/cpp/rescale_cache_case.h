@@ -15,7 +15,7 @@
 #include "reference_rotation.h"
 #include "table_stack.h"
 
-// One call that turns cached keys, made from a seed, and checked against the difference of two tables' angles.
+// A rescale_cache call with all its buffers, generated from a seed and checked against the difference of two tables.
 
 namespace mrrope::testing {
 
@@ -77,7 +77,7 @@ public:
     std::vector<int32_t>& from() { return from_; }
     std::vector<int32_t>& to() { return to_; }
 
-    // So that turning by nothing can be told from not turning.
+    // Distinguishes a rotation by the angle 0 from no rotation.
     void poison_sequences_that_stay() {
         for (int64_t sequence = 0; sequence < options_.batch; ++sequence) {
             if (from_[sequence] != to_[sequence]) continue;
@@ -85,7 +85,7 @@ public:
         }
     }
 
-    // Valid as long as the case is.
+    // Valid during the lifetime of the case.
     RescaleCacheArgs args() {
         keys_.clear();
         for (HeadBuffer& layer : layers_) keys_.push_back(layer.first_head());
@@ -104,7 +104,7 @@ public:
                 .pairing = options_.pairing};
     }
 
-    // Sequences that change tables within one rounding of the reference, every other byte as it was.
+    // Expects sequences that change tables within one rounding of the reference, and every other byte unchanged.
     void expect_rescaled() const {
         SCOPED_TRACE(describe(options_));
         for (size_t layer = 0; layer < layers_.size(); ++layer) {
@@ -121,17 +121,17 @@ private:
         const long double gain =
             static_cast<long double>(tables_.attention_factor(to)) / tables_.attention_factor(from);
         const int64_t position = positions_.at(0, batch, token);
-        std::vector<ReferenceCosSin> turns;
+        std::vector<ReferenceCosSin> cos_sins;
         for (int pair = 0; pair < options_.rotary_dim / 2; ++pair) {
-            turns.push_back(reference_cos_sin(reference_angle(position, tables_.phase_step(to, pair)) -
-                                                  reference_angle(position, tables_.phase_step(from, pair)),
-                                              gain));
+            cos_sins.push_back(reference_cos_sin(reference_angle(position, tables_.phase_step(to, pair)) -
+                                                     reference_angle(position, tables_.phase_step(from, pair)),
+                                                 gain));
         }
-        return turns;
+        return cos_sins;
     }
 
     void expect_rescaled(const HeadBuffer& keys) const {
-        std::vector<ReferenceCosSin> turns;
+        std::vector<ReferenceCosSin> cos_sins;
         keys.for_each_head([&](int64_t batch, int64_t token, int head) {
             const std::byte* before = keys.head_before(batch, token, head);
             const std::byte* after = keys.head(batch, token, head);
@@ -139,8 +139,8 @@ private:
                 ASSERT_EQ(std::memcmp(after, before, keys.head_bytes()), 0) << "sequence " << batch << " was touched";
                 return;
             }
-            if (head == 0) turns = reference_cos_sins(batch, token);
-            expect_rotated_head(keys.shape, options_.pairing, before, after, turns);
+            if (head == 0) cos_sins = reference_cos_sins(batch, token);
+            expect_rotated_head(keys.shape, options_.pairing, before, after, cos_sins);
             if (::testing::Test::HasFatalFailure()) {
                 ADD_FAILURE() << "batch " << batch << " token " << token << " head " << head << " from " << from_[batch]
                               << " to " << to_[batch] << " position " << positions_.at(0, batch, token);

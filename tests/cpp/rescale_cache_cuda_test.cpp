@@ -10,19 +10,20 @@
 #include <vector>
 
 #include "device_memory.h"
+#include "device_properties.h"
 #include "mrrope/rescale_cache.h"
 #include "on_gpu.h"
 #include "rescale_cache_case.h"
 #include "rescale_cache_plan.h"
 
-// Small on purpose: compute-sanitizer runs these too.
+// Kept small: compute-sanitizer runs these, too.
 
 namespace mrrope {
 namespace {
 
 using namespace mrrope::testing;
 
-// A case with its layers, noise around the heads and all, copied to the device and back.
+// A case on the device: its layers, with the noise around the heads, copied there and back.
 class DeviceCase {
 public:
     explicit DeviceCase(RescaleCacheCase& rescale)
@@ -76,8 +77,7 @@ protected:
     }
 };
 
-// --- against the reference, which rescale_cache_cpu is tested against too
-// -----------------------------------------------------
+// --- against the reference that rescale_cache_cpu is tested against
 
 TEST_F(RescaleCacheCuda, RandomCases) {
     for (uint64_t seed = 1; seed <= 200 && !HasFailure(); ++seed) rescale_and_expect(random_rescale_options(seed));
@@ -95,7 +95,7 @@ TEST_F(RescaleCacheCuda, EveryKernel) {
                     o.head_dim = 96;
                     o.rotary_dim = 64;
                     o.placement = {.order = "bhs", .misalignment = aligned ? 0 : 1};
-                    ASSERT_EQ(plan_rescale(RescaleCacheCase(o).args()).vector > 1, aligned);
+                    ASSERT_EQ(plan(shape_of(RescaleCacheCase(o).args()), current_device()).vector > 1, aligned);
                     rescale_and_expect(o);
                 }
             }
@@ -120,8 +120,8 @@ TEST_F(RescaleCacheCuda, TokensThatNeedMoreThreadsThanABlock) {
     o.dtype = DType::float64;
     o.heads = 9;
     o.head_dim = o.rotary_dim = 258;
-    const RescaleCachePlan plan = plan_rescale(RescaleCacheCase(o).args());
-    ASSERT_GT(plan.lanes * plan.head_groups, rescale_cache_block_threads);
+    const RescaleCachePlan planned = plan(shape_of(RescaleCacheCase(o).args()), current_device());
+    ASSERT_GT(planned.lanes * planned.head_groups, rescale_cache_block_threads);
     rescale_and_expect(o);
 }
 
@@ -136,7 +136,7 @@ TEST_F(RescaleCacheCuda, MoreTokensThanThereAreThreadsFor) {
         o.heads = 3;
         o.head_dim = o.rotary_dim = 32;
         o.placement.misalignment = 1;
-        ASSERT_LT(plan_rescale(RescaleCacheCase(o).args()).token_step, o.tokens);
+        ASSERT_LT(plan(shape_of(RescaleCacheCase(o).args()), current_device()).token_step, o.tokens);
         rescale_and_expect(o);
     }
 }
@@ -153,7 +153,7 @@ TEST_F(RescaleCacheCuda, PositionsOfEitherKindBroadcastOrNot) {
     }
 }
 
-// Nobody looks at indices on a GPU before they are used: whatever they are, only the tables are read.
+// Indices on a GPU are not validated: out-of-range ones must be clamped to the tables.
 TEST_F(RescaleCacheCuda, IndicesOutOfRangeMeanTheLastTable) {
     const int32_t wrong[] = {3,   -1, 1 << 20, std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min(),
                              1000};
@@ -171,7 +171,7 @@ TEST_F(RescaleCacheCuda, IndicesOutOfRangeMeanTheLastTable) {
         device.fetch();
         rescale.expect_rescaled();
     }
-    // Two that mean the same table, in other words: nothing to turn.
+    // Two out-of-range indices of the same table: nothing to re-rotate.
     RescaleCacheCase rescale(o);
     rescale.from().assign(o.batch, 2);
     rescale.to().assign(o.batch, 2);
@@ -184,7 +184,6 @@ TEST_F(RescaleCacheCuda, IndicesOutOfRangeMeanTheLastTable) {
 }
 
 // --- streams and launches
-// ----------------------------------------------------------------------------------------------
 
 TEST_F(RescaleCacheCuda, RunsOnTheStreamItIsGiven) {
     const Stream stream;
@@ -196,8 +195,8 @@ TEST_F(RescaleCacheCuda, RunsOnTheStreamItIsGiven) {
     rescale.expect_rescaled();
 }
 
-// The device decides what is to be turned, so that one graph serves every step.
-TEST_F(RescaleCacheCuda, AGraphTurnsWhatThereIsToTurnWhenItIsPlayed) {
+// The device decides what is re-rotated, so one graph serves every decoding step.
+TEST_F(RescaleCacheCuda, AGraphReadsTheTableIndicesWhenItIsReplayed) {
     const Stream stream;
     RescaleCacheOptions o;
     o.batch = 4;
@@ -236,29 +235,29 @@ TEST_F(RescaleCacheCuda, MoreLayersThanALaunchTakes) {
     rescale.expect_rescaled();
 }
 
-// A kernel may be started while the one before it still runs.
-TEST_F(RescaleCacheCuda, CallsInARowGiveWhatCallsApartGive) {
+// By programmatic dependent launch a kernel may start while the preceding one still runs.
+TEST_F(RescaleCacheCuda, OverlappingCallsGiveWhatSeparateCallsGive) {
     for (const int64_t tokens : {1, 300}) {
         RescaleCacheOptions o;
         o.tokens = tokens;
         o.head_dim = o.rotary_dim = 128;
-        RescaleCacheCase apart(o);
-        RescaleCacheCase in_a_row(o);
-        for (RescaleCacheCase* rescale : {&apart, &in_a_row}) {
+        RescaleCacheCase separate(o);
+        RescaleCacheCase overlapping(o);
+        for (RescaleCacheCase* rescale : {&separate, &overlapping}) {
             rescale->from() = {1, 2, 0};
             rescale->to() = {0, 1, 0};
         }
-        DeviceCase apart_on_device(apart);
-        DeviceCase in_a_row_on_device(in_a_row);
+        DeviceCase separate_on_device(separate);
+        DeviceCase overlapping_on_device(overlapping);
         for (int i = 0; i < 50; ++i) {
-            rescale_cache_cuda(apart_on_device.args(), nullptr);
+            rescale_cache_cuda(separate_on_device.args(), nullptr);
             check(cudaDeviceSynchronize());
         }
-        for (int i = 0; i < 50; ++i) rescale_cache_cuda(in_a_row_on_device.args(), nullptr);
-        apart_on_device.fetch();
-        in_a_row_on_device.fetch();
+        for (int i = 0; i < 50; ++i) rescale_cache_cuda(overlapping_on_device.args(), nullptr);
+        separate_on_device.fetch();
+        overlapping_on_device.fetch();
         for (int layer = 0; layer < o.layers; ++layer) {
-            EXPECT_TRUE(in_a_row.layers()[layer].bytes == apart.layers()[layer].bytes) << tokens << " " << layer;
+            EXPECT_TRUE(overlapping.layers()[layer].bytes == separate.layers()[layer].bytes) << tokens << " " << layer;
         }
     }
 }
@@ -280,12 +279,11 @@ TEST_F(RescaleCacheCuda, EmptyTensorsLaunchNothing) {
 }
 
 // --- offsets
-// -----------------------------------------------------------------------------------------------------------
 
 TEST_F(RescaleCacheCuda, TokensMoreThanTwoToThe31ElementsApart) {
     constexpr int dim = 64;
-    constexpr int64_t apart = (int64_t{1} << 31) + 8;
-    constexpr size_t bytes = 2 * (apart + dim);
+    constexpr int64_t far_stride = (int64_t{1} << 31) + 8;
+    constexpr size_t bytes = 2 * (far_stride + dim);
     size_t available = 0;
     size_t total = 0;
     check(cudaMemGetInfo(&available, &total));
@@ -305,15 +303,15 @@ TEST_F(RescaleCacheCuda, TokensMoreThanTwoToThe31ElementsApart) {
     const DeviceMemory far(bytes);
     HeadBuffer& buffer = rescale.layers()[0];
     for (int64_t t = 0; t < 2; ++t) {
-        check(cudaMemcpy(far.data() + t * apart * 2, buffer.head(0, t, 0), dim * 2, cudaMemcpyHostToDevice));
+        check(cudaMemcpy(far.data() + t * far_stride * 2, buffer.head(0, t, 0), dim * 2, cudaMemcpyHostToDevice));
     }
     RescaleCacheArgs args = near.args();
     void* const keys = far.data();
     args.keys = std::span(&keys, 1);
-    args.strides.token = apart;
+    args.strides.token = far_stride;
     rescale_cache_cuda(args, nullptr);
     for (int64_t t = 0; t < 2; ++t) {
-        check(cudaMemcpy(buffer.bytes.data() + buffer.byte_of(0, t, 0), far.data() + t * apart * 2, dim * 2,
+        check(cudaMemcpy(buffer.bytes.data() + buffer.byte_of(0, t, 0), far.data() + t * far_stride * 2, dim * 2,
                          cudaMemcpyDeviceToHost));
     }
     rescale.expect_rescaled();

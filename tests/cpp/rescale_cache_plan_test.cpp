@@ -8,15 +8,17 @@
 #include <string>
 #include <vector>
 
+#include "devices.h"
 #include "elements.h"
-#include "lane_mirror.h"
+#include "kernel_lanes.h"
+#include "rescale_cache_map.h"
 
 namespace mrrope {
 namespace {
 
 using namespace mrrope::testing;
 
-// Keys that are only computed with, never followed: contiguous, one layer after the other.
+// Contiguous keys, whose pointers are computed with, never dereferenced.
 class Keys {
 public:
     Keys(DType dtype, int layers, int64_t tokens, int heads, int rotary_dim, bool aligned) {
@@ -43,26 +45,29 @@ private:
     RescaleCacheArgs args_;
 };
 
+RescaleCachePlan plan_of(const RescaleCacheArgs& args) {
+    return plan(shape_of(args), h200);
+}
+
 std::string describe(const RescaleCacheArgs& args) {
     return std::string(name_of(args.dtype)) + " layers " + std::to_string(args.keys.size()) + " tokens " +
            std::to_string(args.tokens) + " heads " + std::to_string(args.heads) + " rotary_dim " +
            std::to_string(args.rotary_dim);
 }
 
-// --- what every plan must be
-// -------------------------------------------------------------------------------------------
+// --- invariants of every plan
 
-TEST(Plan, HoldsItsPromisesForEveryShape) {
+TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
     for (const DType dtype : all_dtypes) {
         for (const bool aligned : {false, true}) {
-            for (const int layers : {1, 2, 32, 127, most_layers_per_launch}) {
+            for (const int layers : {1, 2, 32, 127, max_layers_per_launch}) {
                 for (const int heads : {1, 2, 3, 8, 40, 71, 128}) {
                     for (const int rotary_dim : {2, 6, 16, 34, 64, 80, 128, 256, 512}) {
                         for (const int64_t tokens :
                              {int64_t{1}, int64_t{17}, int64_t{131072}, (int64_t{1} << 31) - 1, int64_t{1} << 31,
                               (int64_t{1} << 31) + 1, int64_t{1} << 33, int64_t{1} << 40}) {
                             Keys keys(dtype, layers, tokens, heads, rotary_dim, aligned);
-                            const RescaleCachePlan plan = plan_rescale(keys.args());
+                            const RescaleCachePlan plan = plan_of(keys.args());
                             SCOPED_TRACE(describe(keys.args()));
                             const int full_vector = 16 / size_of(dtype);
                             const bool fits = aligned && rotary_dim / 2 % full_vector == 0;
@@ -71,25 +76,24 @@ TEST(Plan, HoldsItsPromisesForEveryShape) {
                             EXPECT_GE(plan.head_groups * rescale_cache_heads_per_thread, heads);
                             EXPECT_LT((plan.head_groups - 1) * rescale_cache_heads_per_thread, heads);
 
-                            // At least one token at a time, and no more threads at rest than make up a token.
+                            // At least one token at a time, and fewer idle threads than a token takes.
                             const int64_t per_token = int64_t{plan.lanes} * plan.head_groups;
                             const int64_t threads = int64_t{plan.blocks} * rescale_cache_block_threads;
-                            ASSERT_LE(threads, std::numeric_limits<int32_t>::max()) << "threads count in 32 bits";
+                            ASSERT_LE(threads, std::numeric_limits<int32_t>::max()) << "threads are counted in 32 bits";
                             ASSERT_GE(plan.token_step, 1);
                             EXPECT_LE(plan.token_step * per_token, threads);
                             EXPECT_GT((plan.token_step + 1) * per_token, threads);
 
-                            // As many blocks as there is work for or, where that is less, as the GPU holds; one token
-                            // has to fit.
+                            // As many blocks as there is work for, one wave at most; but one token has to fit.
                             const int64_t one_token =
                                 (per_token + rescale_cache_block_threads - 1) / rescale_cache_block_threads;
                             const int64_t blocks = plan.blocks;
                             if (blocks > one_token) {
                                 EXPECT_LT((blocks - 1) * rescale_cache_block_threads, tokens * per_token);
-                                EXPECT_LE(blocks, 132 * rescale_cache_resident_blocks);
+                                EXPECT_LE(blocks, h200.sms * rescale_cache_min_blocks_per_sm);
                             }
                             if (tokens * per_token > threads) {
-                                EXPECT_GE(blocks, 132 * rescale_cache_resident_blocks);
+                                EXPECT_GE(blocks, h200.sms * rescale_cache_min_blocks_per_sm);
                             }
                             if (HasFailure()) return;
                         }
@@ -100,18 +104,26 @@ TEST(Plan, HoldsItsPromisesForEveryShape) {
     }
 }
 
-// --- the kernel's index arithmetic, mirrored
-// ---------------------------------------------------------------------------
+TEST(Plan, FillsTheSmsOfTheDevice) {
+    Keys keys(DType::bfloat16, 32, 131072, 8, 128, true);
+    for (const Device& device : {h200, a100}) {
+        EXPECT_EQ(plan(shape_of(keys.args()), device).blocks, device.sms * rescale_cache_min_blocks_per_sm);
+    }
+}
 
-// Counts who turns which component of one layer's sequence, thread by thread.
-class KernelMirror {
+// --- thread-to-element map of the kernel
+
+// Counts how often each component of one layer's sequence is rotated, over all threads.
+class Coverage {
 public:
-    KernelMirror(const RescaleCacheArgs& args, const RescaleCachePlan& plan)
+    Coverage(const RescaleCacheArgs& args, const RescaleCachePlan& plan)
         : args_(args), plan_(plan), touched_(args.tokens * args.heads * args.rotary_dim) {}
 
     void run() {
         const int threads = plan_.blocks * rescale_cache_block_threads;
-        for (int thread = 0; thread < threads; ++thread) run(thread);
+        with_pairing_and_vector(args_.pairing, plan_.vector, [&]<Pairing pairing, int Vector>() {
+            for (int thread = 0; thread < threads; ++thread) run<pairing, Vector>(thread);
+        });
     }
 
     void expect_each_component_once() const {
@@ -123,17 +135,19 @@ public:
     }
 
 private:
+    template <Pairing pairing, int Vector>
     void run(int thread) {
-        const int lane = thread % plan_.lanes;
-        const int group = thread / plan_.lanes % plan_.head_groups;
-        const int first_token = thread / plan_.lanes / plan_.head_groups;
-        if (first_token >= plan_.token_step) return;
-        const LaneMirror layout{args_.pairing, plan_.vector, lane, args_.rotary_dim / 2};
-        for (int64_t token = first_token; token < args_.tokens; token += plan_.token_step) {
-            for (int j = 0; j < rescale_cache_heads_per_thread; ++j) {
-                const int64_t head = group + j * plan_.head_groups;
-                if (head >= args_.heads) break;
-                layout.rotate([&](int at) { ++touched_.at((token * args_.heads + head) * args_.rotary_dim + at); });
+        const RescaleCachePlace place(plan_, thread);
+        if (place.first_token >= plan_.token_step) return;
+        const int half = args_.rotary_dim / 2;
+        const LaneLayout<pairing, Vector> layout{place.lane, half};
+        const int heads = place.heads_in_group(plan_, args_.heads);
+        ASSERT_LE(heads, rescale_cache_heads_per_thread);
+        for (int64_t token = place.first_token; token < args_.tokens; token += plan_.token_step) {
+            for (int j = 0; j < heads; ++j) {
+                const int64_t head = place.group + j * plan_.head_groups;
+                rotate_components<pairing, Vector>(
+                    layout, half, [&](int at) { ++touched_.at((token * args_.heads + head) * args_.rotary_dim + at); });
             }
         }
     }
@@ -144,17 +158,17 @@ private:
 };
 
 void expect_each_component_once(RescaleCacheArgs args) {
-    const RescaleCachePlan plan = plan_rescale(args);
+    const RescaleCachePlan plan = plan_of(args);
     for (const Pairing pairing : both_pairings) {
         args.pairing = pairing;
         SCOPED_TRACE(describe(args));
-        KernelMirror kernel(args, plan);
+        Coverage kernel(args, plan);
         kernel.run();
         kernel.expect_each_component_once();
     }
 }
 
-TEST(Kernel, TurnsEveryComponentOfEveryHeadOnce) {
+TEST(Kernel, RotatesEveryComponentOfEveryHeadOnce) {
     for (const DType dtype : {DType::float64, DType::float32, DType::bfloat16}) {
         for (const bool aligned : {false, true}) {
             for (const int heads : {1, 2, 3, 4, 5, 8, 9, 40, 71}) {
@@ -173,9 +187,9 @@ TEST(Kernel, TurnsEveryComponentOfEveryHeadOnce) {
 TEST(Kernel, TakesTokensThatNeedMoreThreadsThanABlock) {
     for (const int heads : {71, 128}) {
         for (const int64_t tokens : {1, 2, 5}) {
-            for (const int layers : {1, most_layers_per_launch}) {
+            for (const int layers : {1, max_layers_per_launch}) {
                 Keys keys(DType::float64, layers, tokens, heads, 512, false);
-                const RescaleCachePlan plan = plan_rescale(keys.args());
+                const RescaleCachePlan plan = plan_of(keys.args());
                 ASSERT_GT(plan.lanes * plan.head_groups, rescale_cache_block_threads);
                 expect_each_component_once(keys.args());
                 if (HasFailure()) return;
@@ -184,14 +198,14 @@ TEST(Kernel, TakesTokensThatNeedMoreThreadsThanABlock) {
     }
 }
 
-TEST(Kernel, GoesRoundForMoreTokensThanItHasThreadsFor) {
-    for (const int layers : {32, 100, most_layers_per_launch}) {
+TEST(Kernel, LoopsOverMoreTokensThanItHasThreadsFor) {
+    for (const int layers : {32, 100, max_layers_per_launch}) {
         for (const auto& [heads, rotary_dim] : {std::pair{8, 64}, {3, 100}, {1, 6}, {7, 128}}) {
             for (const int64_t extra : {-1, 0, 1, 50}) {
                 Keys few(DType::float32, layers, 1 << 20, heads, rotary_dim, false);
-                const int64_t tokens = 2 * plan_rescale(few.args()).token_step + extra;
+                const int64_t tokens = 2 * plan_of(few.args()).token_step + extra;
                 Keys keys(DType::float32, layers, tokens, heads, rotary_dim, false);
-                ASSERT_LT(plan_rescale(keys.args()).token_step, tokens);
+                ASSERT_LT(plan_of(keys.args()).token_step, tokens);
                 expect_each_component_once(keys.args());
                 if (HasFailure()) return;
             }
@@ -200,34 +214,32 @@ TEST(Kernel, GoesRoundForMoreTokensThanItHasThreadsFor) {
 }
 
 // --- launches
-// ----------------------------------------------------------------------------------------------------------
 
 TEST(Launches, TakeEveryLayerOnceInOrder) {
-    for (const int layers : {0, 1, 2, most_layers_per_launch - 1, most_layers_per_launch, most_layers_per_launch + 1,
-                             3 * most_layers_per_launch, 3 * most_layers_per_launch + 5}) {
+    for (const int layers : {0, 1, 2, max_layers_per_launch - 1, max_layers_per_launch, max_layers_per_launch + 1,
+                             3 * max_layers_per_launch, 3 * max_layers_per_launch + 5}) {
         Keys keys(DType::bfloat16, layers, 3, 2, 64, true);
         std::vector<void*> taken;
         int launches = 0;
         for_each_rescale_launch(keys.args(), [&](const RescaleCacheArgs& part) {
             ++launches;
             EXPECT_GE(part.keys.size(), 1u);
-            EXPECT_LE(part.keys.size(), static_cast<size_t>(most_layers_per_launch));
+            EXPECT_LE(part.keys.size(), static_cast<size_t>(max_layers_per_launch));
             EXPECT_EQ(part.tokens, 3);
             EXPECT_EQ(part.heads, 2);
             taken.insert(taken.end(), part.keys.begin(), part.keys.end());
         });
         EXPECT_EQ(taken, keys.pointers()) << layers;
-        EXPECT_EQ(launches, (layers + most_layers_per_launch - 1) / most_layers_per_launch);
+        EXPECT_EQ(launches, (layers + max_layers_per_launch - 1) / max_layers_per_launch);
     }
 }
 
 // --- alignment
-// ---------------------------------------------------------------------------------------------------------
 
 TEST(Alignment, OfEveryLayerGivesFullVectors) {
     for (const DType dtype : all_dtypes) {
         Keys keys(dtype, 5, 3, 2, 64, true);
-        EXPECT_EQ(plan_rescale(keys.args()).vector, 16 / size_of(dtype)) << name_of(dtype);
+        EXPECT_EQ(plan_of(keys.args()).vector, 16 / size_of(dtype)) << name_of(dtype);
     }
 }
 
@@ -236,7 +248,7 @@ TEST(Alignment, IsLostByOneElementOfAnyLayer) {
         for (int layer = 0; layer < 5; ++layer) {
             Keys keys(dtype, 5, 3, 2, 64, true);
             keys.pointers()[layer] = static_cast<char*>(keys.pointers()[layer]) + size_of(dtype);
-            EXPECT_EQ(plan_rescale(keys.args()).vector, 1) << name_of(dtype) << " " << layer;
+            EXPECT_EQ(plan_of(keys.args()).vector, 1) << name_of(dtype) << " " << layer;
         }
     }
 }
@@ -246,9 +258,9 @@ TEST(Alignment, IsLostByOneElementOfAnyStride) {
         for (int64_t HeadStrides::* const stride : {&HeadStrides::batch, &HeadStrides::token, &HeadStrides::head}) {
             Keys keys(dtype, 2, 3, 2, 64, true);
             keys.args().strides.*stride += 1;
-            EXPECT_EQ(plan_rescale(keys.args()).vector, 1) << name_of(dtype);
+            EXPECT_EQ(plan_of(keys.args()).vector, 1) << name_of(dtype);
             keys.args().strides.*stride += 16 / size_of(dtype) - 1;
-            EXPECT_EQ(plan_rescale(keys.args()).vector, 16 / size_of(dtype)) << name_of(dtype);
+            EXPECT_EQ(plan_of(keys.args()).vector, 16 / size_of(dtype)) << name_of(dtype);
         }
     }
 }

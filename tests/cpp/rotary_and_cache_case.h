@@ -19,20 +19,20 @@
 #include "reference_rotation.h"
 #include "rotary_case.h"
 
-// One call that rotates q and writes k and v to a cache, made from a seed, and checked against the reference.
+// A rotary_and_cache call with all its buffers, generated from a seed and checked against the reference.
 
 namespace mrrope::testing {
 
 enum class ScaleFor { none, all, each_head };
 
 struct CacheOptions {
-    CaseOptions rotary = {};  // its k_heads are k's and v's
+    CaseOptions rotary = {};  // k_heads: of k and of v
     bool float8 = false;
     ScaleFor scale_for = ScaleFor::none;
     bool paged = true;
     std::string order = "bsh";  // blocks, slots, heads: "bsh" is nhd, "bhs" is hnd
-    int64_t padding = 0;        // elements left free in the cache after each step of each dimension
-    int64_t misalignment = 0;   // elements by which the cache is off 16 bytes
+    int64_t padding = 0;        // elements of padding in the cache after each step of each dimension
+    int64_t misalignment = 0;   // of the cache, in elements
     int64_t blocks = 5;         // of a paged cache
     int64_t block_size = 4;
     bool slots_are_int64 = true;
@@ -48,7 +48,7 @@ inline std::string describe(const CacheOptions& o) {
            (o.leaves_some_out ? ", some left out" : "");
 }
 
-// A cache in a buffer of noise, so that every byte that must not change can be told.
+// A cache in a buffer of noise, so that every unwanted write is detected.
 struct CacheBuffer {
     HeadStrides strides;
     int element_size = 0;
@@ -110,7 +110,7 @@ public:
     CacheBuffer& value_cache() { return value_cache_; }
     std::vector<float>& key_scales() { return key_scales_; }
     std::vector<float>& value_scales() { return value_scales_; }
-    std::vector<int64_t>& slots() { return slots_; }  // one a token, through the batch
+    std::vector<int64_t>& slots() { return slots_; }  // one per token of the batch
     const std::vector<std::byte>& slot_words() {
         slot_words_.assign((options_.rotary.batch * row_length() + 1) * 8, std::byte{0x55});
         for (size_t i = 0; i < slots_.size(); ++i) {
@@ -126,7 +126,7 @@ public:
     }
     int64_t blocks() const { return options_.paged ? options_.blocks : options_.rotary.batch; }
 
-    // Valid as long as the case is.
+    // Valid during the lifetime of the case.
     RotaryAndCacheArgs args() {
         RotaryAndCacheArgs args;
         args.rotary = rotary_.args();
@@ -143,8 +143,8 @@ public:
         return args;
     }
 
-    // q as a rotation alone would leave it; in the caches every component within one rounding of the reference, values
-    // exactly; every other byte as it was.
+    // Expects q as rotary would leave it, cached keys within one rounding of the reference, cached values exact, and
+    // every other byte unchanged.
     void expect_written() const {
         SCOPED_TRACE(describe(options_));
         rotary_.expect_rotated();
@@ -168,7 +168,7 @@ private:
 
     int64_t slot_count() const { return options_.paged ? options_.blocks * options_.block_size : options_.block_size; }
 
-    // No two tokens in one place.
+    // No two tokens share a slot.
     void choose_slots() {
         const int64_t tokens = options_.rotary.tokens;
         std::vector<int64_t> free;
@@ -214,21 +214,21 @@ private:
         SCOPED_TRACE(is_key ? "key cache" : "value cache");
         const int64_t head_bytes = int64_t{options_.rotary.head_dim} * cache.element_size;
         std::vector<std::byte> expected = cache.before;
-        std::vector<ReferenceCosSin> turns;
+        std::vector<ReferenceCosSin> cos_sins;
         heads.for_each_head([&](int64_t batch, int64_t token, int head) {
             const int64_t number = batch * options_.rotary.tokens + token;
             if (!is_kept(number)) return;
             const int64_t byte = byte_of(cache, number, head);
             std::copy_n(cache.bytes.begin() + byte, head_bytes, expected.begin() + byte);
-            if (is_key && head == 0) turns = rotary_.reference_cos_sins(batch, token);
+            if (is_key && head == 0) cos_sins = rotary_.reference_cos_sins(batch, token);
             const std::byte* before = heads.head_before(batch, token, head);
             const float scale = options_.scale_for == ScaleFor::none  ? 1.0f
                                 : options_.scale_for == ScaleFor::all ? scales[0]
                                                                       : scales[head];
             if (options_.float8) {
-                expect_float8(before, cache.bytes.data() + byte, turns, scale);
+                expect_float8(before, cache.bytes.data() + byte, cos_sins, scale);
             } else {
-                expect_rotated_head(heads.shape, options_.rotary.pairing, before, cache.bytes.data() + byte, turns);
+                expect_rotated_head(heads.shape, options_.rotary.pairing, before, cache.bytes.data() + byte, cos_sins);
             }
             if (::testing::Test::HasFatalFailure()) {
                 ADD_FAILURE() << "batch " << batch << " token " << token << " head " << head << " slot "
@@ -240,12 +240,12 @@ private:
             << "byte " << changed - cache.bytes.begin() << " of " << cache.bytes.size() << " was changed";
     }
 
-    // What is not turned is the nearest of what float division gives; what is, within one rounding.
-    void expect_float8(const std::byte* before, const std::byte* after, const std::vector<ReferenceCosSin>& turns,
+    // Unrotated components are the nearest float8 of the float quotient; rotated ones are within one rounding.
+    void expect_float8(const std::byte* before, const std::byte* after, const std::vector<ReferenceCosSin>& cos_sins,
                        float scale) const {
         const DType dtype = options_.rotary.dtype;
         const bool halves = options_.rotary.pairing == Pairing::halves;
-        const int half = static_cast<int>(turns.size());
+        const int half = static_cast<int>(cos_sins.size());
         const auto element = [&](int at) { return element_at(dtype, before + int64_t{at} * size_of(dtype)); };
         for (int at = 0; at < options_.rotary.head_dim; ++at) {
             const auto bits = static_cast<uint8_t>(after[at]);
@@ -258,7 +258,7 @@ private:
             const bool is_first = halves ? at < half : at % 2 == 0;
             const long double x = element(halves ? pair : 2 * pair);
             const long double y = element(halves ? pair + half : 2 * pair + 1);
-            const auto [cos, sin] = turns[pair];
+            const auto [cos, sin] = cos_sins[pair];
             const long double exact = (is_first ? x * cos - y * sin : y * cos + x * sin) / scale;
             const long double norm = std::sqrt((x * x + y * y) * (cos * cos + sin * sin)) / scale;
             const long double expected = std::clamp<long double>(exact, -largest_float8, largest_float8);
@@ -305,7 +305,7 @@ inline CacheOptions random_cache_options(uint64_t seed) {
     return o;
 }
 
-// Every way in which a cache can be laid out and kept, with heads of one dtype.
+// Every cache layout, dtype and scaling, for heads of one dtype.
 inline std::vector<CacheOptions> every_cache(DType dtype) {
     std::vector<CacheOptions> all;
     for (const bool float8 : {false, true}) {

@@ -11,19 +11,20 @@
 #include <vector>
 
 #include "device_memory.h"
+#include "devices.h"
 #include "mrrope/rotary_and_cache.h"
 #include "on_gpu.h"
 #include "rotary_and_cache_case.h"
 #include "rotary_and_cache_plan.h"
 
-// Small on purpose: compute-sanitizer runs these too.
+// Kept small: compute-sanitizer runs these, too.
 
 namespace mrrope {
 namespace {
 
 using namespace mrrope::testing;
 
-// A case with its buffers and caches, noise around them and all, copied to the device and back.
+// A case on the device: its buffers and caches, with the noise around them, copied there and back.
 class DeviceCase {
 public:
     explicit DeviceCase(RotaryAndCacheCase& cache)
@@ -88,7 +89,7 @@ protected:
         cache.expect_written();
     }
 
-    // About as few tokens as give a thread so many heads and such vectors.
+    // Roughly the fewest tokens for which the plan has so many heads per thread and such vectors.
     static int64_t fewest_tokens(const CacheOptions& options, int heads_per_thread, bool full) {
         RotaryAndCacheCase cache(options);
         RotaryAndCacheArgs args = cache.args();
@@ -98,15 +99,14 @@ protected:
             return plan.heads_per_thread == heads_per_thread &&
                    plan.vector * size_of(options.rotary.dtype) == full_bytes;
         };
-        while (!fits(plan_rotary_and_cache(args)) && args.rotary.tokens < 1 << 20) {
+        while (!fits(plan(shape_of(args), h200)) && args.rotary.tokens < 1 << 20) {
             args.rotary.tokens += args.rotary.tokens / 16 + 1;
         }
         return args.rotary.tokens;
     }
 };
 
-// --- against the reference, which rotary_and_cache_cpu is tested against too
-// -------------------------------------------
+// --- against the reference that rotary_and_cache_cpu is tested against
 
 TEST_F(RotaryAndCacheCuda, RandomCases) {
     for (uint64_t seed = 1; seed <= 300 && !HasFailure(); ++seed) write_and_expect(random_cache_options(seed));
@@ -125,7 +125,8 @@ TEST_F(RotaryAndCacheCuda, EveryCacheOfEveryDTypeAndPairing) {
     }
 }
 
-// With full, short and no vectors, either number of heads a thread with a head left over, one table and a chosen one.
+// Full vectors, half vectors and single components; both numbers of heads per thread, with a remainder; one table and
+// several.
 TEST_F(RotaryAndCacheCuda, EveryKernel) {
     for (const DType dtype : all_dtypes) {
         for (const bool float8 : {false, true}) {
@@ -148,9 +149,9 @@ TEST_F(RotaryAndCacheCuda, EveryKernel) {
                         o.rotary.tokens = full ? fewest_tokens(o, heads_per_thread, full) : 3;
                         o.block_size = 16;
                         o.blocks = o.rotary.tokens / 16 + 1;
-                        const RotaryPlan plan = plan_rotary_and_cache(RotaryAndCacheCase(o).args());
-                        ASSERT_EQ(plan.heads_per_thread, heads_per_thread);
-                        ASSERT_EQ(plan.vector * size_of(dtype), full ? 16 : aligned ? 8 : size_of(dtype));
+                        const RotaryPlan planned = plan(shape_of(RotaryAndCacheCase(o).args()), h200);
+                        ASSERT_EQ(planned.heads_per_thread, heads_per_thread);
+                        ASSERT_EQ(planned.vector * size_of(dtype), full ? 16 : aligned ? 8 : size_of(dtype));
                         write_and_expect(o);
                         if (HasFailure()) return;
                     }
@@ -174,7 +175,7 @@ TEST_F(RotaryAndCacheCuda, PartialRotationWritesTheTail) {
     }
 }
 
-// Rounding to float8 is an instruction there and integer arithmetic here, and neither may be off by one.
+// Rounding to float8 is an instruction on the GPU and integer arithmetic on the CPU; both must give the same bits.
 TEST_F(RotaryAndCacheCuda, ValuesInFloat8AreWhatTheCpuWrites) {
     for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
         CacheOptions o;
@@ -187,7 +188,7 @@ TEST_F(RotaryAndCacheCuda, ValuesInFloat8AreWhatTheCpuWrites) {
         o.blocks = 60;
         RotaryAndCacheCase on_cpu(o);
         RotaryAndCacheCase on_gpu(o);
-        // Infinity and NaN among them.
+        // Including infinity and NaN.
         for (RotaryAndCacheCase* cache : {&on_cpu, &on_gpu}) {
             for (int64_t token = 0; token < 3; ++token) {
                 std::byte* head = cache->v().bytes.data() + cache->v().byte_of(0, token, 1);
@@ -213,7 +214,6 @@ TEST_F(RotaryAndCacheCuda, ValuesInFloat8AreWhatTheCpuWrites) {
 }
 
 // --- streams and launches
-// ----------------------------------------------------------------------------------------------
 
 TEST_F(RotaryAndCacheCuda, WritesAllInOneLaunchThatAGraphCanReplayWithOtherSlots) {
     const Stream stream;
@@ -244,8 +244,9 @@ TEST_F(RotaryAndCacheCuda, RunsOnTheStreamItIsGiven) {
     cache.expect_written();
 }
 
-// A kernel may be started while the one before it still runs: q turns on from where the last call left it.
-TEST_F(RotaryAndCacheCuda, CallsInARowGiveWhatCallsApartGive) {
+// By programmatic dependent launch a kernel may start while the preceding one still runs; every
+// call rotates q further from where the last one left it.
+TEST_F(RotaryAndCacheCuda, OverlappingCallsGiveWhatSeparateCallsGive) {
     for (const int64_t tokens : {1, 300}) {
         CacheOptions o;
         o.rotary.dtype = DType::bfloat16;
@@ -253,20 +254,20 @@ TEST_F(RotaryAndCacheCuda, CallsInARowGiveWhatCallsApartGive) {
         o.rotary.head_dim = o.rotary.rotary_dim = 128;
         o.rotary.in_place = true;
         o.blocks = 100;
-        RotaryAndCacheCase apart(o);
-        RotaryAndCacheCase in_a_row(o);
-        DeviceCase apart_on_device(apart);
-        DeviceCase in_a_row_on_device(in_a_row);
+        RotaryAndCacheCase separate(o);
+        RotaryAndCacheCase overlapping(o);
+        DeviceCase separate_on_device(separate);
+        DeviceCase overlapping_on_device(overlapping);
         for (int i = 0; i < 50; ++i) {
-            rotary_and_cache_cuda(apart_on_device.args(), nullptr);
+            rotary_and_cache_cuda(separate_on_device.args(), nullptr);
             check(cudaDeviceSynchronize());
         }
-        for (int i = 0; i < 50; ++i) rotary_and_cache_cuda(in_a_row_on_device.args(), nullptr);
-        apart_on_device.fetch();
-        in_a_row_on_device.fetch();
-        EXPECT_TRUE(in_a_row.rotary().q().in.bytes == apart.rotary().q().in.bytes) << tokens;
-        EXPECT_TRUE(in_a_row.key_cache().bytes == apart.key_cache().bytes) << tokens;
-        EXPECT_TRUE(in_a_row.value_cache().bytes == apart.value_cache().bytes) << tokens;
+        for (int i = 0; i < 50; ++i) rotary_and_cache_cuda(overlapping_on_device.args(), nullptr);
+        separate_on_device.fetch();
+        overlapping_on_device.fetch();
+        EXPECT_TRUE(overlapping.rotary().q().in.bytes == separate.rotary().q().in.bytes) << tokens;
+        EXPECT_TRUE(overlapping.key_cache().bytes == separate.key_cache().bytes) << tokens;
+        EXPECT_TRUE(overlapping.value_cache().bytes == separate.value_cache().bytes) << tokens;
     }
 }
 
@@ -297,8 +298,8 @@ TEST_F(RotaryAndCacheCuda, QueriesAloneKeysAloneAndACacheWithoutSlots) {
     }
 }
 
-// Nobody looks at slots on a GPU before they are used: whatever they are, nothing outside the cache is written.
-TEST_F(RotaryAndCacheCuda, SlotsThatAreNotThereAreLeftOut) {
+// Slots on a GPU are not validated: out-of-range ones must be skipped.
+TEST_F(RotaryAndCacheCuda, SlotsOutOfRangeAreSkipped) {
     for (const bool paged : {false, true}) {
         for (const bool wide : {false, true}) {
             CacheOptions o;
@@ -309,7 +310,7 @@ TEST_F(RotaryAndCacheCuda, SlotsThatAreNotThereAreLeftOut) {
             RotaryAndCacheCase cache(o);
             const int64_t count = paged ? o.blocks * o.block_size : o.block_size;
             const int64_t huge = wide ? std::numeric_limits<int64_t>::max() : std::numeric_limits<int32_t>::max();
-            const int64_t wrapping = wide ? (int64_t{1} << 32) + 1 : -2;  // in 32 bits a slot that is there
+            const int64_t wrapping = wide ? (int64_t{1} << 32) + 1 : -2;  // truncated to 32 bits, a slot that exists
             cache.slots() = {-1, count, 0, count - 1, huge, -huge - 1, wrapping, 2};
             DeviceCase device(cache);
             rotary_and_cache_cuda(device.args(), nullptr);
@@ -320,10 +321,9 @@ TEST_F(RotaryAndCacheCuda, SlotsThatAreNotThereAreLeftOut) {
 }
 
 // --- offsets
-// -----------------------------------------------------------------------------------------------------------
 
 TEST_F(RotaryAndCacheCuda, BlocksMoreThanTwoToThe31ElementsApart) {
-    constexpr int64_t apart = (int64_t{1} << 31) + 64;
+    constexpr int64_t far_stride = (int64_t{1} << 31) + 64;
     for (const bool float8 : {false, true}) {
         CacheOptions o;
         o.rotary.dtype = DType::bfloat16;
@@ -337,7 +337,7 @@ TEST_F(RotaryAndCacheCuda, BlocksMoreThanTwoToThe31ElementsApart) {
         RotaryAndCacheCase cache(o);
         cache.slots() = {1, 0};
         CacheBuffer& near = cache.key_cache();
-        const size_t bytes = (apart + 64) * near.element_size;
+        const size_t bytes = (far_stride + 64) * near.element_size;
         size_t available = 0;
         size_t total = 0;
         check(cudaMemGetInfo(&available, &total));
@@ -346,12 +346,12 @@ TEST_F(RotaryAndCacheCuda, BlocksMoreThanTwoToThe31ElementsApart) {
         const DeviceMemory far(bytes);
         RotaryAndCacheArgs args = device.args();
         args.k.view.out = far.data();
-        args.k.view.out_strides.batch = apart;
+        args.k.view.out_strides.batch = far_stride;
         rotary_and_cache_cuda(args, nullptr);
         device.fetch();
         for (int64_t block = 0; block < 2; ++block) {
             check(cudaMemcpy(near.bytes.data() + near.byte_of(block, 0, 0),
-                             far.data() + block * apart * near.element_size, 64 * near.element_size,
+                             far.data() + block * far_stride * near.element_size, 64 * near.element_size,
                              cudaMemcpyDeviceToHost));
         }
         cache.expect_written();

@@ -8,18 +8,21 @@
 #include <utility>
 #include <vector>
 
+#include "devices.h"
 #include "elements.h"
-#include "lane_mirror.h"
+#include "kernel_lanes.h"
+#include "launch_slices.h"
 #include "rotary_and_cache_case.h"
+#include "rotary_and_cache_map.h"
 
 namespace mrrope {
 namespace {
 
 using namespace mrrope::testing;
 
-constexpr int64_t most_threads = std::numeric_limits<int32_t>::max();
+constexpr int64_t max_threads = std::numeric_limits<int32_t>::max();
 
-// Pointers that are only computed with, never followed: everything contiguous.
+// Contiguous tensors, whose pointers are computed with, never dereferenced.
 RotaryAndCacheArgs contiguous_args(DType dtype, bool float8, int64_t batch, int64_t tokens, int q_heads, int kv_heads,
                                    int head_dim, int rotary_dim) {
     const auto strides = [&](int64_t middle, int heads) {
@@ -51,6 +54,14 @@ RotaryAndCacheArgs contiguous_args(DType dtype, bool float8, int64_t batch, int6
     return args;
 }
 
+RotaryPlan plan_of(const RotaryAndCacheArgs& args) {
+    return plan(shape_of(args), h200);
+}
+
+HeadGroups head_groups_of(const RotaryAndCacheArgs& args, int heads_per_thread) {
+    return head_groups(args.rotary.q.heads, args.k.view.heads, heads_per_thread);
+}
+
 std::string describe(const RotaryAndCacheArgs& args) {
     return std::string(name_of(args.rotary.dtype)) + (args.float8 ? " float8" : "") + " batch " +
            std::to_string(args.rotary.batch) + " tokens " + std::to_string(args.rotary.tokens) + " heads " +
@@ -58,7 +69,7 @@ std::string describe(const RotaryAndCacheArgs& args) {
            std::to_string(args.rotary.head_dim) + " rotary_dim " + std::to_string(args.rotary.rotary_dim);
 }
 
-// Calls f with both kinds of cache for heads of every dtype.
+// Calls f for heads of every dtype, with a cache of their dtype and of float8.
 template <class F>
 void for_each_kind(F&& f) {
     for (const DType dtype : all_dtypes) {
@@ -69,10 +80,9 @@ void for_each_kind(F&& f) {
     }
 }
 
-// --- what every plan must be
-// -------------------------------------------------------------------------------------------
+// --- invariants of every plan
 
-TEST(Plan, HoldsItsPromisesForEveryShape) {
+TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
     for_each_kind([](DType dtype, bool float8) {
         for (const auto& [q_heads, kv_heads] : {std::pair{1, 1}, {32, 8}, {7, 3}, {0, 4}, {71, 1}, {64, 64}}) {
             for (const int head_dim : {2, 6, 16, 30, 64, 72, 80, 96, 100, 128, 256, 512}) {
@@ -88,23 +98,23 @@ TEST(Plan, HoldsItsPromisesForEveryShape) {
                                 contiguous_args(dtype, float8, batch, tokens, q_heads, kv_heads, head_dim, rotary_dim);
                             if (misaligned) args.v.view.out = static_cast<char*>(args.v.view.out) + 1;
                             SCOPED_TRACE(describe(args));
-                            const RotaryPlan plan = plan_rotary_and_cache(args);
+                            const RotaryPlan plan = plan_of(args);
                             const int full = 16 / size_of(dtype);
                             const bool fits = !misaligned && head_dim % full == 0 && rotary_dim / 2 % full == 0 &&
                                               (head_dim - rotary_dim) % full == 0;
                             const bool is_full = plan.vector == full;
                             EXPECT_TRUE(fits ? is_full || plan.vector == full / 2 : plan.vector == 1);
                             EXPECT_EQ(plan.lanes * plan.vector, rotary_dim / 2);
-                            // What there are kernels for.
+                            // The combinations that are instantiated.
                             EXPECT_TRUE(plan.heads_per_thread == 1 || (plan.heads_per_thread == 2 && is_full && fits));
-                            const HeadGroups groups = head_groups(args, plan.heads_per_thread);
-                            EXPECT_EQ(groups.queries + 2 * groups.keys, plan.head_groups);
+                            const HeadGroups groups = head_groups_of(args, plan.heads_per_thread);
+                            EXPECT_EQ(groups.count(), plan.head_groups);
                             EXPECT_GE(groups.queries * plan.heads_per_thread, q_heads);
                             EXPECT_LT((groups.queries - 1) * plan.heads_per_thread, q_heads);
                             EXPECT_GE(groups.keys * plan.heads_per_thread, kv_heads);
                             EXPECT_LT((groups.keys - 1) * plan.heads_per_thread, kv_heads);
                             EXPECT_LE(plan.tokens_per_launch * plan.threads_per_token() + rotary_block_threads,
-                                      most_threads);
+                                      max_threads);
                             if (plan.tokens_per_launch < batch * tokens) {
                                 EXPECT_LE(plan.tokens_per_launch, tokens) << "a slice lies in one sequence";
                             }
@@ -117,33 +127,35 @@ TEST(Plan, HoldsItsPromisesForEveryShape) {
     });
 }
 
-TEST(Plan, GivesThreadsLessToDoWhereThereAreFew) {
+TEST(Plan, GivesThreadsLessWorkInSmallLaunches) {
     for_each_kind([](DType dtype, bool float8) {
         const int full = 16 / size_of(dtype);
-        const RotaryPlan few = plan_rotary_and_cache(contiguous_args(dtype, float8, 1, 1, 32, 8, 128, 128));
+        const RotaryPlan few = plan_of(contiguous_args(dtype, float8, 1, 1, 32, 8, 128, 128));
         EXPECT_EQ(few.heads_per_thread, 1);
         EXPECT_EQ(few.vector, full / 2);
-        const RotaryPlan many = plan_rotary_and_cache(contiguous_args(dtype, float8, 1, 8192, 32, 8, 128, 128));
+        const RotaryPlan many = plan_of(contiguous_args(dtype, float8, 1, 8192, 32, 8, 128, 128));
         EXPECT_EQ(many.heads_per_thread, 2);
         EXPECT_EQ(many.vector, full);
     });
 }
 
-// --- the kernel's index arithmetic, mirrored
-// ---------------------------------------------------------------------------
+// --- thread-to-element map of the kernel
 
-// Counts who writes which component of q and of the slots of the caches, thread by thread.
-class KernelMirror {
+// Counts how often each component of q, k and v is written, over all threads of a launch.
+class Coverage {
 public:
-    KernelMirror(const RotaryAndCacheArgs& args, const RotaryPlan& plan)
+    Coverage(const RotaryAndCacheArgs& args, const RotaryPlan& plan)
         : args_(args),
           plan_(plan),
+          map_(RotaryMap<PlainDivmod>::of(plan, args.rotary.tokens)),
           heads_(args.rotary.q.heads + args.k.view.heads + args.v.view.heads),
           touched_(args.rotary.batch * args.rotary.tokens * heads_ * args.rotary.head_dim) {}
 
     void run() {
         const int64_t threads = args_.rotary.batch * args_.rotary.tokens * plan_.threads_per_token();
-        for (int64_t thread = 0; thread < threads; ++thread) run(thread);
+        with_pairing_and_vector(args_.rotary.pairing, plan_.vector, [&]<Pairing pairing, int Vector>() {
+            for (int64_t thread = 0; thread < threads; ++thread) run<pairing, Vector>(static_cast<int>(thread));
+        });
     }
 
     void expect_each_component_once() const {
@@ -154,30 +166,25 @@ public:
     }
 
 private:
-    void run(int64_t thread) {
-        const int64_t lane = thread % plan_.lanes;
-        const int64_t item = thread / plan_.lanes;
-        const auto group = static_cast<int>(item % plan_.head_groups);
-        const int64_t token = item / plan_.head_groups;
-        const LaneMirror layout{args_.rotary.pairing, plan_.vector, static_cast<int>(lane),
-                                args_.rotary.rotary_dim / 2};
-        const HeadGroups groups = head_groups(args_, plan_.heads_per_thread);
-        const int q_heads = args_.rotary.q.heads;
-        const int kv_heads = args_.k.view.heads;
-        const bool is_query = group < groups.queries;
-        const bool is_value = group >= groups.queries + groups.keys;
-        const int step = is_query ? groups.queries : groups.keys;
-        const int first = group - (is_query ? 0 : groups.queries) - (is_value ? groups.keys : 0);
-        const int before = is_query ? 0 : is_value ? q_heads + kv_heads : q_heads;  // heads of other kinds
-        const auto exists = [&](int j) { return first + j * step < (is_query ? q_heads : kv_heads); };
-        for (int j = 0; j < plan_.heads_per_thread && exists(j); ++j) {
-            layout.rotate([&](int at) { touch(token, before + first + j * step, at); });
-        }
-        for (int j = 0; exists(j); ++j) {
-            for (int64_t at = args_.rotary.rotary_dim + lane * plan_.vector; at < args_.rotary.head_dim;
-                 at += int64_t{plan_.lanes} * plan_.vector) {
-                ASSERT_EQ(at % plan_.vector, 0);
-                for (int i = 0; i < plan_.vector; ++i) touch(token, before + first + j * step, at + i);
+    template <Pairing pairing, int Vector>
+    void run(int thread) {
+        const RotaryPlace place = map_.place(thread);
+        const int64_t token = place.batch * args_.rotary.tokens + place.token;
+        const int half = args_.rotary.rotary_dim / 2;
+        const LaneLayout<pairing, Vector> layout{place.lane, half};
+        const HeadsOfThread heads(head_groups_of(args_, plan_.heads_per_thread), place.group);
+        const HeadsView& view = heads.view(args_);
+        const int heads_before = heads.kind == HeadsOfThread::query ? 0
+                                 : heads.kind == HeadsOfThread::key ? args_.rotary.q.heads
+                                                                    : args_.rotary.q.heads + args_.k.view.heads;
+        for (int j = 0; heads.head(j) < view.heads; ++j) {
+            ASSERT_LT(j, plan_.heads_per_thread);
+            const int head = heads_before + heads.head(j);
+            rotate_components<pairing, Vector>(layout, half, [&](int at) { touch(token, head, at); });
+            for (int at = first_tail_component<Vector>(place.lane, args_.rotary.rotary_dim); at < args_.rotary.head_dim;
+                 at += tail_step<Vector>(map_.lanes.divisor)) {
+                ASSERT_EQ(at % Vector, 0) << "an unaligned access";
+                for (int i = 0; i < Vector; ++i) touch(token, head, at + i);
             }
         }
     }
@@ -189,6 +196,7 @@ private:
 
     RotaryAndCacheArgs args_;
     RotaryPlan plan_;
+    RotaryMap<PlainDivmod> map_;
     int64_t heads_;
     std::vector<int> touched_;
 };
@@ -201,20 +209,20 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
                     if (rotary_dim < 2 || rotary_dim > head_dim) continue;
                     RotaryAndCacheArgs args =
                         contiguous_args(dtype, float8, 2, 2, q_heads, kv_heads, head_dim, rotary_dim);
-                    RotaryPlan plan = plan_rotary_and_cache(args);
-                    // Small shapes as the kernel takes them when they are large.
+                    RotaryPlan plan = plan_of(args);
+                    // Small shapes by the plans of large ones, too.
                     for (const auto& [times, heads_per_thread] : {std::pair{1, 1}, {2, 1}, {1, 2}}) {
                         if (times == 2 && (head_dim * size_of(dtype) % 32 != 0 || rotary_dim != head_dim)) continue;
-                        const HeadGroups groups = head_groups(args, heads_per_thread);
-                        plan = plan_rotary_and_cache(args);
+                        const HeadGroups groups = head_groups_of(args, heads_per_thread);
+                        plan = plan_of(args);
                         plan.vector *= times;
                         plan.lanes /= times;
                         plan.heads_per_thread = heads_per_thread;
-                        plan.head_groups = groups.queries + 2 * groups.keys;
+                        plan.head_groups = groups.count();
                         for (const Pairing pairing : both_pairings) {
                             args.rotary.pairing = pairing;
                             SCOPED_TRACE(describe(args));
-                            KernelMirror kernel(args, plan);
+                            Coverage kernel(args, plan);
                             kernel.run();
                             kernel.expect_each_component_once();
                             if (::testing::Test::HasFailure()) return;
@@ -227,7 +235,6 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
 }
 
 // --- launches
-// ----------------------------------------------------------------------------------------------------------
 
 TEST(Launches, TakeEveryTokenOnceAndEverySequenceToItsBlock) {
     for (const bool paged : {false, true}) {
@@ -242,9 +249,7 @@ TEST(Launches, TakeEveryTokenOnceAndEverySequenceToItsBlock) {
             SCOPED_TRACE(testing::describe(options));
             RotaryAndCacheCase cache(options);
             const RotaryAndCacheArgs whole = cache.args();
-            RotaryPlan plan;
-            plan.tokens_per_launch = per_launch;
-            for_each_launch(whole, plan, [](const RotaryAndCacheArgs& part) { rotary_and_cache_cpu(part); });
+            for_each_launch(whole, per_launch, [](const RotaryAndCacheArgs& part) { rotary_and_cache_cpu(part); });
             cache.expect_written();
         }
     }
@@ -252,13 +257,13 @@ TEST(Launches, TakeEveryTokenOnceAndEverySequenceToItsBlock) {
 
 TEST(Launches, OfHugeTensorsAreFewAndComplete) {
     const RotaryAndCacheArgs args = contiguous_args(DType::bfloat16, false, 3, int64_t{1} << 31, 32, 8, 128, 128);
-    const RotaryPlan plan = plan_rotary_and_cache(args);
+    const RotaryPlan plan = plan_of(args);
     int64_t tokens = 0;
     int launches = 0;
-    for_each_launch(args, plan, [&](const RotaryAndCacheArgs& part) {
+    for_each_launch(args, plan.tokens_per_launch, [&](const RotaryAndCacheArgs& part) {
         ++launches;
         ASSERT_EQ(part.rotary.batch, 1);
-        EXPECT_LE(part.rotary.tokens * plan.threads_per_token() + rotary_block_threads, most_threads);
+        EXPECT_LE(part.rotary.tokens * plan.threads_per_token() + rotary_block_threads, max_threads);
         EXPECT_EQ(reinterpret_cast<uintptr_t>(part.v.view.in),
                   reinterpret_cast<uintptr_t>(args.v.view.in) + tokens * 8 * 128 * 2);
         tokens += part.rotary.tokens;
@@ -268,10 +273,9 @@ TEST(Launches, OfHugeTensorsAreFewAndComplete) {
 }
 
 // --- alignment
-// ---------------------------------------------------------------------------------------------------------
 
 int vector_of(const RotaryAndCacheArgs& args) {
-    return plan_rotary_and_cache(args).vector;
+    return plan_of(args).vector;
 }
 
 TEST(Alignment, IsLostByOneElementOfAnyTensor) {
@@ -301,7 +305,7 @@ TEST(Alignment, IsLostByOneElementOfAnyTensor) {
                 args = aligned;
                 view(args).out_strides.*stride += 1;
                 EXPECT_EQ(vector_of(args), 1) << describe(args);
-                // Whole vectors, of float8 of fewer bytes, keep it.
+                // A whole vector keeps it; of float8 it is fewer bytes.
                 view(args).out_strides.*stride += 16 / element - 1;
                 EXPECT_EQ(vector_of(args), 16 / element) << describe(args);
             }

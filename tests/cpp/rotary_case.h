@@ -15,7 +15,7 @@
 #include "reference_rotation.h"
 #include "table_stack.h"
 
-// One call of the rotation with everything it reads and writes, made from a seed, and checked against the reference.
+// A rotary call with all its buffers, generated from a seed and checked against the reference.
 
 namespace mrrope::testing {
 
@@ -23,8 +23,8 @@ enum class TableFor { all, each_sequence, each_index };
 
 struct TableOptions {
     TableFor table_for = TableFor::all;
-    int64_t count = 1;    // of those that indices name; each sequence has one of its own anyway
-    int64_t padding = 0;  // words of noise after each
+    int64_t count = 1;    // with indices; each_sequence has one per sequence
+    int64_t padding = 0;  // words of noise after each table
     bool same_index_for_all_sequences = false;
     bool same_index_for_all_tokens = false;
 };
@@ -52,11 +52,11 @@ struct CaseOptions {
     int rotary_dim = 16;
     bool in_place = false;
     bool conjugate = false;
-    double attention_factor = 1.0;  // of several tables, the largest
+    double attention_factor = 1.0;  // with several tables, the largest
     Placement in = {};
     Placement out = {};
     PositionOptions positions = {};
-    int64_t position_rows = 0;  // 0: one position a token; else every pair names one of so many
+    int64_t position_rows = 0;  // 0: one position per token; else every pair names one of so many
     TableOptions tables = {};
     uint64_t seed = 1;
 };
@@ -74,12 +74,12 @@ inline std::string describe(const CaseOptions& o) {
 // q or k.
 struct Heads {
     HeadBuffer in;
-    HeadBuffer out;  // in place: unused
+    HeadBuffer out;  // unused in place
 
     int count() const { return in.shape.heads; }
 };
 
-// Where every token finds the table it is rotated by.
+// The table index of every token.
 class TableIndices {
 public:
     TableIndices(const TableOptions& options, int64_t batch, int64_t tokens, std::mt19937_64& random)
@@ -164,18 +164,18 @@ public:
     }
 
     std::vector<ReferenceCosSin> reference_cos_sins(int64_t batch, int64_t token) const {
-        std::vector<ReferenceCosSin> turns(options_.rotary_dim / 2);
+        std::vector<ReferenceCosSin> cos_sins(options_.rotary_dim / 2);
         const int64_t table = table_of(batch, token);
         for (int pair = 0; pair < options_.rotary_dim / 2; ++pair) {
             const int64_t row = options_.position_rows == 0 ? 0 : tables_.row(table, pair);
             const long double angle =
                 reference_angle(positions_.at(row, batch, token), tables_.phase_step(table, pair));
-            turns[pair] = reference_cos_sin(options_.conjugate ? -angle : angle, tables_.attention_factor(table));
+            cos_sins[pair] = reference_cos_sin(options_.conjugate ? -angle : angle, tables_.attention_factor(table));
         }
-        return turns;
+        return cos_sins;
     }
 
-    // Every component within one rounding of the long double reference, every other byte as it was.
+    // Expects every component within one rounding of the long double reference, and every other byte unchanged.
     void expect_rotated() const {
         SCOPED_TRACE(describe(options_));
         expect_rotated(q_, "q");
@@ -217,11 +217,11 @@ private:
     void expect_rotated(const Heads& heads, const char* name) const {
         SCOPED_TRACE(name);
         const HeadBuffer& out = output(heads);
-        std::vector<ReferenceCosSin> turns;
+        std::vector<ReferenceCosSin> cos_sins;
         heads.in.for_each_head([&](int64_t batch, int64_t token, int head) {
-            if (head == 0) turns = reference_cos_sins(batch, token);
+            if (head == 0) cos_sins = reference_cos_sins(batch, token);
             expect_rotated_head(heads.in.shape, options_.pairing, heads.in.head_before(batch, token, head),
-                                out.head(batch, token, head), turns);
+                                out.head(batch, token, head), cos_sins);
             if (::testing::Test::HasFatalFailure()) {
                 ADD_FAILURE() << "batch " << batch << " token " << token << " head " << head << " table "
                               << table_of(batch, token) << " position " << positions_.at(0, batch, token);

@@ -15,12 +15,13 @@
 #include "device_case.h"
 #include "device_memory.h"
 #include "every_plan.h"
+#include "launch_slices.h"
 #include "mrrope/rotary.h"
 #include "on_gpu.h"
 #include "rotary_case.h"
 #include "rotary_plan.h"
 
-// Small on purpose: compute-sanitizer runs these too.
+// Kept small: compute-sanitizer runs these, too.
 
 namespace mrrope {
 namespace {
@@ -29,7 +30,7 @@ using namespace mrrope::testing;
 
 class RotaryCuda : public OnGpu {
 protected:
-    // Both stay within one rounding of the same reference, so they differ by one unit in the last place at most.
+    // Both are within one rounding of the same reference, so they differ by at most one unit in the last place.
     static void expect_as_on_cpu(RotaryCase& on_gpu) {
         const CaseOptions& options = on_gpu.options();
         SCOPED_TRACE(describe(options));
@@ -75,8 +76,7 @@ protected:
     }
 };
 
-// --- against the reference, which rotary_cpu is tested against too
-// ------------------------------------------------------
+// --- against the reference that rotary_cpu is tested against
 
 TEST_F(RotaryCuda, RandomCases) {
     for (uint64_t seed = 1; seed <= 250 && !HasFailure(); ++seed) rotate_and_expect(random_options(seed));
@@ -95,7 +95,7 @@ TEST_F(RotaryCuda, FastHeadDims) {
                 o.in_place = head_dim % 64 == 0;
                 rotate_and_expect(o);
                 o.tokens = 700;
-                ASSERT_GT(plan_rotary(shape_of(RotaryCase(o).args())).vector, 1);
+                ASSERT_GT(plan(shape_of(RotaryCase(o).args()), h200).vector, 1);
                 rotate_and_expect(o);
             }
         }
@@ -129,7 +129,7 @@ TEST_F(RotaryCuda, ManyTokensOfFewAndOfManyHeads) {
     }
 }
 
-// With full, short and no vectors, every number of heads a thread with heads left over, everything there is to look up.
+// Full vectors, half vectors and single components; every number of heads per thread, with a remainder; every lookup.
 TEST_F(RotaryCuda, EveryKernel) {
     constexpr int many_tables = 20;
     for (const DType dtype : all_dtypes) {
@@ -159,7 +159,7 @@ TEST_F(RotaryCuda, EveryKernel) {
     }
 }
 
-// A token is rotated to the same bits, whatever kernel the rest of its batch makes the best one.
+// A token is rotated to the same bits by every kernel, so the rest of its batch does not matter.
 TEST_F(RotaryCuda, AllKernelsGiveTheSameBits) {
     for (const DType dtype : all_dtypes) {
         for (const Pairing pairing : both_pairings) {
@@ -176,7 +176,7 @@ TEST_F(RotaryCuda, AllKernelsGiveTheSameBits) {
                 const RotaryArgs args = RotaryCase(o).args();
                 std::vector<RotaryPlan> plans = every_plan(args);
                 for (const int heads_per_thread : {1, 2}) {
-                    plans.push_back(plan_with(shape_of(args), 1, heads_per_thread));
+                    plans.push_back(plan_with(shape_of(args), h200, 1, heads_per_thread));
                 }
                 std::vector<std::byte> first;
                 for (const RotaryPlan& plan : plans) {
@@ -192,7 +192,7 @@ TEST_F(RotaryCuda, AllKernelsGiveTheSameBits) {
     }
 }
 
-// Of several heads a thread as of one, and of those that are left over.
+// With one and several heads per thread, and with a remainder.
 TEST_F(RotaryCuda, PartialRotationCopiesTheTail) {
     for (const DType dtype : all_dtypes) {
         for (const auto& [head_dim, rotary_dim] :
@@ -223,7 +223,6 @@ TEST_F(RotaryCuda, UnalignedPointersAndOddStrides) {
 }
 
 // --- several tables and positions with rows
-// ----------------------------------------------------------------------------
 
 TEST_F(RotaryCuda, ChosenTablesAndPositionRows) {
     for (const DType dtype : all_dtypes) {
@@ -251,7 +250,7 @@ TEST_F(RotaryCuda, ChosenTablesAndPositionRows) {
     }
 }
 
-// Nobody looks at indices on a GPU before they are used: whatever they are, only the tables are read.
+// Indices on a GPU are not validated: out-of-range ones must be clamped to the tables.
 TEST_F(RotaryCuda, IndicesOutOfRangeStayWithinTheTables) {
     for (const int64_t rows : {0, 2}) {
         CaseOptions o;
@@ -284,7 +283,7 @@ TEST_F(RotaryCuda, RowsOutOfRangeStayWithinThePositions) {
     const auto rows = words.begin() + rotary.tables().first_row_word();
     std::fill_n(rows, o.rotary_dim / 2, 2);
     const std::vector<uint64_t> in_range = words;
-    // The last is -3: negated tables have negated row numbers, which count without their sign.
+    // The last is -3: negated tables have negated row numbers, whose sign is ignored.
     const uint64_t wrong[] = {3, 1000, uint64_t{1} << 32, uint64_t{1} << 63, ~uint64_t{2}};
     std::copy(std::begin(wrong), std::end(wrong), rows);
     DeviceCase device(rotary);
@@ -295,7 +294,6 @@ TEST_F(RotaryCuda, RowsOutOfRangeStayWithinThePositions) {
 }
 
 // --- streams and launches
-// ----------------------------------------------------------------------------------------------
 
 TEST_F(RotaryCuda, RunsOnTheStreamItIsGiven) {
     const Stream stream;
@@ -323,8 +321,8 @@ TEST_F(RotaryCuda, RotatesQueriesAndKeysInOneLaunchThatAGraphCanReplay) {
     rotary.expect_rotated();
 }
 
-// A kernel may be started while the one before it still runs.
-TEST_F(RotaryCuda, CallsInARowGiveWhatCallsApartGive) {
+// By programmatic dependent launch a kernel may start while the preceding one still runs.
+TEST_F(RotaryCuda, OverlappingCallsGiveWhatSeparateCallsGive) {
     for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
         for (const int64_t tokens : {1, 700}) {
             CaseOptions o;
@@ -335,28 +333,28 @@ TEST_F(RotaryCuda, CallsInARowGiveWhatCallsApartGive) {
             o.tables = {.table_for = table_for, .count = 4};
             for (const RotaryPlan& plan : every_plan(RotaryCase(o).args())) {
                 SCOPED_TRACE(describe(plan) + ", " + describe(o));
-                RotaryCase apart(o);
-                RotaryCase in_a_row(o);
-                DeviceCase apart_on_device(apart);
-                DeviceCase in_a_row_on_device(in_a_row);
+                RotaryCase separate(o);
+                RotaryCase overlapping(o);
+                DeviceCase separate_on_device(separate);
+                DeviceCase overlapping_on_device(overlapping);
                 for (int i = 0; i < 50; ++i) {
-                    rotary_cuda(apart_on_device.args(), plan, nullptr);
+                    rotary_cuda(separate_on_device.args(), plan, nullptr);
                     check(cudaDeviceSynchronize());
                 }
-                for (int i = 0; i < 50; ++i) rotary_cuda(in_a_row_on_device.args(), plan, nullptr);
-                apart_on_device.fetch();
-                in_a_row_on_device.fetch();
-                EXPECT_TRUE(in_a_row.q().in.bytes == apart.q().in.bytes);
-                EXPECT_TRUE(in_a_row.k().in.bytes == apart.k().in.bytes);
+                for (int i = 0; i < 50; ++i) rotary_cuda(overlapping_on_device.args(), plan, nullptr);
+                separate_on_device.fetch();
+                overlapping_on_device.fetch();
+                EXPECT_TRUE(overlapping.q().in.bytes == separate.q().in.bytes);
+                EXPECT_TRUE(overlapping.k().in.bytes == separate.k().in.bytes);
             }
         }
     }
 }
 
-// What the kernel before writes, while this one is started already, is what counts. It is a rotation too, by no angle,
-// of floats that have the bits of the indices, and long enough to write them late. Until then they are of a table that
-// none of them will name.
-TEST_F(RotaryCuda, IndicesThatTheKernelBeforeWrites) {
+// A speculated index must be verified: the preceding kernel writes the indices while this one has already started. The
+// writer is a rotation by the angle 0 of floats with the bits of the indices, long enough to write them late. Until
+// then they name a table that none of them names afterwards.
+TEST_F(RotaryCuda, IndicesThatThePrecedingKernelWrites) {
     constexpr int dim = 128;
     constexpr int64_t heads_before = 20000;
     constexpr int32_t tables = 4;
@@ -399,7 +397,7 @@ TEST_F(RotaryCuda, IndicesThatTheKernelBeforeWrites) {
                 rotary_cuda(before, on);
                 rotary_cuda(args, plan, on);
             });
-            // The first time kernels are loaded, one after the other.
+            // Repeated, since the first time loads the kernels, without overlap.
             for (int i = 0; i < 4; ++i) {
                 check(cudaMemsetAsync(written.data(), 0x7f, source.size() * sizeof(int32_t), stream));
                 recording.play(stream);
@@ -425,7 +423,6 @@ TEST_F(RotaryCuda, EmptyTensorsLaunchNothing) {
 }
 
 // --- offsets
-// -----------------------------------------------------------------------------------------------------------
 
 TEST_F(RotaryCuda, SlicesGiveWhatOneLaunchGives) {
     for (uint64_t seed = 500; seed < 530; ++seed) {
@@ -437,9 +434,9 @@ TEST_F(RotaryCuda, SlicesGiveWhatOneLaunchGives) {
 
         RotaryCase sliced(options);
         DeviceCase sliced_on_device(sliced);
-        RotaryPlan plan;
-        plan.tokens_per_launch = std::min<int64_t>(2, options.tokens);
-        for_each_launch(sliced_on_device.args(), plan, [](const RotaryArgs& part) { rotary_cuda(part, nullptr); });
+        const int64_t tokens_per_launch = std::min<int64_t>(2, options.tokens);
+        for_each_launch(sliced_on_device.args(), tokens_per_launch,
+                        [](const RotaryArgs& part) { rotary_cuda(part, nullptr); });
         sliced_on_device.fetch();
         EXPECT_TRUE(sliced.output(sliced.q()).bytes == whole.output(whole.q()).bytes) << describe(options);
         EXPECT_TRUE(sliced.output(sliced.k()).bytes == whole.output(whole.k()).bytes) << describe(options);
@@ -455,8 +452,8 @@ bool has_room_for(size_t bytes) {
 
 TEST_F(RotaryCuda, IndicesTwoToThe31ElementsApart) {
     constexpr int64_t tokens = 3;
-    constexpr int32_t apart = 1 << 30;
-    constexpr size_t bytes = ((tokens - 1) * apart + 1) * sizeof(int32_t);
+    constexpr int32_t far_stride = 1 << 30;
+    constexpr size_t bytes = ((tokens - 1) * far_stride + 1) * sizeof(int32_t);
     if (!has_room_for(bytes)) GTEST_SKIP() << "needs " << bytes << " bytes of GPU memory";
 
     CaseOptions o;
@@ -466,14 +463,14 @@ TEST_F(RotaryCuda, IndicesTwoToThe31ElementsApart) {
     const DeviceMemory far(bytes);
     for (int64_t t = 0; t < tokens; ++t) {
         const int32_t* near = rotary.indices().words().data() + t * rotary.indices().token_stride();
-        check(cudaMemcpy(far.data() + t * apart * sizeof(int32_t), near, sizeof(int32_t), cudaMemcpyHostToDevice));
+        check(cudaMemcpy(far.data() + t * far_stride * sizeof(int32_t), near, sizeof(int32_t), cudaMemcpyHostToDevice));
     }
     for (const RotaryPlan& plan : every_plan(rotary.args())) {
         SCOPED_TRACE(describe(plan));
         DeviceCase device(rotary);
         RotaryArgs args = device.args();
         args.choice.index = far.as<int32_t>();
-        args.choice.token_stride = apart;
+        args.choice.token_stride = far_stride;
         rotary_cuda(args, plan, nullptr);
         device.fetch();
         rotary.expect_rotated();
@@ -482,8 +479,8 @@ TEST_F(RotaryCuda, IndicesTwoToThe31ElementsApart) {
 
 TEST_F(RotaryCuda, TokensMoreThanTwoToThe31ElementsApart) {
     constexpr int dim = 64;
-    constexpr int64_t apart = (int64_t{1} << 31) + 8;
-    constexpr size_t bytes = 2 * (apart + dim);
+    constexpr int64_t far_stride = (int64_t{1} << 31) + 8;
+    constexpr size_t bytes = 2 * (far_stride + dim);
     if (!has_room_for(bytes)) GTEST_SKIP() << "needs " << bytes << " bytes of GPU memory";
 
     CaseOptions o;
@@ -500,18 +497,16 @@ TEST_F(RotaryCuda, TokensMoreThanTwoToThe31ElementsApart) {
     const auto token_in_buffer = [&](int64_t t) { return buffer.first_byte + t * dim * 2; };
     for (const int64_t tokens_per_launch : {2, 1}) {
         for (int64_t t = 0; t < 2; ++t) {
-            check(cudaMemcpy(far.data() + t * apart * 2, rotary.q().in.before.data() + token_in_buffer(t), dim * 2,
+            check(cudaMemcpy(far.data() + t * far_stride * 2, rotary.q().in.before.data() + token_in_buffer(t), dim * 2,
                              cudaMemcpyHostToDevice));
         }
         RotaryArgs args = near.args();
         args.q.in = args.q.out = far.data();
-        args.q.in_strides.token = args.q.out_strides.token = apart;
-        RotaryPlan plan;
-        plan.tokens_per_launch = tokens_per_launch;
-        for_each_launch(args, plan, [](const RotaryArgs& part) { rotary_cuda(part, nullptr); });
+        args.q.in_strides.token = args.q.out_strides.token = far_stride;
+        for_each_launch(args, tokens_per_launch, [](const RotaryArgs& part) { rotary_cuda(part, nullptr); });
         rotary.q().in.bytes = rotary.q().in.before;
         for (int64_t t = 0; t < 2; ++t) {
-            check(cudaMemcpy(rotary.q().in.bytes.data() + token_in_buffer(t), far.data() + t * apart * 2, dim * 2,
+            check(cudaMemcpy(rotary.q().in.bytes.data() + token_in_buffer(t), far.data() + t * far_stride * 2, dim * 2,
                              cudaMemcpyDeviceToHost));
         }
         rotary.expect_rotated();

@@ -12,11 +12,11 @@ struct CopyLaunch {
 };
 
 __global__ void waiting_copy(const CopyLaunch launch) {
-    wait_for_previous_kernel();
+    pdl_wait();
     launch.to[threadIdx.x] = launch.from[threadIdx.x];
 }
 
-constexpr const auto& waiting_copy_kernel = dependent_kernel<waiting_copy>;
+constexpr const auto& waiting_copy_kernel = pdl_kernel<waiting_copy>;
 
 }  // namespace
 }  // namespace mrrope::testing

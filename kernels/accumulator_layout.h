@@ -1,0 +1,61 @@
+#pragma once
+
+#include "mrrope/rotation.h"
+
+// Which rows and columns of a wgmma tile a thread's accumulators are, and which of them form a pair. For host and
+// device: the plan tests check every pair. No pair is split between threads, so epilogues rotate in registers.
+
+namespace mrrope {
+
+// wgmma returns 64 rows per instruction. Thread `quad` of each four neighbouring lanes (lane % 4) holds columns
+// 8 g + 2 quad and 8 g + 2 quad + 1 of every group g of 8 columns, in two rows, 8 apart.
+struct AccumulatorLayout {
+    static constexpr int per_group = 4;  // accumulators: 2 rows x 2 columns
+
+    // Column and row of accumulator i of a thread, relative to its tile and to the thread's first row.
+    MRROPE_HOST_DEVICE static constexpr int column(int quad, int i) { return 8 * (i / per_group) + 2 * quad + i % 2; }
+    MRROPE_HOST_DEVICE static constexpr int row(int i) { return i / 2 % 2; }  // times 8
+};
+
+// `interleaved` pairing, tokens along the rows: accumulators first and first + 1 are pair `pair`, counted from the
+// first column.
+struct InterleavedAccumulators {
+    MRROPE_HOST_DEVICE static constexpr int first(int group, int row) {
+        return AccumulatorLayout::per_group * group + 2 * row;
+    }
+    MRROPE_HOST_DEVICE static constexpr int pair(int quad, int group) { return 4 * group + quad; }
+};
+
+// `halves` pairing, tokens along the rows. Partners lie `distance` groups apart. A tile holds `blocks` rotated parts of
+// 2 * distance groups: several, if heads are short. Accumulator j of a group is in row j / 2, and its pair is j % 2
+// after the first one.
+template <int distance>
+struct HalvesAccumulators {
+    static constexpr int columns = 16 * distance;  // of a block
+
+    MRROPE_HOST_DEVICE static constexpr int first(int block, int group, int j) {
+        return AccumulatorLayout::per_group * (2 * distance * block + group) + j;
+    }
+    MRROPE_HOST_DEVICE static constexpr int second(int block, int group, int j) {
+        return first(block, group, j) + AccumulatorLayout::per_group * distance;
+    }
+    MRROPE_HOST_DEVICE static constexpr int first_pair(int quad, int group) { return 8 * group + 2 * quad; }
+};
+
+// `halves` pairing, transposed: 128 components along the rows, in two instructions of 64, and tokens along the columns.
+// A thread holds components c, c + 8 (`lower`), and their partners 64 further on (`half`) of every one of its tokens.
+struct TransposedAccumulators {
+    MRROPE_HOST_DEVICE static constexpr int first_component(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
+    MRROPE_HOST_DEVICE static constexpr int component(int thread, int lower, int half) {
+        return first_component(thread) + 8 * lower + 64 * half;
+    }
+
+    // Tokens 8 group + 2 (lane % 4) + odd. The lanes of a warp load the positions of 32 tokens at a time; this lane
+    // holds the position of the token, in batch group / 4.
+    MRROPE_HOST_DEVICE static constexpr int batch_of(int group) { return group / 4; }
+    MRROPE_HOST_DEVICE static constexpr int holder(int lane, int group, int odd) {
+        return 8 * (group % 4) + 2 * (lane % 4) + odd;
+    }
+};
+
+}  // namespace mrrope

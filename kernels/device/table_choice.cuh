@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "mrrope/rotary.h"
+
+// Finding a token's table among several.
+
+namespace mrrope {
+
+// Where a token's index lies; meaningless where TableChoice has no indices.
+__device__ inline const int32_t* index_address(const TableChoice& choice, int batch, int token) {
+    return choice.index + int64_t{batch} * choice.batch_stride + int64_t{token} * choice.token_stride;
+}
+
+// Without indices, every sequence has its own table.
+__device__ inline uint32_t load_index(const TableChoice& choice, const int32_t* address, int batch) {
+    return choice.index == nullptr ? batch : *address;
+}
+
+// load_index before griddepcontrol.wait: speculative, to be verified by load_index after it. The preceding kernel may
+// be about to write the index.
+__device__ inline uint32_t load_index_speculatively(const TableChoice& choice, const int32_t* address, int batch,
+                                                    bool exists) {
+    uint32_t index = batch;
+    if (choice.index != nullptr && exists) {
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(index) : "l"(address));  // volatile: not sunk to its first use
+    }
+    return index;
+}
+
+// Offset of a table, in words. Clamped as unsigned, so that no index, negative ones included, leads out of the tables.
+__device__ inline int64_t table_offset(const TableChoice& choice, uint32_t index) {
+    const uint32_t number = min(index, static_cast<uint32_t>(choice.count - 1));
+    return static_cast<int64_t>(uint64_t{number} * static_cast<uint32_t>(choice.stride));
+}
+
+// Offset of a token's table, for kernels that do not speculate.
+__device__ inline int64_t table_offset(const TableChoice& choice, int batch, int token) {
+    return table_offset(choice, load_index(choice, index_address(choice, batch, token), batch));
+}
+
+}  // namespace mrrope

@@ -1,0 +1,28 @@
+#pragma once
+
+#include "lane_layout.h"
+#include "rescale_cache_plan.h"
+
+// Thread-to-element map of the rescale kernel, for host and device. Neighbouring threads take neighbouring vectors,
+// then head groups, then tokens.
+
+namespace mrrope {
+
+struct RescaleCachePlace {
+    int lane;
+    int group;        // heads group, group + head_groups, ...
+    int first_token;  // then every token_step-th; from token_step on, the thread idles
+
+    MRROPE_HOST_DEVICE RescaleCachePlace(const RescaleCachePlan& plan, int thread) {
+        lane = thread % plan.lanes;
+        group = thread / plan.lanes % plan.head_groups;
+        first_token = thread / plan.lanes / plan.head_groups;
+    }
+
+    // Of `heads` heads, how many are in the group.
+    MRROPE_HOST_DEVICE int heads_in_group(const RescaleCachePlan& plan, int heads) const {
+        return (heads - group + plan.head_groups - 1) / plan.head_groups;
+    }
+};
+
+}  // namespace mrrope

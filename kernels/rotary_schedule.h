@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstdint>
+
+// Order of events in the rotary kernel: PDL trigger, speculation, load order and prefetch. Percentages and times are of
+// back-to-back graph replays on an H200.
+
+namespace mrrope {
+
+// How a thread finds its phase steps. Each is a separate instantiation: a run-time branch costs a decoding step a third
+// of its time.
+enum class TableLookup {
+    single,         // one table for every token
+    speculative,    // TableChoice names it; the index is also loaded before griddepcontrol.wait, and verified after
+    indexed,        // TableChoice names it; the index is loaded after the wait
+    position_rows,  // every pair has a position of its own; one table, or TableChoice names it
+};
+
+struct RotarySchedule {
+    // PDL trigger. A wrong placement costs up to 33 % at 1 to 256 tokens. Triggering before the wait would gain up to
+    // 0.07 us (0.16 us with a table index), but a kernel two launches after a writer could then start while the writer
+    // runs (benchmarks/results/trigger_cuda.json, dependent_launch_cuda_test).
+    enum class Trigger {
+        after_wait,           // one head per thread
+        after_wait_if_small,  // several heads and a speculated index: below small_launch_threads
+        after_cos_sin,        // otherwise
+    };
+    Trigger trigger;
+    static constexpr int small_launch_threads = 1 << 16;
+
+    // Loads the table index before griddepcontrol.wait. The preceding kernel may be about to write it, so it is loaded
+    // again after the wait; a mispredict repeats the phases.
+    bool speculates_index;
+
+    // Loads return in issue order. Position and phase steps go first: issued after the heads, they cost 10 to 15 % at
+    // 16 to 128 tokens. An index that was not speculated delays the phase steps by one more round trip, so the heads
+    // are issued between the two. Before sm_90 the heads also go first: issued last, the compiler would sink them below
+    // the phases.
+    bool loads_heads_before_table;
+
+    // Issues the load that verifies the index after all others, by a barrier that the compiler moves no load across.
+    // Saves 0.1 us at 16 and 64 tokens with one head per thread; with more heads, 1024 tokens take 1 % longer.
+    bool orders_verification_last;
+
+    // Prefetches positions for blocks that start later. A position that comes from DRAM delays the phases as long as
+    // the heads: 1 % with few heads, which share each position. Two threads per block prefetch, since a 32-byte sector
+    // holds four int64 positions. With two heads and a speculated index it costs more than it gains.
+    bool prefetches_positions;
+    static constexpr int prefetches_per_block = 2;
+    // Prefetch distance in threads: 1.5 times what an H200 holds at once, or twice at the occupancy of three heads.
+    static constexpr int64_t prefetch_threads_ahead = 3 << 16;
+};
+
+// `pdl`: compiled for sm_90 or later.
+constexpr RotarySchedule rotary_schedule(TableLookup lookup, int heads_per_thread, bool pdl) {
+    using Trigger = RotarySchedule::Trigger;
+    const bool speculates = lookup == TableLookup::speculative && pdl;
+    const bool unspeculated_table = lookup == TableLookup::single || lookup == TableLookup::indexed;
+    return {
+        .trigger = heads_per_thread == 1 ? Trigger::after_wait
+                   : speculates          ? Trigger::after_wait_if_small
+                                         : Trigger::after_cos_sin,
+        .speculates_index = speculates,
+        .loads_heads_before_table = !pdl || lookup == TableLookup::indexed,
+        .orders_verification_last = speculates && heads_per_thread == 1,
+        .prefetches_positions = pdl && (heads_per_thread == 3 || (heads_per_thread == 2 && unspeculated_table)),
+    };
+}
+
+}  // namespace mrrope
