@@ -24,8 +24,8 @@ import mrrope
 from mrrope.evaluation import model_loading
 from mrrope.evaluation.documents import long_documents
 from mrrope.evaluation.perplexity import document_losses, perplexity, token_losses
+from mrrope.reporting import plotting
 from mrrope.reporting.machine import machine_name
-from mrrope.reporting.plotting import thousands
 
 METHOD = "mrrope_pro"
 SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -124,22 +124,20 @@ def print_rows(rows: dict[str, dict[int, dict[str, float]]], figure: str) -> Non
 
 def plot(rows: dict[str, dict[int, dict[str, float]]], model: str, path: Path) -> None:
     """Plot perplexity over length for the fixed scales and scale="auto"."""
-    import matplotlib
+    from matplotlib import colormaps
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = plotting.new_figure(figsize=(7, 4.5))
+    axes = figure.subplots()
     lengths = list(next(iter(rows.values())))
     highest = max(row["second half"] for row in rows["scale 16"].values())
     for i, scale in enumerate(SCALES):
         values = [rows[f"scale {scale:g}"][length]["second half"] for length in lengths]
         shown = [value if value < 1.5 * highest else math.nan for value in values]
-        axes.plot(lengths, shown, marker="o", color=plt.cm.viridis(i / len(SCALES)), label=f"scale {scale:g}")
+        axes.plot(lengths, shown, marker="o", color=colormaps["viridis"](i / len(SCALES)), label=f"scale {scale:g}")
     values = [rows["auto"][length]["second half"] for length in lengths]
     axes.plot(lengths, values, color="tab:red", linewidth=3, alpha=0.6, label="auto")
     axes.set(xscale="log", xlabel="tokens", ylabel="perplexity of the second half", title=f"{model}, {METHOD}")
-    axes.set_xticks(lengths, list(map(thousands, lengths)))
+    axes.set_xticks(lengths, list(map(plotting.thousands, lengths)))
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()

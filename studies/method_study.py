@@ -243,11 +243,9 @@ def search_documents(texts: Path, tokenizer: Any, calibrated: Calibrated) -> lis
 
 def draw(part: dict[str, Any], title: str, stem: Path) -> None:
     """Plot perplexity over length, one line per method, and the scores of all tasks."""
-    from matplotlib.figure import Figure
-
     by_task = part["results"]
     if PERPLEXITY in by_task:
-        figure = Figure(figsize=(8.5, 4.5), layout="constrained")
+        figure = plotting.new_figure(figsize=(8.5, 4.5))
         axes = figure.subplots()
         lengths = report.lengths_in(by_task[PERPLEXITY])
         lines = {
@@ -271,14 +269,12 @@ def draw(part: dict[str, Any], title: str, stem: Path) -> None:
 
 def draw_tasks(by_task: dict[str, Any], columns: list[tuple[str, int]], title: str, path: Path) -> None:
     """Plot scores: a row per method, a column per task and length; missing figures stay blank."""
-    from matplotlib.figure import Figure
-
     methods = list(dict.fromkeys(method for task, _ in columns for method in by_task[task]))
     scores = [
         [by_task[task].get(method, {}).get(str(length), {}).get("score", math.nan) for task, length in columns]
         for method in methods
     ]
-    figure = Figure(figsize=(2.5 + 0.75 * len(columns), 1.8 + 0.36 * len(methods)), layout="constrained")
+    figure = plotting.new_figure(figsize=(2.5 + 0.75 * len(columns), 1.8 + 0.36 * len(methods)))
     axes = figure.subplots()
     axes.imshow(scores, aspect="auto", cmap="viridis", vmin=0, vmax=1)
     names = [f"{task}\n{plotting.thousands(length)}" for task, length in columns]

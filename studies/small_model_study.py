@@ -179,10 +179,8 @@ def table(data: dict[str, Any]) -> str:
 
 def draw(data: dict[str, Any], path: Path) -> None:
     """Plot mean and range over seeds by scale, one panel per head_dim and task."""
-    from matplotlib.figure import Figure
-
     wide = len(data["head_dims"])
-    figure = Figure(figsize=(2 + 4.5 * wide, 8), layout="constrained")
+    figure = plotting.new_figure(figsize=(2 + 4.5 * wide, 8))
     panels = figure.subplots(len(FIGURES), wide, squeeze=False)
     for row, task in zip(panels, FIGURES, strict=True):
         for axes, (head_dim, by_task) in zip(row, data["summary"].items(), strict=True):

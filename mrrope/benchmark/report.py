@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mrrope.benchmark.workloads import Case
+from mrrope.reporting import plotting
 
 MAX_RATIO = 2.0
 """Upper limit of the plot's time-to-copy axis."""
@@ -52,14 +53,10 @@ def print_host(seconds: dict[str, float]) -> None:
 
 def plot(rows: list[dict[str, Any]], machine: str, path: Path) -> None:
     """Plot bandwidth over tokens for the default shape, and the ratio to a copy for all other rows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     sizes = [row for row in rows if row["name"] == Case(row["tokens"], dtype=rows[0]["dtype"]).name]
     others = [row for row in rows if row not in sizes]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
+    figure = plotting.new_figure(figsize=(13, 5.5))
+    left, right = figure.subplots(1, 2)
     colours = {name: f"C{i}" for i, name in enumerate(name for name in names_in(rows) if name != "copy")}
     for name in names_in(sizes):
         shown = [row for row in sizes if name in row["seconds"]]
@@ -89,4 +86,3 @@ def plot(rows: list[dict[str, Any]], machine: str, path: Path) -> None:
     figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=5)
     figure.suptitle(f"Rotary embedding on {machine}")
     figure.savefig(path, dpi=130)
-    plt.close(figure)

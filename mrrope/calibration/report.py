@@ -12,7 +12,8 @@ from mrrope.calibration.spaces import PowerSpace, clamp
 from mrrope.evaluation.evaluate import PERPLEXITY, perplexity_figures
 from mrrope.evaluation.perplexity import perplexity
 from mrrope.evaluation.results import Results
-from mrrope.reporting.optional_packages import needs, progress_bar
+from mrrope.reporting import plotting
+from mrrope.reporting.optional_packages import progress_bar
 from mrrope.tables import FrequencyTable
 
 CALIBRATED = "calibrated"
@@ -87,10 +88,8 @@ def read_sweep(calibration: Calibration, side: int) -> dict[str, Any]:
 
 def draw_sweep(sweep: dict[str, Any], path: Path) -> None:
     """Plot perplexity by d_l and d_h."""
-    with needs("matplotlib"):
-        from matplotlib.figure import Figure
     rows = [[math.nan if cell is None else cell for cell in row] for row in sweep["perplexity"]]
-    figure = Figure(layout="constrained", figsize=(2.5 + 0.75 * len(sweep["d_h"]), 1.5 + 0.5 * len(sweep["d_l"])))
+    figure = plotting.new_figure(figsize=(2.5 + 0.75 * len(sweep["d_h"]), 1.5 + 0.5 * len(sweep["d_l"])))
     axes = figure.subplots()
     shown = [cell for row in rows for cell in row if not math.isnan(cell)]
     # Clip the colour scale, so that failing bounds do not hide the differences of the others.

@@ -79,9 +79,7 @@ def trailing(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 def draw(data: dict[str, Any], path: Path) -> Path:
     """Plot perplexity over position, one line per method, from half of the native length on."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    figure = plotting.new_figure(figsize=(8, 4.2))
     axes = figure.subplots()
     native = data["native"]
     for method, reading in data["readings"].items():

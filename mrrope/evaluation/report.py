@@ -8,7 +8,6 @@ from statistics import median_low
 from typing import Any
 
 from mrrope.reporting import plotting
-from mrrope.reporting.optional_packages import needs
 from mrrope.reporting.output import with_ending
 
 FIGURES = {"perplexity": {"perplexity": "perplexity", "second_half_perplexity": "perplexity of the second half"}}
@@ -45,11 +44,9 @@ def lengths_in(by_method: dict[str, dict[str, Any]]) -> list[int]:
 
 def draw(data: dict[str, Any], stem: Path) -> list[Path]:
     """Write one plot per task, ``STEM.TASK.png``, and return the paths."""
-    with needs("matplotlib"):
-        from matplotlib.figure import Figure
     paths = []
     for task, by_method in data["results"].items():
-        figure = Figure(layout="constrained")
+        figure = plotting.new_figure()
         (draw_grid if task == "needle" else draw_lines)(figure, task, by_method)
         paths.append(with_ending(stem, f"{task}.png"))
         figure.savefig(paths[-1], dpi=120)

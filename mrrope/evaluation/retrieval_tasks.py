@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import string
 from collections.abc import Callable
@@ -76,90 +77,76 @@ def even_depths(count: int) -> list[float]:
     return [(part + 0.5) / count for part in range(count)]
 
 
-def passkey(haystack: Haystack, length: int, count: int) -> list[Trial]:
-    """One five-digit key per prompt, at evenly spaced depths."""
-    trials = []
-    for trial, depth in enumerate(even_depths(count)):
-        key = five_digits(random.Random(f"passkey {length} {trial}"))
-        sentence = PASSKEY_SENTENCE.format(key=key)
-        prompt = haystack.prompt(trial, length, [(depth, sentence)], PASSKEY_QUESTION)
-        trials.append(retrieval_trial(haystack, prompt, depth, key))
-    return trials
+def passkey(haystack: Haystack, length: int, trial: int, count: int) -> Trial:
+    """One five-digit key, at evenly spaced depths."""
+    depth = even_depths(count)[trial]
+    key = five_digits(random.Random(f"passkey {length} {trial}"))
+    prompt = haystack.prompt(trial, length, [(depth, PASSKEY_SENTENCE.format(key=key))], PASSKEY_QUESTION)
+    return retrieval_trial(haystack, prompt, depth, key)
 
 
-def needle(haystack: Haystack, length: int, count: int) -> list[Trial]:
-    """One odd sentence per prompt, at depths from 0 to 1: a column of the needle grid."""
-    trials = []
-    for trial in range(count):
-        rng = random.Random(f"needle {length} {trial}")
-        name, thing = rng.choice(NAMES), f"{rng.choice(COLOURS)} {rng.choice(THINGS)}"
-        depth = trial / (count - 1) if count > 1 else 0.5
-        sentence = f"The present that {name} hid in the garden is a {thing}."
-        prompt = haystack.prompt(trial, length, [(depth, sentence)], f"The present that {name} hid in the garden is a")
-        trials.append(retrieval_trial(haystack, prompt, depth, thing))
-    return trials
+def needle(haystack: Haystack, length: int, trial: int, count: int) -> Trial:
+    """One odd sentence, at depths from 0 to 1: a column of the needle grid."""
+    rng = random.Random(f"needle {length} {trial}")
+    name, thing = rng.choice(NAMES), f"{rng.choice(COLOURS)} {rng.choice(THINGS)}"
+    depth = trial / (count - 1) if count > 1 else 0.5
+    question = f"The present that {name} hid in the garden is a"
+    prompt = haystack.prompt(trial, length, [(depth, f"{question} {thing}.")], question)
+    return retrieval_trial(haystack, prompt, depth, thing)
 
 
-def multikey(haystack: Haystack, length: int, count: int) -> list[Trial]:
-    """The keys of several people per prompt; the question is about one of them."""
-    trials = []
-    for trial in range(count):
-        rng = random.Random(f"multikey {length} {trial}")
-        names = rng.sample(NAMES, KEYS_TOGETHER)
-        keys = [five_digits(rng) for _ in names]
-        depths = even_depths(KEYS_TOGETHER)
-        hidden = [
-            (depth, f"The pass key of {name} is {key}.") for depth, name, key in zip(depths, names, keys, strict=True)
-        ]
-        which = trial % KEYS_TOGETHER
-        question = f"What is the pass key of {names[which]}? The pass key of {names[which]} is"
-        prompt = haystack.prompt(trial, length, hidden, question)
-        trials.append(retrieval_trial(haystack, prompt, depths[which], keys[which]))
-    return trials
+def multikey(haystack: Haystack, length: int, trial: int, count: int) -> Trial:
+    """The keys of several people; the question is about one of them."""
+    rng = random.Random(f"multikey {length} {trial}")
+    names = rng.sample(NAMES, KEYS_TOGETHER)
+    keys = [five_digits(rng) for _ in names]
+    depths = even_depths(KEYS_TOGETHER)
+    hidden = [
+        (depth, f"The pass key of {name} is {key}.") for depth, name, key in zip(depths, names, keys, strict=True)
+    ]
+    which = trial % KEYS_TOGETHER
+    question = f"What is the pass key of {names[which]}? The pass key of {names[which]} is"
+    prompt = haystack.prompt(trial, length, hidden, question)
+    return retrieval_trial(haystack, prompt, depths[which], keys[which])
 
 
-def tracking(haystack: Haystack, length: int, count: int) -> list[Trial]:
+def tracking(haystack: Haystack, length: int, trial: int, count: int) -> Trial:
     """A chain of variable assignments; the question asks for all variables with the value."""
-    trials = []
-    for trial in range(count):
-        rng = random.Random(f"tracking {length} {trial}")
-        names = ["".join(rng.choices(string.ascii_uppercase, k=5)) for _ in range(CHAIN)]
-        value = five_digits(rng)
-        values = [value, *(f"VAR {name}" for name in names)]
-        depths = sorted(rng.uniform(0, 1) for _ in names)
-        hidden = [
-            (depth, f"VAR {name} = {held}") for depth, name, held in zip(depths, names, values[:CHAIN], strict=True)
-        ]
-        question = (
-            f"Question: Find all variables that are assigned the value {value} in the text above.\n"
-            f"Answer: The {CHAIN} variables that are assigned the value {value} are VAR"
-        )
-        prompt = haystack.prompt(trial, length, hidden, question)
-        trials.append(retrieval_trial(haystack, prompt, depths[0], *names))
-    return trials
+    rng = random.Random(f"tracking {length} {trial}")
+    names = ["".join(rng.choices(string.ascii_uppercase, k=5)) for _ in range(CHAIN)]
+    value = five_digits(rng)
+    values = [value, *(f"VAR {name}" for name in names)]
+    depths = sorted(rng.uniform(0, 1) for _ in names)
+    hidden = [(depth, f"VAR {name} = {held}") for depth, name, held in zip(depths, names, values[:CHAIN], strict=True)]
+    question = (
+        f"Question: Find all variables that are assigned the value {value} in the text above.\n"
+        f"Answer: The {CHAIN} variables that are assigned the value {value} are VAR"
+    )
+    prompt = haystack.prompt(trial, length, hidden, question)
+    return retrieval_trial(haystack, prompt, depths[0], *names)
 
 
-def tiled_copy(haystack: Haystack, length: int, count: int) -> list[Trial]:
+def tiled_copy(haystack: Haystack, length: int, trial: int, count: int) -> Trial:
     """A passage repeated until the prompt is full, cut before its last tokens, which are the answer."""
-    trials = []
-    for trial, start in enumerate(even_depths(count)):
-        tiles = TILES[trial % len(TILES)]
-        tile = (length - len(haystack.opening)) // tiles
-        if tile <= COPIED_TOKENS:
-            raise ValueError(f"lengths must be above {max(TILES) * COPIED_TOKENS} tokens for tiled_copy, got {length}")
-        passage = haystack.text(trial, tile, start)
-        prompt = haystack.opening + (passage * tiles)[:-COPIED_TOKENS]
-        expected = passage[-COPIED_TOKENS:]
-        answer = haystack.tokenizer.decode(expected)
-        trials.append(Trial(prompt, answer, 1 - tile / len(prompt), COPIED_TOKENS, token_match_score(expected)))
-    return trials
+    tiles = TILES[trial % len(TILES)]
+    tile = (length - len(haystack.opening)) // tiles
+    if tile <= COPIED_TOKENS:
+        raise ValueError(f"lengths must be above {max(TILES) * COPIED_TOKENS} tokens for tiled_copy, got {length}")
+    passage = haystack.text(trial, tile, even_depths(count)[trial])
+    prompt = haystack.opening + (passage * tiles)[:-COPIED_TOKENS]
+    expected = passage[-COPIED_TOKENS:]
+    answer = haystack.tokenizer.decode(expected)
+    return Trial(prompt, answer, 1 - tile / len(prompt), COPIED_TOKENS, token_match_score(expected))
+
+
+def all_trials(
+    make: Callable[[Haystack, int, int, int], Trial], haystack: Haystack, length: int, count: int
+) -> list[Trial]:
+    """``count`` trials of a task."""
+    return [make(haystack, length, trial, count) for trial in range(count)]
 
 
 TASKS: dict[str, Callable[[Haystack, int, int], list[Trial]]] = {
-    "passkey": passkey,
-    "needle": needle,
-    "multikey": multikey,
-    "tracking": tracking,
-    "tiled_copy": tiled_copy,
+    make.__name__: functools.partial(all_trials, make) for make in (passkey, needle, multikey, tracking, tiled_copy)
 }
 """Functions of haystack, length and number of trials, by task name."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mrrope.reporting.optional_packages import needs
+
 # Okabe-Ito colours, which are safe for colour-blind readers; dashes distinguish lines in black-and-white print.
 STYLES: dict[str, tuple[str, str]] = {
     "rope": ("#000000", ":"),
@@ -33,6 +35,13 @@ def line(method: str) -> dict[str, Any]:
 def thousands(tokens: int) -> str:
     """Format a token count in units of 1024: 131072 is 128K."""
     return f"{tokens / 1024:g}K"
+
+
+def new_figure(**options: Any) -> Any:
+    """An empty matplotlib figure."""
+    with needs("matplotlib"):
+        from matplotlib.figure import Figure
+    return Figure(layout="constrained", **options)
 
 
 def save(figure: Any, path: Path) -> Path:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from mrrope.reporting import plotting
-from mrrope.reporting.optional_packages import needs
 from mrrope.reporting.output import with_ending
 
 Data = dict[str, Any]
@@ -145,11 +144,9 @@ FIGURES: dict[str, Callable[[Any, Data], None]] = {
 
 def draw(data: Data, stem: Path) -> list[Path]:
     """Draw every figure that has data, and return the paths."""
-    with needs("matplotlib"):
-        from matplotlib.figure import Figure
     paths = []
     for name in (name for name in FIGURES if name in data):
-        figure = Figure(layout="constrained")
+        figure = plotting.new_figure()
         FIGURES[name](figure, data)
         paths.append(plotting.save(figure, with_ending(stem, f"{name}.png")))
     return paths
