@@ -256,10 +256,10 @@ def _check_engine(engine: str, text: Any, model: nn.Module, rotary: nn.Module) -
     if rope_config.position_row(rotary, None, pairs) is not None:
         raise cannot("it has M-RoPE, and longrope there takes one position a token")
     try:
-        found = rotary_embedding.functions_for(model, rotary)
+        found = rotary_embedding.functions_for(model, rotary, {None: rope_config.settings(rotary, None)})
     except rotary_embedding.UnfusableError as reason:
         raise cannot(f"longrope there pairs component i with i + rotary_dim / 2, but {reason}") from None
-    if any(function.convention.pairing != "halves" or function.convention.turns_last for function in found):
+    if any(function.convention.pairing != "halves" or function.convention.rotates_last for function in found):
         raise cannot("longrope there pairs component i with i + rotary_dim / 2, and this model pairs others")
 
 

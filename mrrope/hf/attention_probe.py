@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mrrope.hf import probing
 from mrrope.hf.conventions import Apply, RotaryFunction
-from mrrope.hf.fusion import attention_proxy
 
 logger = logging.getLogger(__name__)
 
@@ -58,23 +58,23 @@ def own_rotation(owner: nn.Module, functions: list[RotaryFunction], embedding: t
 
 @torch.no_grad()
 def _probe(attention: nn.Module, embedding: tuple[OpaqueTensor, ...]) -> None:
-    width = attention_proxy.width_of(attention)
+    width = probing.hidden_size_of(attention)
     weight = next((parameter for parameter in attention.parameters() if parameter.is_floating_point()), None)
     # forward is called directly, which skips the module's own hooks but not those of its submodules.
     parts = [part for part in attention.modules() if part is not attention]
     is_hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
     if width is None or weight is None or is_hooked:
         return
-    hidden_states = attention_proxy.random(1, attention_proxy.TRIED_TOKENS, width).to(weight)
+    hidden_states = probing.random_tensor(1, probing.PROBED_TOKENS, width).to(weight)
     packed = tuple(part.to(weight.device) for part in embedding)
-    with attention_proxy.left_as_it_was(attention):
+    with probing.attributes_restored(attention):
         attention.eval()
-        attention_proxy.try_call(attention, attention, hidden_states, packed if len(packed) > 1 else packed[0])
+        probing.call_attention(attention, hidden_states, packed if len(packed) > 1 else packed[0])
 
 
 def _innermost(owner: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that take position_embeddings and contain no other module that does."""
-    candidates = [module for module in owner.modules() if attention_proxy.takes_embedding(module)]
+    candidates = [module for module in owner.modules() if probing.can_be_called_alone(module)]
     for module in candidates:
         parts = set(module.modules()) - {module}
         if not any(candidate in parts for candidate in candidates):

@@ -1,8 +1,8 @@
-"""What stands in a patched model: rotary embeddings that give tables, and functions that rotate by them.
+"""The rotary embedding of a patched model, and the fused apply functions in its modeling modules.
 
-A patched model has other modules where its rotary embeddings were; they hand positions and a packed table through the
-model's own ``position_embeddings``, and the functions of its modeling module that would apply cosines and sines apply
-the fused op instead. The originals are kept.
+A :class:`TableRotaryEmbedding` replaces the model's rotary embedding and returns positions and a packed table instead
+of cosines and sines (:mod:`mrrope.hf.handoff`). The apply functions of the modeling modules are monkeypatched with
+:func:`mrrope.hf.conventions.fused`, for as long as a patched model uses them.
 """
 
 from __future__ import annotations
@@ -10,82 +10,103 @@ from __future__ import annotations
 import copy
 import importlib
 import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from mrrope.hf import conventions, rope_config
+from mrrope.hf import conventions, handoff, rope_config
 from mrrope.hf.attention_probe import own_rotation
-from mrrope.hf.auto_scale.follower import Follower
-from mrrope.hf.auto_scale.ladder import Ladder
 from mrrope.hf.conventions import Apply, CallForm, RotaryFunction
+from mrrope.tables import FrequencyTable
 
-Ladders = dict[str | None, Ladder]
-"""What turns each kind of layer that a rotary embedding serves."""
+PROBED_POSITIONS = ((1, 5, 3, 40),)
+
+
+@dataclass(frozen=True)
+class RotaryTables:
+    """The tables that a rotary embedding gets, by layer type."""
+
+    settings: dict[str | None, rope_config.RopeSettings]
+    """The settings of the stock rotary embedding."""
+    by_layer_type: dict[str | None, tuple[FrequencyTable, ...]]
+    """One table; or several, the model's own first, of which one is chosen per sequence. Layer types that keep the
+    model's own code are missing."""
+
+
+class TableChooser(Protocol):
+    """Chooses one of several tables for every sequence of a batch."""
+
+    def choose(self, positions: torch.Tensor, tables: torch.Tensor, layer_type: str | None) -> torch.Tensor:
+        """Return the index of each sequence's table, ``[batch]``."""
+        ...
 
 
 class TableRotaryEmbedding(nn.Module):
-    """Stands where a model's rotary embedding stood, and gives positions and a table for cosines and sines."""
+    """Replaces a rotary embedding: returns positions and a packed table instead of cosines and sines."""
 
-    def __init__(self, original: nn.Module, ladders: Ladders, functions: list[RotaryFunction]) -> None:
+    def __init__(self, original: nn.Module, tables: RotaryTables, functions: list[RotaryFunction]) -> None:
         super().__init__()
-        self.functions = functions
         self.original = original
-        self.ladders = ladders
-        self.single = any(len(function.form.embedding) == 1 for function in functions)
-        self.follower: Follower | None = None
+        self.settings = tables.settings
+        self.tables = tables.by_layer_type
+        self.functions = functions
+        self.in_one_tensor = any(len(function.form.embedding) == 1 for function in functions)
+        self.follower: TableChooser | None = None
         self.installed: list[InstalledFunction] = []
         device = next(original.buffers()).device
-        for layer_type, ladder in ladders.items():
-            own = rope_config.settings(original, layer_type)
-            packed = [own.packed(table) for table in ladder.tables]
-            # Integers, so that no cast of the model to another dtype touches them.
-            buffer = packed[0] if ladder.is_fixed else torch.stack(packed)
+        for layer_type, of_layers in self.tables.items():
+            packed = [self.settings[layer_type].packed(table) for table in of_layers]
+            # Integer buffers are not affected by casts of the model to another dtype.
+            buffer = packed[0] if len(packed) == 1 else torch.stack(packed)
             self.register_buffer(rope_config.attribute(layer_type, "packed_table"), buffer.to(device), persistent=False)
+        self.train(original.training)
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         for function in self.installed:
             function.expect_in_place()
         table = getattr(self, rope_config.attribute(layer_type, "packed_table")).to(x.device)
-        positions = position_ids.to(x.device, conventions.PACKED_TABLE_DTYPE)
-        if self.follower is not None and not self.ladders[layer_type].is_fixed:
-            table = table.index_select(0, self.follower.choose(positions, table, layer_type))
-        packed = conventions.packed_embedding(positions, table, single=self.single)
-        return packed[0] if self.single else packed
+        positions = position_ids.to(x.device, handoff.PACKED_TABLE_DTYPE)
+        if len(self.tables[layer_type]) > 1:
+            index = None if self.follower is None else self.follower.choose(positions, table, layer_type)
+            table = table[0] if index is None else table.index_select(0, index)
+        packed = handoff.pack(positions, table, in_one_tensor=self.in_one_tensor)
+        return packed[0] if self.in_one_tensor else packed
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Private ones, such as accelerate's hooks, belong to the original alone.
+            # Private attributes, such as accelerate's hooks, belong to the original alone.
             if name.startswith("_"):
                 raise
             return getattr(super().__getattr__("original"), name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "installed": []}  # functions and modules of this process
+        return {**vars(self), "installed": []}  # they hold functions and modules of this process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        # In another process the functions have to be put in place again. Tensors may not have their values yet.
+        # The functions of another process are still stock. Tensors may not have their values yet.
         installed_functions.install_for(self)
 
 
 @dataclass(frozen=True)
 class InstalledFunction:
-    """A fused function that stands in a modeling module."""
+    """A fused function in a modeling module."""
 
     module: ModuleType
     name: str
     fused: Apply
 
     def expect_in_place(self) -> None:
-        """Raises where another function would take positions and tables for cosines and sines."""
+        """Raise where another function would take positions and tables for cosines and sines."""
         current = getattr(self.module, self.name)
-        # A wrapper may be over it, or the fused function of a model that was patched later.
+        # The current one may wrap it, or be the fused function of a model that was patched later.
         if current is not self.fused and conventions.fused_in(current) is None:
             other = current if hasattr(current, "__qualname__") else type(current)
             raise RuntimeError(
@@ -96,17 +117,17 @@ class InstalledFunction:
 
 
 class InstalledFunctions:
-    """The fused functions that stand in modeling modules, each for as long as a patched model needs it."""
+    """The fused functions in modeling modules, with the patched rotary embeddings that use each."""
 
     def __init__(self) -> None:
         self._users: dict[InstalledFunction, weakref.WeakSet[TableRotaryEmbedding]] = {}
 
     def install_for(self, user: TableRotaryEmbedding) -> None:
-        """Puts the fused functions in place, unless they stand there already."""
+        """Install the fused functions of a rotary embedding, unless they are installed already."""
         user.installed = [self._install(found) for found in user.functions]
         for function in user.installed:
             self._users[function].add(user)
-        # A patched model may also just be dropped.
+        # A patched model may be dropped without unpatch.
         weakref.finalize(user, self._restore_unused).atexit = False
 
     def _install(self, found: RotaryFunction) -> InstalledFunction:
@@ -116,7 +137,7 @@ class InstalledFunctions:
             is_here = (function.module, function.name) == (module, found.name)
             if is_here and function.fused is conventions.fused_in(original):
                 return function
-        if CallForm.of(original) != found.form:  # of an unpickled model, in another version of transformers
+        if CallForm.of(original) != found.form:  # an unpickled model, in another version of transformers
             raise ValueError(
                 f"the model must be patched anew: {found.module}.{found.name} takes other arguments by now"
             )
@@ -126,7 +147,7 @@ class InstalledFunctions:
         return function
 
     def release(self, user: TableRotaryEmbedding) -> None:
-        """Puts the originals back where no other patched model needs the fused ones."""
+        """Restore the original functions that no other patched model needs fused."""
         for users in self._users.values():
             users.discard(user)
         self._restore_unused()
@@ -136,7 +157,7 @@ class InstalledFunctions:
             if next(iter(users), None) is not None:
                 continue
             del self._users[function]
-            # What others have put over it since is theirs.
+            # A function that another library installed over it stays.
             if getattr(function.module, function.name) is function.fused:
                 setattr(function.module, function.name, function.fused.__wrapped__)
 
@@ -145,20 +166,54 @@ installed_functions = InstalledFunctions()
 
 
 class UnfusableError(Exception):
-    """Why the op cannot stand in for a model's own functions."""
+    """Why the fused op cannot replace a model's own apply functions."""
 
 
-def functions_for(model: nn.Module, rotary: nn.Module) -> list[RotaryFunction]:
-    """Every function that applies what a rotary embedding gives; raises :class:`UnfusableError`."""
+@dataclass(frozen=True)
+class Rotation:
+    """How a rotary embedding gets its tables."""
+
+    rotary: nn.Module
+    tables: RotaryTables
+    fused: TableRotaryEmbedding | None
+    """Its replacement, where the op can be fused."""
+    unfusable: str | None = None
+    """Why not, where it cannot."""
+
+
+def plan_rotation(model: nn.Module, rotary: nn.Module, tables: RotaryTables) -> Rotation:
+    """Probe whether the op can be fused for a rotary embedding of an unpatched model."""
+    try:
+        if tables.by_layer_type.keys() != tables.settings.keys():
+            raise UnfusableError("no one table is its own, which changes with the length of a text")
+        functions = functions_for(model, rotary, tables.settings)
+    except UnfusableError as reason:
+        if any(len(of_layers) > 1 for of_layers in tables.by_layer_type.values()):
+            raise
+        return Rotation(rotary, tables, None, str(reason))
+    return Rotation(rotary, tables, TableRotaryEmbedding(rotary, tables, functions))
+
+
+def functions_for(
+    model: nn.Module, rotary: nn.Module, settings: dict[str | None, rope_config.RopeSettings]
+) -> list[RotaryFunction]:
+    """Return every function that applies the output of a rotary embedding.
+
+    Raises:
+        UnfusableError: where the op cannot replace one of them.
+    """
     classes = {type(module) for module in model.modules()}
-    # Rotary embeddings, of text and of vision, may compute as they like.
+    # Rotary embeddings, of text and of vision, compute cosines and sines.
     for module_class in classes - {type(module) for module in model.modules() if rope_config.layer_types(module)}:
-        if expression := conventions.takes_embedding_apart(module_class):  # type: ignore[arg-type]
+        if expression := conventions.cos_sin_expression(module_class):  # type: ignore[arg-type]
             raise UnfusableError(f"{module_class.__name__} computes with cosines and sines itself: {expression}")
-    layer_type = rope_config.layer_types(rotary)[0]
-    positions = torch.tensor([[1, 5, 3, 40]], device="cpu")
-    own = rope_config.settings(rotary, layer_type, length=int(positions.max()) + 1)
-    # A copy: types that recompute their frequencies keep those of the last text.
+    layer_type = next(iter(settings))
+    own = settings[layer_type]
+    positions = torch.tensor(PROBED_POSITIONS, device="cpu")
+    length = int(positions.max()) + 1
+    if own.changes_with_length or (own.original_max_position or 0) < length:
+        own = rope_config.settings(rotary, layer_type, length=length)
+    # A copy: rope types that recompute their frequencies keep those of the last call.
     exact = copy.deepcopy(rope_config.in_full_precision(rotary, layer_type))
     device = next(rotary.buffers()).device
     if own.position_row is not None:
@@ -182,43 +237,42 @@ def functions_for(model: nn.Module, rotary: nn.Module) -> list[RotaryFunction]:
             found.append(RotaryFunction(module.__name__, name, form, convention))
     if not found:
         raise UnfusableError(f"{type(rotary).__module__} has no function that applies RoPE")
-    single = any(len(function.form.embedding) == 1 for function in found)
-    packed = conventions.packed_embedding(positions, own.packed(own.table), single=single)
+    in_one_tensor = any(len(function.form.embedding) == 1 for function in found)
+    packed = handoff.pack(positions, own.packed(own.table), in_one_tensor=in_one_tensor)
     for owner in [module for module in model.modules() if any(child is rotary for child in module.children())]:
         if why := own_rotation(owner, found, packed):
             raise UnfusableError(why)
     return found
 
 
-class SwappedTable:
-    """A rotary embedding that keeps its own code and gets other frequencies: where the op cannot be fused."""
+class FusedRotary:
+    """Replaces rotary embeddings where they are children of a module; a :class:`ModulePatch`."""
 
-    ATTRIBUTE = "_mrrope_swapped"
+    def __init__(self, rotations: Sequence[Rotation] = ()) -> None:
+        self.replacements = {rotation.rotary: rotation.fused for rotation in rotations if rotation.fused is not None}
 
-    def __init__(self, rotary: nn.Module, ladders: Ladders) -> None:
-        self.ladders = ladders
-        self.original: dict[str, Any] = {"rope_type": rotary.rope_type}
-        for layer_type, ladder in ladders.items():
-            (table,) = ladder.tables
-            turning = rope_config.settings(rotary, layer_type).rotated_pairs
-            for name in (rope_config.FREQUENCIES, f"original_{rope_config.FREQUENCIES}"):
-                self._set(rotary, rope_config.attribute(layer_type, name), table.inv_freq * turning)
-            self._set(rotary, rope_config.attribute(layer_type, "attention_scaling"), table.attention_factor)
-        # Types that recompute their frequencies as they go would undo the swap.
-        kinds: Any = rotary.rope_type
-        if isinstance(kinds, dict):
-            rotary.rope_type = kinds | dict.fromkeys(ladders, "default")  # type: ignore[assignment]
-        elif ladders:
-            rotary.rope_type = "default"  # type: ignore[assignment]
-        setattr(rotary, self.ATTRIBUTE, self)
+    def find(self, model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, TableRotaryEmbedding]]]:
+        """Yield the modules that have a rotary embedding, with its replacement by name."""
+        found: dict[nn.Module, dict[str, TableRotaryEmbedding]] = defaultdict(dict)
+        for module in model.modules():
+            for name, child in module._modules.items():
+                if child in self.replacements:
+                    found[module][name] = self.replacements[child]
+        yield from found.items()
 
-    def _set(self, rotary: nn.Module, name: str, value: Any) -> None:
-        old = self.original[name] = getattr(rotary, name)
-        setattr(rotary, name, value.to(old) if isinstance(old, torch.Tensor) else value)
+    def apply(self, module: nn.Module, state: dict[str, TableRotaryEmbedding]) -> None:
+        """Replace rotary embeddings, and install the functions that apply their output."""
+        for name, replacement in state.items():
+            installed_functions.install_for(replacement)
+            setattr(module, name, replacement)
 
-    def undo(self, rotary: nn.Module) -> None:
-        """Puts the original frequencies back."""
-        for name, value in self.original.items():
-            current = getattr(rotary, name)
-            setattr(rotary, name, value.to(current.device) if isinstance(value, torch.Tensor) else value)
-        delattr(rotary, self.ATTRIBUTE)
+    def undo(self, module: nn.Module) -> None:
+        """Restore the original rotary embeddings."""
+        for name, replacement in (self.state_of(module) or {}).items():
+            setattr(module, name, replacement.original)
+            installed_functions.release(replacement)
+
+    def state_of(self, module: nn.Module) -> dict[str, TableRotaryEmbedding] | None:
+        """Return the replacements among the children of a module, by name."""
+        children = module._modules.items()
+        return {name: child for name, child in children if isinstance(child, TableRotaryEmbedding)} or None

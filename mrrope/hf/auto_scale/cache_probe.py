@@ -78,8 +78,8 @@ def _attention_factors_doubled(native: nn.Module, settings: dict[str | None, Rop
         name: getattr(native, name) for name in (attribute(layer_type, "packed_table") for layer_type in settings)
     }
     for name, table in tables.items():
-        doubled = (2.0 * table[-1:].view(torch.float64)).view(torch.int64)
-        setattr(native, name, torch.cat([table[:-1], doubled]))
+        doubled = (2.0 * table[..., -1:].view(torch.float64)).view(torch.int64)
+        setattr(native, name, torch.cat([table[..., :-1], doubled], dim=-1))
     try:
         yield
     finally:
@@ -127,8 +127,8 @@ def _convention_of(before: torch.Tensor, after: torch.Tensor, settings: RopeSett
     table[-1] = FACTOR_OF_ONE
     positions = torch.tensor([PROBED_POSITIONS[1] - PROBED_POSITIONS[0]], device="cpu")
     before, after = with_heads(before.cpu()), with_heads(after.cpu())
-    for pairing, turns_last, backwards in itertools.product(PAIRINGS, (False, True), (False, True)):
-        convention = Convention(pairing, turns_last=turns_last, backwards=backwards)
+    for pairing, rotates_last, backwards in itertools.product(PAIRINGS, (False, True), (False, True)):
+        convention = Convention(pairing, rotates_last=rotates_last, backwards=backwards)
         if _largest_change(convention.rotate([before], positions, table, "bhsd")[0], after) < SAME:
             return convention
     return None

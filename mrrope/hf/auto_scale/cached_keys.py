@@ -37,7 +37,7 @@ class RotatedPart:
     def of(self, layer: Any, rotary_dim: int) -> torch.Tensor:
         """Return the part as ``[batch, heads, tokens, ...]``, starting at the first rotated component."""
         part: torch.Tensor = with_heads(getattr(layer, self.attribute))
-        return part[..., -rotary_dim:] if self.convention.turns_last else part
+        return part[..., -rotary_dim:] if self.convention.rotates_last else part
 
 
 def with_heads(part: torch.Tensor) -> torch.Tensor:

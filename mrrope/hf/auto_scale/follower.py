@@ -52,13 +52,16 @@ class Follower(nn.Module):
         self.cache: Any = None
         self.attention_mask: Any = None
         self.chosen: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attach(self, owner: nn.Module) -> None:
+        """Register the hooks on the module that calls the rotary embedding."""
         self.hooks = (
             owner.register_forward_pre_hook(self.before_call, with_kwargs=True),
             # Also after an error, to release the cache.
             owner.register_forward_hook(self.after_call, always_call=True),
         )
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Remove the hooks."""
         for hook in self.hooks:
             hook.remove()

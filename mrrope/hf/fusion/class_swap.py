@@ -1,5 +1,4 @@
-"""Modules of a patched model whose class is, for as long as it is patched, one derived from their own: with another
-forward, and else the same."""
+"""Class swap: a module of a patched model gets a subclass of its class, with another forward and the same name."""
 
 from __future__ import annotations
 
@@ -9,22 +8,21 @@ from typing import Any
 from torch import nn
 
 ORIGINAL = "_mrrope_original"
-"""Where a derived class keeps the one that it was made from."""
+"""The attribute of a swapped class that names the class it replaces."""
+
+ClassFactory = Callable[[Any], type[nn.Module]]
+"""From a class to its replacement: an importable function, for pickle, that returns the same class every time."""
 
 
-Derive = Callable[[Any], type[nn.Module]]
-"""From a class to the one derived from it: a function that pickle finds by its name, and that gives the same again."""
-
-
-def derived(original: type[nn.Module], forward: Callable[..., Any], derive: Derive) -> type[nn.Module]:
-    """A class with this forward, for ``derive`` to give."""
+def subclass_with(forward: Callable[..., Any], original: type[nn.Module], factory: ClassFactory) -> type[nn.Module]:
+    """Return the subclass of ``original`` that ``factory`` is to return."""
 
     def reduced(self: nn.Module, protocol: Any) -> Any:
-        # Pickle finds classes by their names, and this one has its original's.
+        # Pickle looks classes up by name, and this one has the name of its original.
         parts: Any = original.__reduce_ex__(self, protocol)
         if ORIGINAL not in vars(type(self)):
             return parts
-        return (_new, (derive, original), *parts[2:])
+        return (_new, (factory, original), *parts[2:])
 
     members = {
         "forward": forward,
@@ -37,24 +35,24 @@ def derived(original: type[nn.Module], forward: Callable[..., Any], derive: Deri
     return type(original.__name__, (original,), members)
 
 
-def _new(derive: Derive, original: type[nn.Module]) -> nn.Module:
-    """For pickle, which fills it."""
-    new = derive(original)
-    return new.__new__(new)
+def _new(factory: ClassFactory, original: type[nn.Module]) -> nn.Module:
+    """Return an empty module, for pickle to fill."""
+    swapped = factory(original)
+    return swapped.__new__(swapped)
 
 
-def change_class(module: nn.Module, attribute: str, kept: Any, derive: Derive) -> None:
-    """Makes a module keep ``kept``, and its class, unless that was done before, the one derived from it."""
-    setattr(module, attribute, kept)
+def swap_class(module: nn.Module, attribute: str, state: Any, factory: ClassFactory) -> None:
+    """Set ``state`` on a module, and swap its class unless that is swapped already."""
+    setattr(module, attribute, state)
     if not hasattr(module, ORIGINAL):
-        module.__class__ = derive(type(module))
+        module.__class__ = factory(type(module))
 
 
-def change_class_back(module: nn.Module, attribute: str) -> None:
-    """Undoes :func:`change_class`.
+def restore_class(module: nn.Module, attribute: str) -> None:
+    """Undo :func:`swap_class`.
 
-    A class that was made from the changed one meanwhile, as sharding does, stays, and has to run the original's
-    forward where there is nothing under ``attribute``.
+    A class that was derived from the swapped one meanwhile, as FSDP does, stays. The swapped forward must therefore
+    run the original one where ``attribute`` is missing.
     """
     delattr(module, attribute)
     if ORIGINAL in vars(type(module)):

@@ -1,4 +1,4 @@
-"""Which modules are RMSNorms, and how they norm: found by trying."""
+"""Probing which modules of a model are RMSNorms, and of which form."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mrrope.hf.fusion.attention_proxy import agree, random
+from mrrope.hf.probing import agree, random_tensor
 
 EPS_NAMES = ("variance_epsilon", "eps", "norm_eps", "epsilon")
 
-tried_forwards: dict[type, Callable[..., Any]] = {}
-"""Of classes of norms. Who puts another in its place later, wants that one called."""
+probed_forwards: dict[type, Callable[..., Any]] = {}
+"""The forward of each norm class when it was probed. One that is monkeypatched later has to be called."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class NormForm:
     weight_offset: float
 
     def is_of(self, norm: nn.Module, x: torch.Tensor) -> bool:
-        """Whether a norm of this class still norms ``x`` like this, and gives its dtype."""
+        """Whether the module still has this form, and a weight of the dtype and on the device of ``x``."""
         weight = norm.weight
         return (
             getattr(norm, self.eps_name, None) == self.eps
-            and tried_forwards.get(self.module_class, self.module_class.forward) is self.module_class.forward
+            and probed_forwards.get(self.module_class, self.module_class.forward) is self.module_class.forward
             and type(weight) in (nn.Parameter, torch.Tensor)
             and weight.dtype == x.dtype
             and weight.device == x.device
@@ -41,13 +41,13 @@ class NormForm:
         )
 
 
-def may_be_a_norm(module: nn.Module) -> bool:
-    """Whether a module is worth trying: it has a weight, an eps, and no other parts."""
+def may_be_norm(module: nn.Module) -> bool:
+    """Whether a module is worth probing: it has a weight, an eps, and nothing else."""
     tensors = {name: tensor for name, tensor in (module._parameters | module._buffers).items() if tensor is not None}
     weight = tensors.get("weight")
     if type(weight) is not nn.Parameter or len(tensors) > 1 or module._modules or _eps_name(module) is None:
         return False
-    # An empty one is kept elsewhere, in parts, until it is needed.
+    # An empty weight is gathered from other ranks when it is needed.
     return weight.dim() == 1 and weight.numel() > 0 and not weight.is_meta
 
 
@@ -56,51 +56,53 @@ def _eps_name(module: nn.Module) -> str | None:
 
 
 def form_of(norm: nn.Module) -> NormForm | None:
-    """How a module norms, if it is an RMSNorm."""
+    """Return the form of an RMSNorm, or None for other modules."""
     eps_name = _eps_name(norm)
-    if eps_name is None or not may_be_a_norm(norm):
+    if eps_name is None or not may_be_norm(norm):
         return None
     eps = float(getattr(norm, eps_name))
     for offset in (0.0, 1.0):
         form = NormForm(type(norm), eps_name, eps, offset)
-        # Small ones too, where eps counts.
-        ways = itertools.product((1.0, eps**0.5), (False, True))
-        if all(_norms_as(form, norm, scale, training) for scale, training in ways) and _keeps_dtype(norm):
-            tried_forwards[type(norm)] = type(norm).forward
+        # Inputs of the size of sqrt(eps) show where eps is added.
+        cases = itertools.product((1.0, eps**0.5), (False, True))
+        if all(_has_form(norm, form, scale, training) for scale, training in cases) and _keeps_dtype(norm):
+            probed_forwards[type(norm)] = type(norm).forward
             return form
     return None
 
 
-def _norms_as(form: NormForm, norm: nn.Module, scale: float, training: bool) -> bool:
-    """In float32, and not by its own weights: in fewer bits, or by weights as they are trained, norms that take the
-    mean away or add 1 to their weight can look alike."""
-    x, weight = _tried_with(norm)
-    got = _tried(norm, scale * x, weight, training)
+def _has_form(norm: nn.Module, form: NormForm, scale: float, training: bool) -> bool:
+    """Compare in float32 and with random weights.
+
+    In fewer bits, or with trained weights, norms that subtract the mean or add 1 to their weight can look alike.
+    """
+    x, weight = _probe_inputs(norm)
+    got = _run_copy(norm, scale * x, weight, training)
     x, exact_weight = (scale * x).double(), weight.double() + form.weight_offset
     want = x * (x.square().mean(-1, keepdim=True) + form.eps).rsqrt() * exact_weight
     return got is not None and agree(got, want)
 
 
 def _keeps_dtype(norm: nn.Module) -> bool:
-    x, weight = (tensor.bfloat16() for tensor in _tried_with(norm))
-    got = _tried(norm, x, weight, training=False)
+    x, weight = (tensor.bfloat16() for tensor in _probe_inputs(norm))
+    got = _run_copy(norm, x, weight, training=False)
     return got is not None and got.dtype == x.dtype
 
 
-def _tried_with(norm: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Something to norm, which has a mean, and weights."""
+def _probe_inputs(norm: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an input whose mean is not zero, and weights."""
     device = norm.weight.device
-    x, weight = random(2, 3, norm.weight.numel()).to(device)  # type: ignore[operator,arg-type]
+    x, weight = random_tensor(2, 3, norm.weight.numel()).to(device)  # type: ignore[operator,arg-type]
     return 1 + x, 0.5 + weight[0].sigmoid()
 
 
 @torch.no_grad()
-def _tried(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor, training: bool) -> torch.Tensor | None:
-    """What a double of the module with these weights gives, if anything."""
+def _run_copy(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor, training: bool) -> torch.Tensor | None:
+    """Run the forward of a copy of the module with these weights; None where that fails."""
     try:
-        double = copy.copy(norm)
-        vars(double).update(_parameters={"weight": nn.Parameter(weight)}, training=training)
-        got = type(norm).forward(double, x)
-    except Exception:  # it may be anybody's
+        copied = copy.copy(norm)
+        vars(copied).update(_parameters={"weight": nn.Parameter(weight)}, training=training)
+        got = type(norm).forward(copied, x)
+    except Exception:  # modules of any kind are probed
         return None
     return got if isinstance(got, torch.Tensor) else None

@@ -184,8 +184,8 @@ def test_every_layer_is_rescaled_by_the_difference_of_the_tables(model):
         model(ids[:, :NATIVE], past_key_values=cache)
         before = [layer.keys.clone() for layer in cache.layers]
         model(ids[:, NATIVE:], past_key_values=cache)
-    ladder = next(m for m in model.modules() if isinstance(m, TableRotaryEmbedding)).ladders[None]
-    difference = ladder.tables[1].relative_to(ladder.tables[0])
+    tables = next(m for m in model.modules() if isinstance(m, TableRotaryEmbedding)).tables[None]
+    difference = tables[1].relative_to(tables[0])
     for layer, old in zip(cache.layers, before, strict=True):
         want = rotated(old, torch.arange(NATIVE), difference)
         torch.testing.assert_close(layer.keys[:, :, :NATIVE].double().cpu(), want, rtol=0.0, atol=1e-6)
@@ -834,7 +834,7 @@ def test_an_interrupted_patch_leaves_the_model_as_it_was(model, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mrrope.hf.patch.find_cached_keys", interrupted)
+    monkeypatch.setattr("mrrope.hf.auto_scale.module_patch.find_cached_keys", interrupted)
     with pytest.raises(KeyboardInterrupt):
         following(model)
     assert torch.equal(logits(model, ids), before)

@@ -470,7 +470,7 @@ def test_an_unpatched_copy_of_a_model_that_is_patched_later(llama: PreTrainedMod
 
 
 def test_unpickled_in_a_fresh_process(tmp_path: Path) -> None:
-    families = ["llama", "deepseek_v3", "llama4_text", "gemma3_text", "qwen3_5_text"]
+    families = ["llama", "deepseek_v3", "llama4_text", "gemma3_text", "qwen3_5_text", "qwen3", "olmo2"]
     cases = {}
     for family in families:
         model = tiny_model(family)

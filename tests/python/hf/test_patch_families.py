@@ -61,7 +61,7 @@ def convention_of(model):
         parts = [
             "interleaved in, halves out" if way.gathers_halves else way.pairing,
             way.layout,
-            "last components" if way.turns_last else None,
+            "last components" if way.rotates_last else None,
             "backwards" if way.backwards else None,
             "q and k apart" if len(form.heads) == 1 else None,
             "complex" if len(form.embedding) == 1 else None,

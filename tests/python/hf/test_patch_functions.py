@@ -209,6 +209,25 @@ def test_custom_attention_that_uses_the_stock_function_is_fused(recwarn: pytest.
     assert_reads_by_the_table(model)
 
 
+def test_probing_leaves_no_trace_in_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama").train()
+    own_forward = LlamaAttention.forward
+
+    def counting(self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        self.register_buffer("seen", hidden_states, persistent=False)
+        return own_forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", counting)
+    mrrope.patch(model, TABLE)
+    attentions = [layer.self_attn for layer in model.model.layers]
+    assert not any(hasattr(attention, "calls") or hasattr(attention, "seen") for attention in attentions)
+    assert all(module.training for module in model.modules())
+    for _ in range(3):
+        logits(model.eval())
+    assert [attention.calls for attention in attentions] == [3, 3]
+
+
 def test_probing_leaves_functions_in_place() -> None:
     before = dict(vars(sys.modules[modeling_llama.__name__]))
     model = custom_llama(RotatesByAHelper)

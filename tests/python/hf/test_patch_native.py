@@ -9,8 +9,8 @@ import torch
 
 import mrrope
 from mrrope.hf import rope_config
-from mrrope.hf.patch import _ladders_in
-from mrrope.hf.rotary_embedding import SwappedTable, TableRotaryEmbedding
+from mrrope.hf.rotary_embedding import TableRotaryEmbedding
+from mrrope.hf.swapped_table import SwappedTable
 
 pytest.importorskip("transformers")
 
@@ -95,8 +95,10 @@ def settings_of(model: Any) -> rope_config.RopeSettings:
 
 def table_in(model: Any) -> mrrope.FrequencyTable:
     """The table that the layers of a patched model rotate by that see the whole text."""
-    ladders = (item for _, ladders in _ladders_in(model) for item in ladders.items())
-    return next(ladder.tables[-1] for layer_type, ladder in ladders if not rope_config.is_local(layer_type))
+    swaps = (swap.tables.by_layer_type for module in model.modules() if (swap := SwappedTable().state_of(module)))
+    fused = (module.tables for module in model.modules() if isinstance(module, TableRotaryEmbedding))
+    tables = (item for by_layer in (*fused, *swaps) for item in by_layer.items())
+    return next(of_layers[-1] for layer_type, of_layers in tables if not rope_config.is_local(layer_type))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -329,11 +331,10 @@ def test_auto_extends_past_a_trained_factor() -> None:
 
 def patched_in(model: Any) -> list[str]:
     """Where a model's rotary embeddings were extended."""
-    kinds = (TableRotaryEmbedding, SwappedTable)
     return [
         path
         for path, module in model.named_modules()
-        if isinstance(module, kinds) or isinstance(getattr(module, SwappedTable.ATTRIBUTE, None), kinds)
+        if isinstance(module, TableRotaryEmbedding) or SwappedTable().state_of(module)
     ]
 
 

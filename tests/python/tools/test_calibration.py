@@ -779,7 +779,7 @@ def test_a_table_that_comes_with_the_package_is_loaded_by_name(shipped_table: mr
 
 def test_patch_and_eval_take_the_name(shipped_table: mrrope.FrequencyTable, folder: Path, tmp_path: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(folder / "model")
-    assert mrrope.patch(model, "tiny-4x").model.rotary_emb.ladders[None].tables == (shipped_table,)
+    assert mrrope.patch(model, "tiny-4x").model.rotary_emb.tables[None] == (shipped_table,)
     options = {"--text": str(folder / "text.txt"), "--lengths": "64", "--device": "cpu", "--methods": "rope,tiny-4x"}
     options["--output"] = str(tmp_path / "out")
     assert main(["eval", str(folder / "model"), *as_arguments(options)]) == 0
