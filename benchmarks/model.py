@@ -1,10 +1,12 @@
-"""A Llama-3-8B-shaped model, stock against patched: prefill and decode, eager and compiled, time and memory.
+"""An 8B-shaped model, stock against patched: prefill and decode, eager and compiled, time and memory.
 
-    python benchmarks/model.py [--layers 32] [--compiled-layers 4] [--only REGEX] [--output benchmarks/results/NAME]
+    python benchmarks/model.py [--shape llama3-8b|qwen3-8b] [--layers N] [--compiled-layers 4] [--only REGEX]
+        [--output benchmarks/results/NAME]
 
-Random weights, bfloat16, one GPU. Eagerly the model is patched in its rotation alone, as it is by default, and with
-fuse_projection; compiled, by default, and decoding with CUDA graphs, too. They take turns, so that all see the same
-clocks; prints one table and writes NAME.json and NAME.png.
+Random weights, bfloat16, one GPU. Eager models are patched in their rotation alone and with fused norms, the default;
+compiled ones, and decoding with CUDA graphs, by default only. Timing is interleaved, so that all kinds see the same
+clocks. Prints one table and writes NAME.json and NAME.png; NAME is model_cuda for Llama-3-8B, model_qwen3_cuda for
+Qwen3-8B.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import copy
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 import mrrope
 from mrrope.benchmark import record
@@ -33,48 +36,94 @@ PREFILL_TOKENS = (8192, 32768)
 DECODE_BATCHES = (1, 16, 64)
 CONTEXT = 1024
 ROOM = 512
-"""For the tokens that are decoded; a cache that is full stops the GPU."""
+"""Cache slots for the decoded tokens; writing past a static cache is an error on the device."""
 WARM_UP_ROUNDS = 2
 PREFILL_ROUNDS = 7
 DECODE_ROUNDS = 15
-"""More, since a step is short and the host's time is part of it."""
-STOCK, ROTATION, PATCHED, PROJECTION = "stock", "rotation alone", "patched", "with fuse_projection"
-OPTIONS = {ROTATION: {"fuse_norms": False}, PATCHED: {}, PROJECTION: {"fuse_projection": True}}
+"""More rounds than prefill: a decode step is short and includes host time."""
+STOCK, ROTATION, PATCHED = "stock", "rotation alone", "patched"
+OPTIONS = {ROTATION: {"fuse_norms": False}, PATCHED: {}}
+COLOURS = {ROTATION: "tab:green", PATCHED: "tab:olive"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a published model."""
+
+    model_class: Any
+    config_class: Any
+    config: dict[str, Any]
+    layers: int
+    output: str
+
+    def model(self, layers: int) -> Any:
+        """Return a model of this shape with random weights."""
+        config = self.config_class(**self.config, num_hidden_layers=layers)
+        with torch.device("cuda"):
+            return self.model_class._from_config(config, dtype=torch.bfloat16).eval()
+
+
+SHAPES = {
+    "llama3-8b": Shape(
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+        },
+        layers=32,
+        output="model_cuda",
+    ),
+    "qwen3-8b": Shape(
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        },
+        layers=36,
+        output="model_qwen3_cuda",
+    ),
+}
 
 
 def llama(layers: int) -> Any:
-    """Llama-3-8B with that many layers."""
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )
-    with torch.device("cuda"):
-        return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    """Return a model of the shape of Llama-3-8B."""
+    return SHAPES["llama3-8b"].model(layers)
+
+
+def random_tokens(model: Any, batch: int, tokens: int) -> torch.Tensor:
+    """Return token ids on the GPU."""
+    return torch.randint(0, model.config.vocab_size, (batch, tokens), device="cuda")
 
 
 def prefill(forward: Forward, tokens: int, model: Any) -> Step:
-    """Reads a text, for the logits of its last token."""
-    text = torch.randint(0, 128000, (1, tokens), device="cuda")
+    """Return a step that reads a text, for the logits of its last token."""
+    text = random_tokens(model, 1, tokens)
     return lambda: forward(model, text, use_cache=False, logits_to_keep=1).logits
 
 
 def decode(forward: Forward, batch: int, model: Any) -> Step:
-    """Reads one token more, with a context in the cache."""
-    text = torch.randint(0, 128000, (batch, CONTEXT), device="cuda")
-    token = torch.randint(0, 128000, (batch, 1), device="cuda")
+    """Return a step that reads one more token, with a context in the cache."""
+    text, token = random_tokens(model, batch, CONTEXT), random_tokens(model, batch, 1)
     cache = StaticCache(model.config, max_cache_len=CONTEXT + ROOM)
     model(text, past_key_values=cache, logits_to_keep=1)
     return lambda: forward(model, token, past_key_values=cache, logits_to_keep=1).logits
 
 
 def seconds(step: Step, repeats: int) -> float:
-    """Of one call, by events around several; short ones are begun before, so that the host's start is not counted."""
+    """Time one call by events around several; a call before short ones keeps the launch latency out of the time."""
     if repeats > 1:
         step()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -87,7 +136,7 @@ def seconds(step: Step, repeats: int) -> float:
 
 
 def as_kinds(model: Any, kinds: Sequence[str]) -> dict[str, Any]:
-    """A model and others with the same weights, patched."""
+    """Return a model of each kind; all share their weights."""
     weights = {id(weight): weight for weight in model.parameters()}
     models = {kind: copy.deepcopy(model, dict(weights)) for kind in kinds if kind != STOCK}
     return {STOCK: model} | {kind: mrrope.patch(other, "rope", **OPTIONS[kind]) for kind, other in models.items()}
@@ -96,7 +145,7 @@ def as_kinds(model: Any, kinds: Sequence[str]) -> dict[str, Any]:
 def compare(
     models: dict[str, Any], name: str, make: Callable[[Any], Step], repeats: int, rounds: int
 ) -> dict[str, Any]:
-    """The kinds in turns: medians, peak memory, and how far the logits are from the stock model's."""
+    """Time the kinds interleaved: medians, peak memory, and the difference of the logits from the stock model's."""
     kinds = (*models,)
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     memory: dict[str, int] = {}
@@ -107,14 +156,14 @@ def compare(
             torch.manual_seed(1)
             steps[kind] = make(models[kind])
             logits[kind] = steps[kind]().float()
-        for turn in range(rounds + WARM_UP_ROUNDS):
-            # Whoever comes later meets a warmer chip, and whoever follows a hot one a slower.
-            in_turn = kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]
-            for kind in in_turn if turn // len(kinds) % 2 else reversed(in_turn):
+        for i in range(rounds + WARM_UP_ROUNDS):
+            # The order rotates and reverses: later kinds meet a warmer chip, and lower clocks follow a hot one.
+            order = kinds[i % len(kinds) :] + kinds[: i % len(kinds)]
+            for kind in order if i // len(kinds) % 2 else reversed(order):
                 torch.cuda.reset_peak_memory_stats()
                 times[kind].append(seconds(steps[kind], repeats))
                 memory[kind] = torch.cuda.max_memory_allocated()
-    # The chip slows down as it warms: only those of one round can be compared.
+    # The clocks drop as the chip warms, so ratios are taken within a round.
     ratios = {kind: [a / b for a, b in zip(times[kind], times[STOCK], strict=True)] for kind in kinds[1:]}
     return {
         "name": name,
@@ -128,46 +177,46 @@ def compare(
 
 
 def eager(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """As transformers runs it."""
+    """Call the model."""
     return model(*args, **kwargs)
 
 
 compiled: Forward = torch.compile(eager, dynamic=False)
 graphed: Forward = torch.compile(eager, dynamic=False, mode="reduce-overhead")
-WAYS = {"eager": eager, "compiled": compiled, "compiled with graphs": graphed}
+MODES = {"eager": eager, "compiled": compiled, "compiled with graphs": graphed}
 
 
-def measure(way: str, kinds: Sequence[str], layers: int, only: str) -> Iterator[dict[str, Any]]:
-    """Prefill and decode of a model with that many layers, the rows whose names match ``only``."""
-    forward = WAYS[way]
-    models = as_kinds(llama(layers), kinds)
+def measure(shape: Shape, mode: str, kinds: Sequence[str], layers: int, only: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of prefill and decode whose names match ``only``."""
+    forward = MODES[mode]
+    models = as_kinds(shape.model(layers), kinds)
     for_prefill, for_decode = (max(1, 16 // layers), PREFILL_ROUNDS), (min(25, max(5, 50 // layers)), DECODE_ROUNDS)
     assert (for_decode[0] + 1) * (DECODE_ROUNDS + WARM_UP_ROUNDS) + 1 < ROOM
-    # Graphs save the host's time, which a text's kernels hide.
+    # CUDA graphs save host time, which the kernels of a prefill hide.
     lengths = () if forward is graphed else PREFILL_TOKENS
     steps = {f"prefill {tokens}": (partial(prefill, forward, tokens), *for_prefill) for tokens in lengths}
     steps |= {f"decode batch {batch}": (partial(decode, forward, batch), *for_decode) for batch in DECODE_BATCHES}
-    named = {f"{name}, {way}, {layers} layers": step for name, step in steps.items()}
+    named = {f"{name}, {mode}, {layers} layers": step for name, step in steps.items()}
     wanted = {name: step for name, step in named.items() if re.search(only, name)}
-    for name, how in tqdm(wanted.items(), desc=way):
-        torch._dynamo.reset()  # what other shapes were compiled to would be asked for its guards first
+    for name, how in tqdm(wanted.items(), desc=mode):
+        torch._dynamo.reset()  # guards of graphs for other shapes would be evaluated first
         yield compare(models, name, *how)
 
 
-def logits_errors(layers: int) -> dict[str, float]:
-    """How far the logits of either are from those of the same weights in float32: the noise to judge differences by."""
-    model = llama(layers)
-    text = torch.randint(0, 128000, (1, 2048), device="cuda")
+def logits_errors(shape: Shape, layers: int) -> dict[str, float]:
+    """Return the error of either model's logits against the same weights in float32, to judge differences by."""
+    model = shape.model(layers)
+    text = random_tokens(model, 1, 2048)
     with torch.no_grad():
-        logits = {"stock": model(text, logits_to_keep=64).logits.float()}
+        logits = {STOCK: model(text, logits_to_keep=64).logits.float()}
         with mrrope.patched(model, "rope"):
-            logits["patched"] = model(text, logits_to_keep=64).logits.float()
+            logits[PATCHED] = model(text, logits_to_keep=64).logits.float()
         want = model.float()(text, logits_to_keep=64).logits
     return {kind: float((got - want).norm() / want.norm()) for kind, got in logits.items()}
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    """Milliseconds, gigabytes, ratios."""
+    """Print milliseconds, gigabytes, ratios."""
     print(f"\n{'':36}" + "".join(f"{kind:>44}" for kind in (STOCK, *OPTIONS)))
     for row in rows:
         cells = []
@@ -178,7 +227,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Time of the patched model as a share of the stock one's."""
+    """Plot the time of the patched model divided by the stock model's."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -186,9 +235,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     height = 0.8 / len(OPTIONS)
-    for i, (kind, colour) in enumerate(zip(OPTIONS, ("tab:green", "tab:olive", "tab:brown"), strict=True)):
-        places = [place + (i - 1) * height for place in range(len(rows))]
-        axes.barh(places, [row["ratios"].get(kind, 0) for row in rows], height, color=colour, label=kind)
+    for i, kind in enumerate(OPTIONS):
+        places = [place + (i - (len(OPTIONS) - 1) / 2) * height for place in range(len(rows))]
+        axes.barh(places, [row["ratios"].get(kind, 0) for row in rows], height, color=COLOURS[kind], label=kind)
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
     figure.legend(loc="outside lower center", ncols=len(OPTIONS))
     axes.axvline(1.0, color="black", linewidth=1)
@@ -198,30 +247,34 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Measures, prints, writes."""
+    """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument("--layers", type=int, help="if not given, those of the shape")
     parser.add_argument("--compiled-layers", type=int, default=4)
     parser.add_argument("--only", default="", metavar="REGEX", help="the rows whose names match")
-    parser.add_argument("--output", type=Path, default=RESULTS / "model_cuda", help="where to write, without ending")
+    parser.add_argument("--output", type=Path, help="where to write, without ending")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU: an 8B model's prefill takes too long without one")
+    shape = SHAPES[options.shape]
+    eager_layers = options.layers or shape.layers
+    output = options.output or RESULTS / shape.output
     rows: list[dict[str, Any]] = []
-    for way in WAYS:
-        # Compiling takes its time, and all layers are alike: a few will do. The norms are the model's own then.
+    for mode in MODES:
+        # All layers are alike, so a few are enough to compile. Compiled models run their own norms.
         kinds, layers = (
-            ((STOCK, *OPTIONS), options.layers) if way == "eager" else ((STOCK, PATCHED), options.compiled_layers)
+            ((STOCK, *OPTIONS), eager_layers) if mode == "eager" else ((STOCK, PATCHED), options.compiled_layers)
         )
-        for row in measure(way, kinds, layers, options.only):
+        for row in measure(shape, mode, kinds, layers, options.only):
             rows.append(row)
-            record.write(options.output.with_suffix(".json"), "cuda", rows)
+            record.write(output.with_suffix(".json"), "cuda", rows)
         torch.cuda.empty_cache()
     print_rows(rows)
-    errors = logits_errors(options.layers)
-    print(f"\nlogits off those of float32: stock {errors['stock']:.2e}, patched {errors['patched']:.2e}")
-    record.write(options.output.with_suffix(".json"), "cuda", rows, errors=errors)
-    plot(rows, options.output.with_suffix(".png"))
+    errors = logits_errors(shape, eager_layers)
+    print(f"\nlogits off those of float32: stock {errors[STOCK]:.2e}, patched {errors[PATCHED]:.2e}")
+    record.write(output.with_suffix(".json"), "cuda", rows, errors=errors)
+    plot(rows, output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

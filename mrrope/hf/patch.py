@@ -24,7 +24,7 @@ from mrrope.hf.module_patch import ModulePatch, apply_all, changes_in, restore, 
 from mrrope.hf.rope_types import expect_rope_parameters
 from mrrope.hf.rotary_embedding import FusedRotary, RotaryTables, Rotation, UnfusableError, plan_rotation
 from mrrope.hf.swapped_table import SwappedTable
-from mrrope.table_lookup import STARTING_OVER, resolve_table
+from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, resolve_table
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -97,7 +97,7 @@ def patch(
         rotary: _ladders(own, method, scale, max_scale, reserve, local_layers, options)
         for rotary, own in settings.items()
     }
-    if options.keys().isdisjoint(STARTING_OVER) and scale != 1.0:
+    if options.keys().isdisjoint(PLAIN_ROPE_OPTIONS) and scale != 1.0:
         _warn_of_extensions(type(model).__name__, settings.values(), scale, local_layers)
 
     before = changes_in(model, PATCHES)

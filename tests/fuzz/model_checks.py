@@ -18,7 +18,8 @@ from fuzz.model_cases import ModelCase
 from fuzz.model_runs import NEW_TOKENS, difference, run_model
 from fuzz.shrinking import CaseError, draw, unexpected_error
 from mrrope.hf.patch import is_patched
-from mrrope.hf.rotary_embedding import SwappedTable, TableRotaryEmbedding
+from mrrope.hf.rotary_embedding import RotaryTables, TableRotaryEmbedding
+from mrrope.hf.swapped_table import SwappedTable, TableSwap
 
 # Tolerance: this many times the effect of one rounding of embeddings and frequencies, and at least MIN_TOLERANCE.
 ROUNDINGS = 16.0
@@ -74,7 +75,8 @@ def compare(model: PreTrainedModel, case: ModelCase) -> None:
             raise
         require(torch.equal(run_model(model, case)[0], stock), case, "changes though it refuses a patch", str(error))
         return
-    tables = {module.original: module.ladders for module in model.modules() if isinstance(module, TableRotaryEmbedding)}
+    rotaries = [module for module in model.modules() if isinstance(module, TableRotaryEmbedding)]
+    tables = {rotary.original: RotaryTables(rotary.settings, rotary.tables) for rotary in rotaries}
     if case.scale == "auto":
         compare_auto_scale(model, case, tables, tolerance)
     else:
@@ -82,7 +84,7 @@ def compare(model: PreTrainedModel, case: ModelCase) -> None:
         if case.method == "rope" or case.scale == 1.0:
             off = difference(got, stock, case.mode)
             require(off <= tolerance, case, "is not stock without an extension", f"{off:.2g} > {tolerance:.2g}")
-        if tables and not any(len(ladder.tables) > 1 for ladders in tables.values() for ladder in ladders.values()):
+        if tables and all(len(of_layers) == 1 for each in tables.values() for of_layers in each.by_layer_type.values()):
             mrrope.unpatch(model)
             with stock_code_with(tables):
                 want, _ = run_model(model, case)
@@ -101,18 +103,22 @@ def patch(model: PreTrainedModel, case: ModelCase, scale: Any) -> None:
     mrrope.patch(model, case.method, scale=scale, **options, **flags)
 
 
-def compare_auto_scale(model: PreTrainedModel, case: ModelCase, tables: dict[Any, Any], tolerance: float) -> None:
+def compare_auto_scale(
+    model: PreTrainedModel, case: ModelCase, tables: dict[Any, RotaryTables], tolerance: float
+) -> None:
     """Check that an announced length fixes the scale, and that cached keys are re-rotated without one."""
-    ladders = [ladder for by_layer in tables.values() for ladder in by_layer.values() if len(ladder.tables) > 1]
-    if not ladders:
+    followed = [
+        [(each.settings[layer_type].original_max_position, native)]
+        + [(table.original_max_position * table.scale, table) for table in longer]
+        for each in tables.values()
+        for layer_type, (native, *longer) in each.by_layer_type.items()
+        if longer
+    ]
+    if not followed:
         return
     length = case.length + (NEW_TOKENS if case.mode in ("greedy", "beams") else 0)
-    covering = {
-        next((t.scale for t, reach in zip(ladder.tables, ladder.reaches, strict=True) if length <= reach),
-             ladder.tables[-1].scale)
-        for ladder in ladders
-    }  # fmt: skip
-    native = all(length <= ladder.reaches[0] for ladder in ladders)
+    covering = {next((t.scale for reach, t in steps if length <= reach), steps[-1][1].scale) for steps in followed}
+    native = all(length <= steps[0][0] for steps in followed)
     is_chunked = case.mode in ("chunks", "steps", "chat")
     key_error = cached_key_error(model, case) if is_chunked else 0.0
     with mrrope.expecting(model, length):
@@ -165,13 +171,14 @@ def first_keys(cache: Any) -> torch.Tensor | None:
 
 
 @contextlib.contextmanager
-def stock_code_with(tables: dict[Any, Any]) -> Iterator[None]:
+def stock_code_with(tables: dict[Any, RotaryTables]) -> Iterator[None]:
     """Put the tables' frequencies into the model's own rotary embeddings."""
     with contextlib.ExitStack() as undone:
-        for rotary, ladders in tables.items():
-            undone.callback(SwappedTable(rotary, ladders).undo, rotary)
+        for rotary, each in tables.items():
+            SwappedTable().apply(rotary, TableSwap(each))
+            undone.callback(SwappedTable().undo, rotary)
             if hasattr(rotary, "rope_init_fn"):  # some compute their frequencies at every call
-                (table,) = next(iter(ladders.values())).tables
+                (table,) = next(iter(each.by_layer_type.values()))
                 found = rotary.inv_freq if hasattr(rotary, "inv_freq") else None, table.attention_factor
                 undone.callback(setattr, rotary, "rope_init_fn", rotary.rope_init_fn)
                 rotary.rope_init_fn = lambda *_, found=found, **__: found
