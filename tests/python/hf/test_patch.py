@@ -1,5 +1,4 @@
-"""patch, unpatch and patched on tiny models: right, against the model's own code run by hand-set frequencies, and
-leaving nothing behind."""
+"""patch, unpatch and patched on tiny models: against the stock code with the same frequencies, and without residue."""
 
 import copy
 import gc
@@ -50,7 +49,7 @@ def llama() -> PreTrainedModel:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_collection():
-    """The many objects of transformers are no garbage: not to be looked through before every test."""
+    """Freeze the many objects of transformers, so that collections before every test skip them."""
     gc.collect()
     gc.freeze()
     yield
@@ -59,7 +58,7 @@ def quick_collection():
 
 @pytest.fixture(autouse=True)
 def stock() -> Any:
-    """Llama's own function, in its place again once the patched models of other tests are gone."""
+    """Llama's own function, restored once the patched models of other tests are collected."""
     gc.collect()
     assert not hasattr(modeling_llama.apply_rotary_pos_emb, "__wrapped__")
     return modeling_llama.apply_rotary_pos_emb
@@ -119,7 +118,7 @@ def test_types_that_recompute_their_frequencies_do_not_undo_the_patch() -> None:
     config = tiny_model("llama").config
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     model = modeling_llama.LlamaForCausalLM(config).eval()
-    ids = tokens(1, LENGTH + 32)  # past the trained length, where stock code would take other frequencies
+    ids = tokens(1, LENGTH + 32)  # past the trained length, where stock code recomputes its frequencies
     table = mrrope.frequency_table("mrrope_pro", **LLAMA, scale=4.0)
     reference = unfused(copy.deepcopy(model), table)
     reference.model.rotary_emb.rope_type = "default"
@@ -249,7 +248,7 @@ def test_an_inner_model_can_be_patched(llama: PreTrainedModel) -> None:
 
 
 def test_a_rotary_embedding_alone_is_refused(llama: PreTrainedModel) -> None:
-    """Nobody but its owner could put another in its place."""
+    """Only its owner can replace it."""
     with pytest.raises(ValueError, match="model must"):
         mrrope.patch(rotary_embedding(llama), "pi", scale=2.0)
 
@@ -267,7 +266,7 @@ def test_models_beside_each_other(order: tuple[int, int], stock: Any) -> None:
         mrrope.patch(model, method, scale=4.0)
     for i in order:
         assert torch.equal(logits(beside), plain)
-        assert torch.equal(logits(tiny_model("llama")), plain)  # one that came later
+        assert torch.equal(logits(tiny_model("llama")), plain)  # made after the patch
         assert_same(logits(models[i]), want[i])
         assert_same(logits(models[order[1]]), want[order[1]])
         assert modeling_llama.apply_rotary_pos_emb is not stock
@@ -293,8 +292,8 @@ def test_a_patched_model_may_be_dropped(llama: PreTrainedModel, stock: Any, othe
     assert modeling_llama.apply_rotary_pos_emb is stock
 
 
-def test_what_others_put_over_ours_stays(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, stock: Any) -> None:
-    """Another library's replacement, made after ours, is not ours to take away."""
+def test_a_function_over_ours_stays(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, stock: Any) -> None:
+    """A function that another library installs over the fused one stays."""
     mrrope.patch(llama, "pi", scale=4.0)
     ours = modeling_llama.apply_rotary_pos_emb
 
@@ -398,7 +397,7 @@ def test_several_positions_a_token() -> None:
     assert_same(logits(model), logits(reference))
 
 
-def test_a_model_of_windowed_layers_alone_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_windowed_layers_alone_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mrrope.hf.rope_config.is_local", lambda _: True)
     model = tiny_model("llama")
     before = logits(model)
@@ -424,7 +423,7 @@ def test_local_layers_have_a_rope_of_their_own(local_layers: bool) -> None:
     mrrope.patch(model, "mrrope_pro", scale=4.0, **({"local_layers": True} if local_layers else {}))
     for layer_type, table in tables.items():
         packed = packed_tables(model)[f"model.rotary_emb.{layer_type}_packed_table"]
-        # The model's own frequencies are float32: as fractions of 2^64, right in the first 24 bits.
+        # The model's own frequencies are float32, so phase steps agree in their first 24 bits.
         difference = (packed[:-1] - table.turns).abs().double() / table.turns.abs()
         assert difference.max() < 2**-23
         assert packed[-1] == table.packed(torch.device("cpu"))[-1]

@@ -1,4 +1,4 @@
-"""Every RoPE family of the installed transformers, patched: right, fused where it can be, and back again exactly."""
+"""Every RoPE family of the installed transformers: patched right, fused where possible, and restored exactly."""
 
 import warnings
 
@@ -21,10 +21,10 @@ TRAINED_LENGTH = 64
 FAMILIES = tiny_models.causal_lm_families()
 # Families that keep no rotary embedding to swap: their own code holds a table of sines by position.
 UNSUPPORTED = {"codegen", "gptj", "roformer"}
-# Where the model's own code computes with cosines and sines beside applying them.
+# Families whose own code computes with cosines and sines.
 TABLE_ONLY = {"qwen4_exp", "qwen4_exp_text"}
 rows: dict[str, tuple[str, str]] = {}
-"""By family: its convention, and what became of it."""
+"""By family: its convention and the result."""
 
 
 def logits(model, tokens):
@@ -33,7 +33,7 @@ def logits(model, tokens):
 
 
 def unfused(model, *, local_layers, **options):
-    """The model's own code, with the new frequencies set by hand."""
+    """Set the new frequencies in the stock model, which keeps its own code."""
     for rotary in list(rope_config.rotary_embeddings(model)):
         for layer_type in rope_config.layer_types(rotary):
             if rope_config.is_local(layer_type) and not local_layers:
@@ -54,7 +54,7 @@ def unfused(model, *, local_layers, **options):
 
 
 def convention_of(model):
-    """How a patched model rotates, in words."""
+    """Describe the conventions of a patched model."""
     functions = [f for module in model.modules() if isinstance(module, TableRotaryEmbedding) for f in module.functions]
     ways = {}
     for form, way in ((function.form, function.convention) for function in functions):

@@ -1,5 +1,4 @@
-"""Patched models whose rotation is not the stock function of their modeling module: replaced by another library, or
-written into custom attention."""
+"""Patched models that do not rotate by the stock function: replaced by another library, or custom attention."""
 
 import functools
 import gc
@@ -29,7 +28,7 @@ def logits(model: nn.Module) -> Tensor:
 
 
 def with_frequencies(model: PreTrainedModel, table: mrrope.FrequencyTable) -> PreTrainedModel:
-    """Stock code with a table's frequencies, set by hand."""
+    """Set a table's frequencies in the stock model."""
     rotary = model.model.rotary_emb
     rotary.inv_freq.copy_(table.inv_freq)
     rotary.attention_scaling = table.attention_factor
@@ -42,14 +41,14 @@ def assert_reads_by_the_table(model: nn.Module) -> None:
 
 
 def their_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """A library's replacement: takes whatever it gets for cosines and sines."""
+    """Another library's replacement, which takes any tensors for cosines and sines."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
 
 @pytest.fixture(autouse=True)
 def llamas_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its place again after the test."""
+    """Restore Llama's own function after the test."""
     gc.collect()
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
 
@@ -133,14 +132,14 @@ class RotatesInline(CustomAttention):
         return tuple(x * c[:, None] + rotate_half(x) * s[:, None] for x in (q, k))
 
 
-def turn(x, embedding):
-    """Of another name, and with other parameters, than functions that are known to apply RoPE."""
+def rotate_by(x, embedding):
+    """An apply function of unknown name and parameters."""
     return x * embedding[0].unsqueeze(1) + rotate_half(x) * embedding[1].unsqueeze(1)
 
 
 class RotatesByAHelper(CustomAttention):
     def rotated(self, q, k, position_embeddings):
-        return turn(q, position_embeddings), turn(k, position_embeddings)
+        return rotate_by(q, position_embeddings), rotate_by(k, position_embeddings)
 
 
 class InheritsItsRotation(RotatesByAHelper):
@@ -175,7 +174,7 @@ def test_attention_that_rotates_by_itself_gets_the_table(attention: type[nn.Modu
 
 @pytest.mark.parametrize("hooked", ["hook", "forward"])
 def test_attention_with_hooks_is_probed_too(hooked: str) -> None:
-    """accelerate puts another forward on the instance."""
+    """accelerate sets another forward on the instance."""
     model = custom_llama(RotatesByAHelper)
     for layer in model.model.layers:
         attention = layer.self_attn

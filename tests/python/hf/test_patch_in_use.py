@@ -1,4 +1,4 @@
-"""What users do with a model once it is patched: generate, compile, train, fine-tune, place, shard and copy it.
+"""Patched models in use: generate, compile, train, fine-tune, place, shard and copy.
 
 The reference is the same model unfused, with the same frequencies set by hand. Where stock transformers cannot do a
 thing on this machine, the reference fails first, and the test is skipped with its reason.
@@ -179,7 +179,7 @@ def test_attention_backends(backend: str) -> None:
 def test_compiled_by_inductor(dynamo: Any) -> None:
     model, reference = pair()
     for which in (model, reference):
-        del which.model.layers[1:]  # one says it all, in half the time
+        del which.model.layers[1:]  # one layer is enough, in half the time
     assert_same(logits(torch.compile(model, fullgraph=True)), logits(reference))
 
 
@@ -324,7 +324,7 @@ def test_hooks_of_accelerate(how: str, when: str) -> None:
     "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
 def test_copies_of_a_model_in_use(how: Callable[[Any], Any]) -> None:
-    """After generating and in the middle of training, with gradients; on their own from there on."""
+    """Copies made after generating and during training, with gradients, are independent."""
     model, reference = pair()
     generated(model, tokens(1, 8))
     want = gradients(reference.train())
@@ -340,7 +340,7 @@ def test_copies_of_a_model_in_use(how: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "llama4_text"])
 def test_saved_whole(family: str, zipped: bool, tmp_path: Path) -> None:
-    """As older versions of torch saved one, tensors get their values after everything else."""
+    """In the format of older versions of torch, tensors get their values last."""
     model, reference = pair(family)
     torch.save(model, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
     mrrope.unpatch(model)
@@ -363,7 +363,7 @@ def test_functional_call() -> None:
 @pytest.mark.filterwarnings("ignore:.*not the fused op")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "llama4_text", "qwen4_exp_text"])
 def test_patched_in_inference_mode(family: str) -> None:
-    """Its tables must be of use outside it, too."""
+    """Its tables must not be inference tensors."""
     model, reference = (tiny_model(family) for _ in range(2))
     with torch.inference_mode():
         mrrope.patch(model, "mrrope_pro", scale=4.0)
@@ -396,7 +396,7 @@ def tensor_parallel():
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     result["text"] = model.generate(tokens(1, 12), **options)
     mrrope.patch(model, ready(), fuse_norms=False)
-    result["norms_apart"] = logits(model)
+    result["unfused_norms"] = logits(model)
     mrrope.unpatch(model)
     return result | {"unpatched": logits(model)}
 
@@ -428,7 +428,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def distributed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """What the parts of the script above give in two processes on the CPU; fails where a part did not finish."""
+    """The results of the script above in two processes on the CPU; fails where a part did not finish."""
     folder = tmp_path_factory.mktemp("distributed")
     tiny_model("llama").save_pretrained(folder / "model")
     return run_on_two_ranks(DISTRIBUTED, folder)
@@ -441,7 +441,7 @@ def test_tensor_parallel(distributed: Callable[[str], dict[str, Any]]) -> None:
     assert_same(result["plain"], logits(reference))
     unfused(reference, ready())
     assert_same(result["patched"], logits(reference))
-    assert_same(result["norms_apart"], logits(reference))
+    assert_same(result["unfused_norms"], logits(reference))
     assert torch.equal(result["text"], generated(reference, tokens(1, 12)).sequences)
     assert torch.equal(result["unpatched"], result["plain"])
 
@@ -451,10 +451,10 @@ def test_fully_sharded_in_mixed_precision(distributed: Callable[[str], dict[str,
     result = distributed(f"fully_sharded-{when}")
     assert torch.equal(result["tables"]["model.rotary_emb.packed_table"], ready().packed(torch.device("cpu")))
     assert result["logits"].dtype == torch.bfloat16
-    # Norms whose weights are sharded by then are left alone.
+    # Norms with sharded weights stay unfused.
     unsharded = mrrope.patch(tiny_model("llama").bfloat16(), ready(), fuse_norms=when == "before")
     assert_same(result["logits"], logits(unsharded))
-    # No further from the truth than stock code in bfloat16.
+    # The error against float32 is no larger than that of stock code in bfloat16.
     exact, stock = (unfused(tiny_model("llama").to(dtype), ready()) for dtype in (torch.float32, torch.bfloat16))
     assert relative(result["logits"], logits(exact)) < 1.25 * relative(logits(stock), logits(exact))
     want, rounded = gradients(exact), gradients(stock)

@@ -1,4 +1,4 @@
-"""patch extends what a model does as it is: its own frequencies, its own length, its text part alone."""
+"""patch extends the model's own frequencies and its own length, in its text model alone."""
 
 import copy
 import warnings
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quiet_transformers")
 TRAINED = LENGTH // 4
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": TRAINED}
 RISING = [1.0, 1.0, 1.1, 1.5, 2.0, 3.0, 4.0, 4.0]
-# RoPE as families are released with it, or as users write it into configurations, beside their default settings.
+# Settings of released models, and of users' configurations, beside the defaults of each family.
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 linear": (
         "gemma3_text",
@@ -94,7 +94,7 @@ def settings_of(model: Any) -> rope_config.RopeSettings:
 
 
 def table_in(model: Any) -> mrrope.FrequencyTable:
-    """The table that the layers of a patched model rotate by that see the whole text."""
+    """The table of the global layers of a patched model."""
     swaps = (swap.tables.by_layer_type for module in model.modules() if (swap := SwappedTable().state_of(module)))
     fused = (module.tables for module in model.modules() if isinstance(module, TableRotaryEmbedding))
     tables = (item for by_layer in (*fused, *swaps) for item in by_layer.items())
@@ -115,7 +115,7 @@ def test_what_extends_nothing_changes_nothing(case: str) -> None:
     assert all(torch.equal(logits(model, length), want) for length, want in zip(lengths, before, strict=True))
 
 
-READ = {  # what each reads as it is
+READ = {  # the length that each reads without a patch
     "gemma3 linear": LENGTH,
     "hunyuan alpha": LENGTH,
     "gpt_oss untruncated": LENGTH,
@@ -148,7 +148,7 @@ def test_scale_counts_from_what_the_model_reads(case: str) -> None:
 
 
 def ernie_vl() -> Any:
-    """Its three sections of pairs want heads of 128."""
+    """Its three sections of pairs need heads of 128."""
     text = {"head_dim": 128, "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = tiny_models.tiny_config(transformers.Ernie4_5_VLMoeConfig(), {"text_config": text})
     with torch.random.fork_rng(devices=[]):
@@ -159,7 +159,7 @@ def ernie_vl() -> Any:
 @pytest.mark.parametrize("family", ["ernie4_5_vl_moe", "cohere_compass_text"])
 @pytest.mark.filterwarnings("ignore:.*gets the table but not the fused op")
 def test_frequencies_in_another_order(family: str) -> None:
-    """Each pair is slowed as plain RoPE's pair of that frequency is."""
+    """Each pair is scaled as plain RoPE's pair of that frequency."""
     model = ernie_vl() if family == "ernie4_5_vl_moe" else model_of(family)
     before, allowed = logits(model), tolerance(model, logits)
     with mrrope.patched(model, "rope"):
@@ -247,7 +247,7 @@ def test_starting_over_is_plain_rope(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["deepseek mscale", "deepseek half mscale", "qwen3 yarn"])
 def test_a_temperature_that_the_attention_holds_counts_once(case: str) -> None:
-    """Started over with the factor that it has, yarn is what the model does."""
+    """Started over with its own factor, yarn is the model's own table."""
     model = model_of(case)
     before = logits(model)
     options = {"attention_factor": settings_of(model).table.attention_factor} if case == "deepseek half mscale" else {}
@@ -319,7 +319,7 @@ def test_a_cast_does_not_round_the_frequencies(case: str, dtype: torch.dtype) ->
 
 @torch.no_grad()
 def test_auto_extends_past_a_trained_factor() -> None:
-    """Gemma 3's linear factor is part of what it reads as it is."""
+    """Gemma 3's linear factor counts towards the length that it reads without a patch."""
     model = model_of("gemma3 linear")
     stock, at_twice, allowed = logits(model), logits(model, 2 * LENGTH), tolerance(model, logits)
     mrrope.patch(model, "mrrope_pro", scale="auto", max_scale=4.0)
@@ -330,7 +330,7 @@ def test_auto_extends_past_a_trained_factor() -> None:
 
 
 def patched_in(model: Any) -> list[str]:
-    """Where a model's rotary embeddings were extended."""
+    """The paths of the rotary embeddings that were extended."""
     return [
         path
         for path, module in model.named_modules()
@@ -339,10 +339,10 @@ def patched_in(model: Any) -> list[str]:
 
 
 def composite(model_type: str, name: str) -> Any:
-    """A tiny random model of a class that AutoModelForCausalLM does not give."""
+    """A tiny random model of a class outside AutoModelForCausalLM."""
     config = tiny_config_of(model_type)
     for codec in ("codec_config", "audio_encoder_config"):
-        if hasattr(config, codec):  # its convolutions want sizes that fit each other
+        if hasattr(config, codec):  # sizes that fit its convolutions
             setattr(
                 config,
                 codec,
@@ -402,7 +402,7 @@ def test_a_text_model_of_several_rotary_embeddings_is_extended_whole() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen4_exp_text"])
 @pytest.mark.filterwarnings("ignore:.*gets the table but not the fused op")
 def test_patching_again_extends_the_model_as_it_came(family: str) -> None:
-    """Where the op cannot be fused, the table is in the model's own rotary embedding."""
+    """Also where the table is in the model's own rotary embedding, which cannot be fused."""
     once, twice = (mrrope.patch(model_of(family), "mrrope_pro", scale=4.0) for _ in range(2))
     mrrope.patch(twice, "mrrope_pro", scale=4.0)
     assert table_in(twice) == table_in(once)

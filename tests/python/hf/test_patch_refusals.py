@@ -17,7 +17,7 @@ def tiny_base_model(model_type: str) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModel.from_config(tiny_config(CONFIG_MAPPING[model_type](), {})).eval()
     for parameter in model.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)  # scales that start at zero would hide what RoPE does
+        parameter.data += 0.2 * torch.randn_like(parameter)  # scales initialized to zero would hide the effect of RoPE
     return model
 
 

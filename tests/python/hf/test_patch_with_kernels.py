@@ -62,7 +62,7 @@ def test_kernelized_models(family: str, first: str, recwarn: pytest.WarningsReco
 
 @needs_kernels
 def test_a_kernel_for_another_device_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernelize does with a kernel from the Hub: the instance gets its forward."""
+    """Set another forward on the instance, as kernelize does with a kernel from the Hub."""
 
     def forward(self: nn.Module, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
         raise AssertionError("takes tensors of a GPU")

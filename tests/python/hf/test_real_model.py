@@ -1,4 +1,4 @@
-"""A real model, patched, finds what it read further back than it was trained to look; unpatched, it does not."""
+"""A real model finds a pass key past its training length when patched, and does not when unpatched."""
 
 import smollm2
 import torch
@@ -11,7 +11,7 @@ PASS_KEY = "71432"
 
 
 def question_after_a_long_text(tokenizer) -> torch.Tensor:
-    """Tokens of a real text that gives away a pass key early on, and the question what it was."""
+    """Tokens of a real text with a pass key near its start, and a question for it."""
     assert LENGTH - DEPTH > smollm2.NATIVE_LENGTH
     text = tokenizer(smollm2.real_text())["input_ids"]
     subject = "pass key to the garden gate"

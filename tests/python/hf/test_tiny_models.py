@@ -1,4 +1,4 @@
-"""Every causal LM of transformers that uses RoPE builds tiny, shows what RoPE does, and decodes as it prefills."""
+"""Every causal LM of transformers with RoPE: a tiny model builds, depends on RoPE, and decodes as it prefills."""
 
 import re
 
