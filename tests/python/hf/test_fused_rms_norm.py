@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from two_processes import results_of
+from two_ranks import results_of
 
 FAMILIES = {
     "llama": "two a layer, one at the end",
