@@ -92,7 +92,7 @@ bool is_fusible(const QkvRotaryCall& call) {
            table.numel() == table.size(-1) && positions.dim() <= 2;
 }
 
-// Without positions, table and result, which the plan does not depend on.
+// All arguments but positions, table and result, which the plan does not depend on.
 QkvRotaryArgs shape_args(const QkvRotaryCall& call) {
     const auto& [x, weight, bias, positions, table, q_heads, kv_heads, pairing] = call;
     QkvRotaryArgs args;
@@ -131,8 +131,8 @@ Tensor fused(const QkvRotaryCall& call, QkvRotaryArgs args, const QkvRotaryPlan&
 
 #endif
 
-// The backward pass is unfused: it rotates the gradient back and differentiates a plain product. All its ops are
-// differentiable, hence so is it.
+// The backward pass is unfused: it rotates the gradient back and differentiates a plain GEMM. All its ops are
+// differentiable, so double backward works.
 struct QkvRotaryFunction : torch::autograd::Function<QkvRotaryFunction> {
     static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x, const Tensor& weight,
                           const OptionalTensor&, const QkvRotaryCall& call, const auto& below) {
@@ -223,7 +223,7 @@ struct QkvRotary {
     }
 };
 
-// What only this op registers, with the arguments of its signature.
+// Kernels that only this op registers; Args are those of its signature.
 template <class Signature>
 struct QkvRotaryKernels;
 
@@ -256,7 +256,7 @@ struct QkvRotaryKernels<Tensor(Args...)> {
                       .raster = plan[2] == 0 ? QkvRotaryPlan::Raster::rows : QkvRotaryPlan::Raster::columns});
     }
 
-    // The plan that qkv_rotary takes.
+    // The launch plan that qkv_rotary chooses for these arguments.
     static std::vector<int64_t> plan(Args... args) {
         const QkvRotaryCall call{args...};
         if (!is_fusible(call)) return {QkvRotaryPlan::unfused, 1, 0};

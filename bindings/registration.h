@@ -29,7 +29,7 @@
 
 namespace mrrope {
 
-// True for tangents too: ops without forward-mode derivatives refuse them instead of dropping them.
+// True for forward-mode tangents, too: ops without forward-mode derivatives refuse them instead of dropping them.
 inline bool needs_gradient(const at::Tensor& x) {
     return (at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(/*level=*/0).defined();
 }
@@ -69,7 +69,7 @@ struct Kernels<Op, Result(Args...)> {
     static Result autograd(Args... args) {
         const Call call{args...};
         const auto below = [&]() -> Result {
-            // Writing ops go through increment_versions next.
+            // Ops that write dispatch to ADInplaceOrView next: increment_versions.
             const std::conditional_t<writes, at::AutoDispatchBelowAutograd, at::AutoDispatchBelowADInplaceOrView> guard;
             return dispatched<Op>().call(args...);
         };

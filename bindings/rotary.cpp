@@ -94,6 +94,7 @@ struct RotaryInPlace : RotaryTraits<void> {
                 "leaf tensor that requires grad and cannot be rotated in place: use rotary, or torch.no_grad()");
             has_memory = has_memory && !x.tensor.key_set().has_any(traced);
         });
+        // Fake and functionalized tensors have no data pointers, which check_writable compares.
         if (has_memory) check_writable(call);
         const std::vector<Tensor> rotated =
             rotary(call.heads, call.positions, call.table, call.layout, call.pairing, call.conjugate, call.table_index);

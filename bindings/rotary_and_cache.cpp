@@ -116,7 +116,7 @@ void check_caches(const RotaryAndCacheCall& call, const Layout& layout, const La
     }
 }
 
-// Written tensors overlap no other argument.
+// Written tensors overlap neither q, k and v nor each other.
 void check_no_overlaps(const RotaryAndCacheCall& call) {
     const auto written = call.written();
     for (size_t i = 0; i < written.size(); ++i) {
@@ -128,7 +128,7 @@ void check_no_overlaps(const RotaryAndCacheCall& call) {
     }
 }
 
-// Reads CPU slots; kernels skip tokens whose slot is out of range.
+// CPU slots only: CUDA kernels skip tokens whose slot is out of range.
 void check_slots(const RotaryAndCacheCall& call, const CacheSlots& slots, int64_t batch, int64_t tokens) {
     if (!call.slots.is_cpu()) return;
     const PositionsView& view = slots.of_tokens;
@@ -157,7 +157,7 @@ CacheSlots cache_slots(const RotaryAndCacheCall& call, const Layout& layout, con
     return slots;
 }
 
-// Reads CPU scales; kernels multiply by the inverse, finite or not.
+// CPU scales only: CUDA kernels multiply by the inverse, finite or not.
 void check_scale_values(const char* name, const Tensor& scale, const CachedHeads& cached) {
     if (!scale.is_cpu()) return;
     for (int64_t i = 0; i < scale.numel(); ++i) {

@@ -53,7 +53,7 @@ std::pair<const char*, const char*> first_run(const at::Tensor& tensor) {
     return {start, start + run * tensor.element_size()};
 }
 
-// torch answers TooHard for views with gaps, such as q and k of one packed projection; their first heads decide.
+// torch returns TooHard for views with gaps, such as q and k of one packed projection; their first runs decide.
 bool share_memory(const at::Tensor& a, const at::Tensor& b) {
     if (a.numel() == 0 || b.numel() == 0) return false;
     const at::MemOverlapStatus status = at::get_overlap_status(a, b);
@@ -196,7 +196,7 @@ std::vector<at::Tensor> empty_like_heads(at::TensorList heads) {
     out.reserve(heads.size());
     for (const at::Tensor& x : heads) {
         out.push_back(at::empty_like(x));
-        // empty_like keeps the order of the strides, whose innermost dimension may be another where x overlaps itself.
+        // empty_like keeps the order of the strides: if x overlaps itself, its innermost dimension may not be the last.
         if (out.back().sym_stride(-1) != 1) out.back() = at::empty_like(x, at::MemoryFormat::Contiguous);
     }
     return out;

@@ -30,7 +30,7 @@ struct NamedTensor {
     const at::Tensor& tensor;
 };
 
-// The dimensions of a tensor of heads; batch is -1 in packed layouts.
+// Indices of the dimensions of a tensor of heads; batch is -1 in packed layouts.
 struct Layout {
     const char* name;
     const char* shape;
@@ -68,25 +68,25 @@ void check_k_matches_q(const at::Tensor& q, const at::Tensor& k, const Layout& l
 // No two elements share memory, as writing requires.
 void check_no_internal_overlap(NamedTensor heads);
 
-// Two tensors, one of them written, share no memory. Catches what strides and the first contiguous runs show without a
-// search; `purpose` follows "must not share memory".
+// Two tensors, one of them written, share no memory. Where torch's overlap check does not decide (views with gaps),
+// only their first contiguous runs are compared. `purpose` follows "must not share memory" in the message.
 void check_no_overlap(NamedTensor a, NamedTensor b, const char* purpose = "");
 
-// Reads a CPU tensor; kernels clamp indices instead, since reading them here would synchronize.
+// CPU tensors only: reading CUDA tensors here would synchronize, so kernels clamp their indices instead.
 void check_range(NamedTensor index, int64_t count);
 
-// Reads a CPU table, or a stack of them; kernels multiply by whatever the word holds.
+// CPU tables only, single or stacked: CUDA kernels multiply by whatever the word holds.
 void check_attention_factors(const at::Tensor& table);
 
 // --- views ---
 
-// 0 for dimensions of size 1, whose stride torch leaves unspecified.
+// 0 for an absent dimension, -1, and for dimensions of size 1, whose stride torch leaves unspecified.
 int64_t stride_or_zero(const at::Tensor& tensor, int dim);
 
-// Results with the strides of dense heads and a contiguous last dimension.
+// Uninitialized results: with the heads' strides where those are dense, and always with a contiguous last dimension.
 std::vector<at::Tensor> empty_like_heads(at::TensorList heads);
 
-// Gradients may have any strides; that of a sum is expanded.
+// Autograd passes gradients of any strides: that of a sum is an expanded tensor.
 at::Tensor with_contiguous_last_dimension(const at::Tensor& gradient);
 
 HeadStrides head_strides(const at::Tensor& heads, const Layout& layout);

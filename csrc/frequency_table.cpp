@@ -43,7 +43,7 @@ void require_base(double base) {
 
 void require_ordered(Bounds bounds) {
     const auto [low, high] = bounds;
-    constexpr int most = 1 << 16;  // far past any head; mrrope allocates one share per step between the bounds
+    constexpr int most = 1 << 16;  // far past any head; set_power allocates one share per step between the bounds
     require(0 <= low && low <= high && high <= most, "bounds must be (d_l, d_h) with 0 <= d_l <= d_h <= ", most,
             ", got (", low, ", ", high, ")");
 }
@@ -153,7 +153,7 @@ public:
     // The radix factors between the bounds share the scale: see set_power.
     WideFloat mrrope(int pair) const {
         const auto [low, high] = bounds_;
-        // Coinciding bounds give one step right after them, the limit of YaRN's ramp.
+        // If the bounds coincide, the full scale starts at the next pair, as with YaRN's ramp.
         const int step = std::clamp(theta_.rank(pair) - low, 0, std::max(high - low, 1));
         return power_of_scale(share_of_scale_[step]);
     }
@@ -183,7 +183,7 @@ private:
     // has a share proportional to (j - d_l + 1)^power.
     void set_power(double power) {
         const int steps = std::max(bounds_.second - bounds_.first, 1);
-        // Dividing by the largest base keeps every power from overflowing; clamping does so for the exponent's product.
+        // Dividing j by the j of the largest term keeps all terms at most 1; clamping keeps exponent * log(j) finite.
         const double largest = power > 0.0 ? steps : 1.0;
         const double exponent = std::clamp(power, -1e300, 1e300);
         share_of_scale_.assign(1, 0.0);

@@ -26,7 +26,7 @@ class NativeRope:
     native: FrequencyTable | None = None
     """The table of the unpatched model, where that is not plain RoPE."""
     trained_length: float | None = None
-    """The length before the extension in the model's configuration; without an extension, the stated length."""
+    """The context length before the extension that the configuration sets; the configured length if it sets none."""
     held_attention_factor: float = 1.0
     """The square root of the temperature that the model's attention applies for its configured extension."""
 
@@ -60,7 +60,7 @@ def resolve_table(
     Args:
         trained: the unpatched model's RoPE.
         method: a method's name, a table, the path of a table's JSON, or the name of a shipped calibrated table.
-        scale: by how much to extend the context; 1 for a table.
+        scale: by how much to extend the context; must be 1 if ``method`` is a table.
         options: more arguments of :func:`frequency_table`; they override the model's configuration.
 
     Raises:
@@ -96,14 +96,14 @@ def resolve_table(
     return frequency_table(method, **arguments, attention_factor=remaining)
 
 
-def _check_fits_model(trained: NativeRope, table: FrequencyTable, told: dict[str, Any]) -> None:
-    """Raise where a table was made for another model; options in ``told`` override the model's configuration."""
+def _check_fits_model(trained: NativeRope, table: FrequencyTable, overrides: dict[str, Any]) -> None:
+    """Raise where a table was made for another model; options in ``overrides`` override the model's configuration."""
     _check_rotary_dim(trained, table)
     lengths = [trained.original_max_position, trained.trained_length]
     known = {
-        "base": [told["base"]] if "base" in told else [trained.base],
-        "original_max_position": [told["original_max_position"]]
-        if "original_max_position" in told
+        "base": [overrides["base"]] if "base" in overrides else [trained.base],
+        "original_max_position": [overrides["original_max_position"]]
+        if "original_max_position" in overrides
         else [length for length in lengths if length is not None],
     }
     for name, values in known.items():
@@ -113,7 +113,7 @@ def _check_fits_model(trained: NativeRope, table: FrequencyTable, told: dict[str
                 f"{name}={getattr(table, name):.15g}"
             )
     reached, native = table.original_max_position * table.scale, trained.original_max_position
-    if not told and native is not None and reached < native:
+    if not overrides and native is not None and reached < native:
         warnings.warn(f"{table!r} reads {reached:.15g} tokens, and the model as it is {native:.15g}", stacklevel=3)
     held = trained.held_attention_factor
     if held != 1.0 and table.original_max_position == trained.trained_length and table.attention_factor != 1.0:

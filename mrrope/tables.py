@@ -18,8 +18,8 @@ METHOD_TRAITS: dict[str, _core.MethodTraits] = {method.name: method for method i
 """The row of every method in ``csrc/frequency_table.cpp``: all other lists of methods derive from it.
 
 ``has_temperature`` says whether the default attention factor is ``0.1 ln(scale) + 1``, ``needs`` names the argument of
-:func:`frequency_table` that the method needs besides the scale, and ``power`` is the power with which ``mrrope_pow``
-gives the same table; None for none.
+:func:`frequency_table` that the method needs besides the scale (None: no argument), and ``power`` is the power with
+which ``mrrope_pow`` gives the same table (None: no such power).
 """
 
 METHODS: tuple[str, ...] = tuple(METHOD_TRAITS)
@@ -100,8 +100,8 @@ class FrequencyTable:
 
     Made by :func:`frequency_table`, :meth:`load`, :meth:`from_dict`, :meth:`relative_to` or :meth:`inverse`.
 
-    A table owns its copies in device memory, alone and stacked with other tables. Keep every table of a call alive
-    while a CUDA graph that captured the call is replayed or another stream still runs it.
+    A table owns its device copies and those of the stacks that it is the first table of. Keep every table of a call
+    alive while a CUDA graph that captured the call is replayed or another stream still runs it.
     """
 
     def __init__(self, core: _core.Table) -> None:
@@ -142,7 +142,7 @@ class FrequencyTable:
 
     @property
     def attention_factor(self) -> float:
-        """The factor of the rotated q and k, and squared of the attention logits."""
+        """The factor on rotated q and k; its square multiplies the attention logits."""
         return self._core.attention_factor
 
     @property
@@ -170,7 +170,7 @@ class FrequencyTable:
         return self._packed.on(device)
 
     def to(self, device: torch.device | str) -> FrequencyTable:
-        """Copy the table to ``device`` ahead of CUDA-graph capture or torch.compile, and return it."""
+        """Cache a copy on ``device`` ahead of CUDA-graph capture or torch.compile, and return this table."""
         # An empty tensor resolves "cuda" to the current device of that kind.
         self.packed(torch.empty(0, device=device).device)
         return self
@@ -362,8 +362,8 @@ def frequency_table(
             cumulative scales.
         attention_factor: overrides the default, which is ``0.1 ln(scale) + 1`` for ``yarn``, ``yarn_ratio`` and
             ``mrrope_*`` and 1 for the others, times that of ``native``.
-        native: the model's own table, where that is not plain RoPE. The method slows down its frequencies, which may
-            come in any order: formulas count pairs from the fastest on.
+        native: the model's own table, where that is not plain RoPE. The method slows down its frequencies, which need
+            not be sorted: formulas rank pairs from the fastest on.
 
     Returns:
         The table.

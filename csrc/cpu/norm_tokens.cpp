@@ -104,7 +104,7 @@ void norm_view(const QkNormRotaryArgs& args, const HeadsView& view, const void* 
     });
 }
 
-// With r the inverse root mean square of x, w the weights and v the gradient rotated back:
+// With r the inverse root mean square of x, w the weights plus their offset, and v the gradient rotated back:
 //     dx = r * (v * w) - x * r^3 * mean(v * w * x)    and    dw = x * r * v.
 template <class Storage, class Real>
 void norm_view_gradient(const QkNormRotaryArgs& args, const HeadsView& view, const void* weights,

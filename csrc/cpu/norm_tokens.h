@@ -11,8 +11,8 @@ namespace {
 // cosines and sines of its token.
 inline int64_t norm_scratch_size(const QkNormRotaryArgs& args) {
     const RotaryArgs& rotary = args.rotary;
-    const int most_heads = rotary.q.heads > rotary.k.heads ? rotary.q.heads : rotary.k.heads;
-    const int64_t row = static_cast<int64_t>(args.over == NormOver::head ? 1 : most_heads) * rotary.head_dim;
+    const int max_heads = rotary.q.heads > rotary.k.heads ? rotary.q.heads : rotary.k.heads;
+    const int64_t row = static_cast<int64_t>(args.over == NormOver::head ? 1 : max_heads) * rotary.head_dim;
     return 2 * row + 3 * (rotary.rotary_dim / 2);
 }
 

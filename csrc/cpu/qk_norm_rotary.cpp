@@ -13,7 +13,7 @@ namespace {
 // The break-even point of a second thread.
 constexpr int64_t components_per_thread = 16384;
 // Tokens are distributed over at most this many partial sums, so weight gradients do not depend on the number of cores.
-constexpr int64_t most_sum_rows = 64;
+constexpr int64_t max_sum_rows = 64;
 
 int64_t tokens_of(const QkNormRotaryArgs& args) {
     return args.rotary.batch * args.rotary.tokens;
@@ -41,7 +41,7 @@ void qk_norm_rotary_cpu(const QkNormRotaryArgs& args, const ParallelFor& paralle
 }
 
 WeightSumRows weight_sum_rows_cpu(const QkNormRotaryGradientArgs& args) {
-    const int64_t rows = std::min(tokens_of(args.call), most_sum_rows);
+    const int64_t rows = std::min(tokens_of(args.call), max_sum_rows);
     return {rows, rows};
 }
 

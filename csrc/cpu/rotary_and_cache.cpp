@@ -8,7 +8,7 @@
 #include "rotate_tokens.h"
 #include "storage.h"
 
-// Each token is a call of rotary_cpu whose output is the token's slot.
+// Each token is a call of rotary_cpu that writes k to the token's slot; float8 caches go through a float32 copy.
 
 namespace mrrope {
 namespace {
@@ -17,7 +17,7 @@ void on_this_thread(int64_t count, int64_t, const RangeBody& body) {
     body(0, count);
 }
 
-// The heads of the only token of `args`, with its slot as output. No heads where it has no slot.
+// The heads of the only token of `args`, with its slot as output. No heads if the slot is out of range.
 HeadsView with_slot_as_output(const RotaryAndCacheArgs& args, const CachedHeads& heads) {
     const CacheSlots& slots = args.slots;
     const int64_t slot = slots.of_tokens.is_int64 ? *static_cast<const int64_t*>(slots.of_tokens.data)

@@ -21,8 +21,8 @@ inline int64_t table_index_of(const TableChoice& choice, int64_t batch, int64_t 
     return choice.index[batch * choice.batch_stride + token * choice.token_stride];
 }
 
-// A loop of its own, before the cosines: most processors have no vector product of 64-bit integers, so only this part
-// stays scalar.
+// Separate from the loop over cos/sin: most processors have no SIMD multiply of 64-bit integers, and in one loop that
+// would keep cos/sin scalar, too.
 inline void fill_phases(uint64_t* phases, const RotaryArgs& args, int64_t table, int64_t batch, int64_t token,
                         int first_pair, int pairs) {
     const PositionsView& positions = args.positions;
@@ -56,7 +56,7 @@ void fill_cos_sin(Real* cos, Real* sin, uint64_t* phases, const RotaryArgs& args
     }
 }
 
-// The simd pragmas hold in place, too: each iteration reads its two components before it writes them, and no other
+// The simd pragmas are valid in place, too: each iteration reads its two components before it writes them, and no other
 // iteration accesses them.
 template <class Storage, class Real>
 void rotate_halves(const Storage* in, Storage* out, int half, int pairs, const Real* cos, const Real* sin) {

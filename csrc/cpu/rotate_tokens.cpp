@@ -10,8 +10,8 @@
 namespace mrrope {
 namespace {
 
-// Tokens whose cosines and sines are computed together: many make long runs of memory in layouts with heads outermost,
-// and this many stay in the L1 cache.
+// Tokens per tile of cos/sin. In layouts with heads outermost, more tokens make longer contiguous runs; 64 tokens of 64
+// float pairs (head_dim 128) are 32 KiB of cos/sin, which fit in a common L1 cache.
 constexpr int tokens_per_tile = 64;
 // Pairs per tile; wider heads take several tiles.
 constexpr int pairs_per_tile = 128;

@@ -78,7 +78,7 @@ def _pair_dim(pairing: str) -> int:
 def _cos_sin(
     positions: torch.Tensor, table: torch.Tensor, layout: str, pairing: str, conjugate: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the factors of every component and of its partner, scaled by the attention factor."""
+    """Return, per component, its own factor (cos) and its partner's (signed sin), times the attention factor."""
     words = table if table.dim() == 1 else table[:, None]
     if table.dim() == 3:
         words, rows = words.unbind(-2)

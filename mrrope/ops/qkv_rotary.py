@@ -25,9 +25,9 @@ def qkv_rotary(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Project x to q, k and v, and rotate q and k by their positions. Differentiable.
 
-    Equals ``torch.nn.functional.linear``, a split into heads, and ``rotary``. On sm_90 GPUs float16 and bfloat16 are
-    rotated in the epilogue of the matrix product, where that is faster, and rounded once. Elsewhere the fallback runs
-    the two ops one after the other. Under autocast x, weight and bias are cast as ``linear`` casts them.
+    Equals ``torch.nn.functional.linear``, a split into heads, and ``rotary``. On sm_90 GPUs float16 and bfloat16 run
+    as one GEMM that rotates in its epilogue and rounds once, if that is faster. Otherwise the fallback runs the ops
+    unfused. Under autocast x, weight and bias are cast as ``linear`` casts them.
 
     Args:
         x: ``[batch, tokens, inputs]``; for layout ``thd``, ``[tokens, inputs]``.

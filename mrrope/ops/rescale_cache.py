@@ -131,7 +131,7 @@ def _copied_blocks(layers: list[torch.Tensor], layout: str, blocks: object) -> l
 
 
 def _check_overlap(layers: list[torch.Tensor]) -> None:
-    """Raise where layers overlap in memory. The op gets copies of the blocks, so that its own check does not see it."""
+    """Raise where layers overlap in memory. The op's own check sees only the copied blocks, which never overlap."""
     for i, layer in enumerate(layers):
         if torch._debug_has_internal_overlap(layer) == 1:
             raise RuntimeError(

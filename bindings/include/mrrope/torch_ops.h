@@ -26,10 +26,11 @@ namespace mrrope {
 
 // Packs a table into an int64 tensor: rotary_dim / 2 phase steps, then the bits of the attention factor.
 //
-// A negated table rotates by the negated angle with the same factor: the sign of the last word is the table's, since
-// the factor is positive. On a CPU the ops reject a factor that is not a positive finite float32; on a GPU they
-// multiply by it unchecked. Tables stack to [count, words]. For positions of [rows, batch, tokens], each table has a
-// second row, [count, 2, words], with the row of positions of each pair; it is negated with the first.
+// A table negated word by word rotates by the negated angle with the same factor: factors are positive, so the sign of
+// the last word tells whether the table is negated. On a CPU the ops reject a factor that is not a positive finite
+// float32; on a GPU they multiply by it unchecked. Tables stack to [count, words]. For positions of [rows, batch,
+// tokens], each table has a second row, [count, 2, words], with the row of positions of each pair; negating a table
+// negates both rows.
 at::Tensor packed_tensor(const FrequencyTable& table, at::Device device);
 
 // Rotates q, or q and k. Differentiable. conjugate: rotate by the negated angle, with the same attention factor.

@@ -25,8 +25,8 @@ MRROPE_HOST_DEVICE uint8_t float8_e4m3_bits(float x) {
     return static_cast<uint8_t>(sign | (magnitude > 0x7f800000u ? 0x7fu : finite));
 }
 
-// x / scale before rounding to float8, by multiplication with a reciprocal that need not be exact: one FMA computes the
-// remainder, which corrects the quotient. Quotients from 512 on saturate, so they need no correction.
+// Divides by the scale before rounding to float8: multiplies by a reciprocal that need not be exact, then corrects the
+// quotient by its FMA remainder. Quotients from 512 on saturate and skip the correction, which turns infinity into NaN.
 struct Float8Scale {
     float scale;
     float reciprocal;

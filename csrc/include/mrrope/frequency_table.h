@@ -30,8 +30,8 @@ enum class Method {
     relative,  // difference of two tables, from relative(); build_table() does not take it
 };
 
-// What a caller must choose for a method besides the scale. build_table() requires power and factors; beta has a
-// default, 32, which is YaRN's, while checkpoints with llama3 set 4.
+// The argument besides the scale that a method needs. build_table() throws without power or factors. It accepts the
+// default of beta, YaRN's 32, although llama3 checkpoints set 4.
 enum class Needs { nothing, power, radix_factors, cumulative_scales, beta };
 
 struct MethodTraits {
@@ -57,14 +57,14 @@ struct TableRequest {
     double base = 10000.0;
     double original_max_position = 0.0;
     double scale = 1.0;
-    double alpha = 1.0;  // slow and fast bound, in rotations over original_max_position
+    double alpha = 1.0;  // alpha and beta: slow and fast bound, in rotations over original_max_position
     double beta = 32.0;
     std::optional<Bounds> bounds = std::nullopt;  // overrides alpha and beta
     std::optional<double> power = std::nullopt;   // mrrope_pow only
     std::vector<double> factors = {};             // radix: the radix factors; longrope: the cumulative scales
     std::optional<double> attention_factor = std::nullopt;
-    // The model's own RoPE, which the method extends. Its frequencies are base^(-2i / rotary_dim) / native_scale[i], in
-    // any order (empty: plain RoPE), and it multiplies rotated q and k by native_attention_factor.
+    // The model's own RoPE, which the method extends. Its frequencies, base^(-2i / rotary_dim) / native_scale[i], need
+    // not be sorted; an empty native_scale is plain RoPE. It multiplies rotated q and k by native_attention_factor.
     std::vector<double> native_scale = {};
     double native_attention_factor = 1.0;
 };

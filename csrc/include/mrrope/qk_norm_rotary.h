@@ -23,15 +23,16 @@ struct QkNormRotaryArgs {
 
 void qk_norm_rotary_cpu(const QkNormRotaryArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
-// In mrrope::cuda. Asynchronous on `stream` of the current device. Throws std::runtime_error if the launch fails.
+// In the CMake target mrrope::cuda. Asynchronous on `stream` of the current device. Throws std::runtime_error if the
+// launch fails.
 void qk_norm_rotary_cuda(const QkNormRotaryArgs& args, CUstream_st* stream);
 
 // The gradient of the rotated q or k, and memory for the gradient of its weights.
 struct OutputGradient {
     const void* data = nullptr;
     HeadStrides strides;
-    // weight_sum_rows_* rows of partial sums, whose sum is the gradient of the weights; double for float64, else float.
-    // nullptr skips it.
+    // weight_sum_rows_* rows of partial sums, which the caller adds up to the gradient of the weights; double for
+    // float64, else float. nullptr: no gradient of the weights.
     void* weight_sums = nullptr;
 };
 
@@ -51,7 +52,7 @@ struct WeightSumRows {
 WeightSumRows weight_sum_rows_cpu(const QkNormRotaryGradientArgs& args);
 void qk_norm_rotary_gradient_cpu(const QkNormRotaryGradientArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
-// In mrrope::cuda, for fewer than 2^31 heads over all tokens.
+// In the CMake target mrrope::cuda. batch * tokens * (q.heads + k.heads) must be below 2^31.
 WeightSumRows weight_sum_rows_cuda(const QkNormRotaryGradientArgs& args);
 void qk_norm_rotary_gradient_cuda(const QkNormRotaryGradientArgs& args, CUstream_st* stream);
 

@@ -16,8 +16,8 @@ struct RescaleCacheArgs {
     PositionsView positions;           // one per token
     const uint64_t* tables = nullptr;  // packed(FrequencyTable), contiguous
     int64_t table_count = 0;
-    // Per sequence, the index of the table that its keys are rotated by, and of the one to re-rotate them to. Sequences
-    // with equal indices are not touched.
+    // Per sequence, the index of the table that its keys are rotated by, and of the one to re-rotate them to, in the
+    // tables' memory space. Sequences with equal indices are not touched.
     const int32_t* from = nullptr;
     const int32_t* to = nullptr;
     int64_t batch = 0;
@@ -30,8 +30,9 @@ struct RescaleCacheArgs {
 
 void rescale_cache_cpu(const RescaleCacheArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
-// In mrrope::cuda. Asynchronous on `stream` of the current device. The device compares `from` and `to`, so a decode
-// step can launch this unconditionally without a synchronization. Throws std::runtime_error if the launch fails.
+// In the CMake target mrrope::cuda. Asynchronous on `stream` of the current device. The device compares `from` and
+// `to`, so a decode step can launch this unconditionally without a synchronization. Throws std::runtime_error if the
+// launch fails.
 void rescale_cache_cuda(const RescaleCacheArgs& args, CUstream_st* stream);
 
 }  // namespace mrrope

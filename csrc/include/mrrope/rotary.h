@@ -41,11 +41,13 @@ struct PositionsView {
     int64_t token_stride = 1;
     int64_t rows = 1;
     int64_t row_stride = 0;
-    const uint64_t* row_of_pair = nullptr;  // in the table's memory space; with several tables, that of the first
+    // In the tables' memory space. Each table has its own, TableChoice::stride words after the previous one's.
+    const uint64_t* row_of_pair = nullptr;
 };
 
-// Selects a token's table among `count` tables with a distance of `stride` words: by `index`, or without one by its
-// sequence. Stride 0 broadcasts the index. 32-bit members, because every GPU thread multiplies by them.
+// Selects each token's table among `count` tables, `stride` words apart: by `index`, or by the token's sequence if
+// `index` is nullptr. A batch_stride or token_stride of 0 broadcasts the index. 32-bit members, because every GPU
+// thread multiplies by them.
 struct TableChoice {
     int32_t count = 1;
     int32_t stride = 0;
@@ -82,7 +84,8 @@ void on_all_cores(int64_t count, int64_t grain, const RangeBody& body);
 
 void rotary_cpu(const RotaryArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
-// In mrrope::cuda. Asynchronous on `stream` of the current device. Throws std::runtime_error if the launch fails.
+// In the CMake target mrrope::cuda. Asynchronous on `stream` of the current device. Throws std::runtime_error if the
+// launch fails.
 void rotary_cuda(const RotaryArgs& args, CUstream_st* stream);
 
 }  // namespace mrrope

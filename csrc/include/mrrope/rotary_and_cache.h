@@ -34,8 +34,8 @@ struct RotaryAndCacheArgs {
     CachedHeads k;
     CachedHeads v;  // with as many heads as k
     CacheSlots slots;
-    // The caches are float8_e4m3fn, rounded once from the float32 result and saturated; else they have the heads'
-    // dtype. float64 heads are not supported.
+    // True: the caches are float8_e4m3fn, rounded once from the float32 result, saturating; the heads must not be
+    // float64. False: the caches have the heads' dtype.
     bool float8 = false;
 };
 
@@ -45,8 +45,8 @@ RotaryAndCacheArgs slice(const RotaryAndCacheArgs& args, int64_t first_batch, in
 
 void rotary_and_cache_cpu(const RotaryAndCacheArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
-// In mrrope::cuda, for fewer than 2^31 slots. Asynchronous on `stream` of the current device. Throws std::runtime_error
-// if the launch fails.
+// In the CMake target mrrope::cuda. Takes caches of fewer than 2^31 slots. Asynchronous on `stream` of the current
+// device. Throws std::runtime_error if the launch fails.
 void rotary_and_cache_cuda(const RotaryAndCacheArgs& args, CUstream_st* stream);
 
 }  // namespace mrrope

@@ -32,8 +32,9 @@ MRROPE_HOST_DEVICE uint64_t phase_of(int64_t position, uint64_t phase_step) {
     return static_cast<uint64_t>(position) * phase_step;
 }
 
-// Reads a word of a packed table that is no phase step. Negating a table word by word, to rotate backwards, negates
-// this word, too, and this undoes it. The top bit therefore marks negation: the bits of -1.0 would read as 4.0.
+// Decodes a word of a packed table that is not a phase step: an attention factor or a row of positions. Both are
+// nonnegative, so the top bit is set only if the table was negated word by word, to rotate backwards; this undoes it.
+// Negative factors cannot be stored: the bits of -1.0 would decode to 4.0.
 MRROPE_HOST_DEVICE uint64_t without_negation(uint64_t word) {
     return word >> 63 ? 0 - word : word;
 }
@@ -59,8 +60,8 @@ MRROPE_HOST_DEVICE CosSin<Real> rotated_by_quarters(uint32_t quarter, Real cosin
     return {(quarter + 1) & 2 ? -c : c, quarter & 2 ? -s : s};
 }
 
-// Takes the phase's top 32 bits: 2^-32 revolutions are 1.5e-9 radians, far below float's rounding. Integer arithmetic
-// reduces the argument exactly to within pi/4; minimax polynomials (error below 3e-9) do the rest.
+// Takes the phase's top 32 bits: 2^-32 revolutions are 1.5e-9 radians, far below float's rounding. Range reduction to
+// [-pi/4, pi/4] is exact integer arithmetic, followed by minimax polynomials (error below 3e-9).
 MRROPE_HOST_DEVICE CosSin<float> cos_sin(uint32_t phase_top) {
     const uint32_t quarter = (phase_top + 0x20000000u) >> 30;
     const auto rest = static_cast<int32_t>(phase_top - (quarter << 30));
@@ -73,7 +74,7 @@ MRROPE_HOST_DEVICE CosSin<float> cos_sin(uint32_t phase_top) {
     return rotated_by_quarters(quarter & 3, cosine, sine);
 }
 
-// In double, by Taylor series of the reduced argument.
+// In double: the same range reduction, then Taylor series.
 MRROPE_HOST_DEVICE CosSin<double> cos_sin(uint64_t phase) {
     const uint64_t quarter = (phase + (uint64_t{1} << 61)) >> 62;
     const auto rest = static_cast<int64_t>(phase - (quarter << 62));
