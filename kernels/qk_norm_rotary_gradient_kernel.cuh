@@ -23,16 +23,17 @@ struct QkNormRotaryGradientLaunch {
 // What a block of q or of k reads and writes.
 template <class Element>
 struct GradientView {
-    NormGradientBlock block;
     NormView<Element> view;
     const Element* gradient;
     HeadStrides gradient_strides;
     RealOf<Element>* weight_sums;  // this block's row of partial sums; nullptr: not wanted
+    NormGradientBlock block;
 
     template <class Launch>
     __device__ GradientView(const Launch& launch, int weights_per_head)
-        : block(launch.map.block(blockIdx.x)), view(launch.args.call, block.is_q) {
+        : view(launch.args.call, launch.map.block(blockIdx.x).is_q) {
         const OutputGradient& given = view.is_q ? launch.args.q : launch.args.k;
+        block = launch.map.block(blockIdx.x);
         gradient = static_cast<const Element*>(given.data);
         gradient_strides = given.strides;
         weight_sums = static_cast<RealOf<Element>*>(given.weight_sums);
@@ -203,6 +204,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     const int heads = over_head ? 1 : view.heads;
     const int64_t rows = static_cast<int64_t>(launch.map.all_tokens) * (over_head ? view.heads : 1);
     const int half = args.rotary_dim / 2;
+    const int tail = args.head_dim - args.rotary_dim;
     const Real direction = args.conjugate ? Real(1) : Real(-1);
     pdl_wait();
     pdl_trigger();
@@ -233,7 +235,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
                 f(head, lane.first(), v.first);
                 f(head, lane.second(), v.second);
             });
-            for_each_row_tail(threadIdx.x, heads, args.rotary_dim, args.head_dim,
+            for_each_row_tail(threadIdx.x, heads, args.rotary_dim, tail,
                               [&](int head, int at) { f(head, at, gradient_at(head, at)); });
         };
         const auto x_at = [&](int head, int at) { return static_cast<Real>(in[head * view.in_strides.head + at]); };

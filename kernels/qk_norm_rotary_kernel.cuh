@@ -198,7 +198,8 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
         out[head * view.out_strides.head + lane.first()] = static_cast<Element>(rotated.first);
         out[head * view.out_strides.head + lane.second()] = static_cast<Element>(rotated.second);
     });
-    for_each_row_tail(threadIdx.x, heads, args.rotary_dim, args.head_dim, [&](int head, int at) {
+    const int tail = args.head_dim - args.rotary_dim;
+    for_each_row_tail(threadIdx.x, heads, args.rotary_dim, tail, [&](int head, int at) {
         const auto weight = static_cast<Real>(view.weight[static_cast<int64_t>(head) * args.head_dim + at]);
         const Real normed =
             static_cast<Real>(in[head * view.in_strides.head + at]) * scale * (weight + launch.constants.weight_offset);

@@ -92,11 +92,10 @@ MRROPE_HOST_DEVICE void for_each_row_pair(int thread, int heads, int half, F&& f
     for (int item = thread; item < heads * half; item += norm_row_block_threads) f(item / half, item % half);
 }
 
-// Two passes: calls f(head, component) for a thread's share of the unrotated tail.
+// Two passes: calls f(head, component) for a thread's share of the unrotated tail, the last `tail` components.
 MRROPE_NO_EXEC_CHECK
 template <class F>
-MRROPE_HOST_DEVICE void for_each_row_tail(int thread, int heads, int rotary_dim, int head_dim, F&& f) {
-    const int tail = head_dim - rotary_dim;
+MRROPE_HOST_DEVICE void for_each_row_tail(int thread, int heads, int rotary_dim, int tail, F&& f) {
     for (int item = thread; item < heads * tail; item += norm_row_block_threads) {
         const int head = item / tail;
         f(head, rotary_dim + item % tail);

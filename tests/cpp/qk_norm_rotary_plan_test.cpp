@@ -339,7 +339,7 @@ private:
                                               [&](int at) { touch_component(head, at); });
             });
         });
-        for_each_row_tail(thread, heads, shape_.rotary_dim, shape_.head_dim, touch_component);
+        for_each_row_tail(thread, heads, shape_.rotary_dim, shape_.head_dim - shape_.rotary_dim, touch_component);
     }
 
     // `place`: a NormPlace or NormRow.
