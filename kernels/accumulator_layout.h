@@ -7,13 +7,15 @@
 
 namespace mrrope {
 
-// wgmma returns 64 rows per instruction. Thread `quad` of each four neighbouring lanes (lane % 4) holds columns
-// 8 g + 2 quad and 8 g + 2 quad + 1 of every group g of 8 columns, in two rows, 8 apart.
+// wgmma returns 64 rows per instruction. Of each four neighbouring lanes, lane t holds columns 8 g + 2 t and
+// 8 g + 2 t + 1 of every group g of 8 columns, in two rows, 8 apart. t = lane % 4 is `quad_lane`.
 struct AccumulatorLayout {
     static constexpr int per_group = 4;  // accumulators: 2 rows x 2 columns
 
     // Column and row of accumulator i of a thread, relative to its tile and to the thread's first row.
-    MRROPE_HOST_DEVICE static constexpr int column(int quad, int i) { return 8 * (i / per_group) + 2 * quad + i % 2; }
+    MRROPE_HOST_DEVICE static constexpr int column(int quad_lane, int i) {
+        return 8 * (i / per_group) + 2 * quad_lane + i % 2;
+    }
     MRROPE_HOST_DEVICE static constexpr int row(int i) { return i / 2 % 2; }  // times 8
 };
 
@@ -23,7 +25,7 @@ struct InterleavedAccumulators {
     MRROPE_HOST_DEVICE static constexpr int first(int group, int row) {
         return AccumulatorLayout::per_group * group + 2 * row;
     }
-    MRROPE_HOST_DEVICE static constexpr int pair(int quad, int group) { return 4 * group + quad; }
+    MRROPE_HOST_DEVICE static constexpr int pair(int quad_lane, int group) { return 4 * group + quad_lane; }
 };
 
 // `halves` pairing, tokens along the rows. Partners lie `distance` groups apart. A tile holds `blocks` rotated parts of
@@ -39,19 +41,17 @@ struct HalvesAccumulators {
     MRROPE_HOST_DEVICE static constexpr int second(int block, int group, int j) {
         return first(block, group, j) + AccumulatorLayout::per_group * distance;
     }
-    MRROPE_HOST_DEVICE static constexpr int first_pair(int quad, int group) { return 8 * group + 2 * quad; }
+    MRROPE_HOST_DEVICE static constexpr int first_pair(int quad_lane, int group) { return 8 * group + 2 * quad_lane; }
 };
 
 // `halves` pairing, transposed: 128 components along the rows, in two instructions of 64, and tokens along the columns.
-// A thread holds components c, c + 8 (`lower`), and their partners 64 further on (`half`) of every one of its tokens.
+// Of each of its tokens, a thread holds components c and c + 8 (`lower`), and their partners 64 further on (`half`).
 struct TransposedAccumulators {
     MRROPE_HOST_DEVICE static constexpr int first_component(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
-    MRROPE_HOST_DEVICE static constexpr int component(int thread, int lower, int half) {
-        return first_component(thread) + 8 * lower + 64 * half;
-    }
+    MRROPE_HOST_DEVICE static constexpr int component_offset(int lower, int half) { return 8 * lower + 64 * half; }
 
-    // Tokens 8 group + 2 (lane % 4) + odd. The lanes of a warp load the positions of 32 tokens at a time; this lane
-    // holds the position of the token, in batch group / 4.
+    // The lanes of a warp load the positions of 32 tokens at a time, a batch. Token `odd` of a lane's two in a group of
+    // 8 is in batch batch_of(group), where lane holder(...) has its position.
     MRROPE_HOST_DEVICE static constexpr int batch_of(int group) { return group / 4; }
     MRROPE_HOST_DEVICE static constexpr int holder(int lane, int group, int odd) {
         return 8 * (group % 4) + 2 * (lane % 4) + odd;

@@ -13,9 +13,9 @@ using Raster = QkvRotaryPlan::Raster;
 // Small M falls back to cuBLAS + rotary: there is no small-M kernel here.
 constexpr int64_t max_small_m = 256;
 
-// Fused only where wave quantization and tile padding leave less than this share of the SMs' time idle. On an H200,
-// bfloat16, the best raster order and swizzle of each, relative to cuBLAS's GEMM alone (with a rotation after it,
-// cuBLAS takes 1.04 to 1.25; benchmarks/results/qkv_rotary_plans.json):
+// Fused only where wave quantization and tile padding add at most this to the time of the tiles. Time on an H200,
+// bfloat16, with the best raster order and swizzle of each, relative to cuBLAS's GEMM alone (with a rotation after it
+// cuBLAS takes 1.04 to 1.25; benchmarks/results/qkv_rotary_plans.json). `idle` is what the two add:
 //     rows x outputs x inputs   tiles of 128 tokens, idle      of 160, idle
 //       512 x 6144 x 4096              1.265      38 %      1.559     72 %
 //      1024 x 6144 x 4096              1.024       3 %      1.266     29 %

@@ -60,7 +60,7 @@ struct RotaryEpilogue {
         const Params& params;
         int first_row;     // of this thread
         int first_column;  // of the tile
-        int quad;
+        int quad_lane;
         int64_t position[row_steps][2];
 
         // cos/sin of `count` neighbouring pairs, in both rows.
@@ -69,8 +69,8 @@ struct RotaryEpilogue {
             CosSin<float> by[2][count];
         };
 
-        CUTLASS_DEVICE Callbacks(const Params& params, int first_row, int first_column, int quad)
-            : params(params), first_row(first_row), first_column(first_column), quad(quad) {}
+        CUTLASS_DEVICE Callbacks(const Params& params, int first_row, int first_column, int quad_lane)
+            : params(params), first_row(first_row), first_column(first_column), quad_lane(quad_lane) {}
 
         CUTLASS_DEVICE void begin() {
             pdl_wait();
@@ -114,7 +114,7 @@ struct RotaryEpilogue {
             using Two = cutlass::AlignedArray<Element, 2>;
             CUTLASS_PRAGMA_UNROLL
             for (int g = 0; g < groups; ++g) {
-                const int at = column + AccumulatorLayout::column(quad, 4 * g);
+                const int at = column + AccumulatorLayout::column(quad_lane, 4 * g);
                 if (at >= params.columns) break;
                 const Two bias = *reinterpret_cast<const Two*>(params.bias + at);
                 CUTLASS_PRAGMA_UNROLL
@@ -151,7 +151,7 @@ struct RotaryEpilogue {
             CUTLASS_PRAGMA_UNROLL
             for (int g = 0; g < groups; ++g) {
                 using Layout = InterleavedAccumulators;
-                const PairsCosSin<1> pairs = cos_sin_of<1>(component / 2 + Layout::pair(quad, g), step);
+                const PairsCosSin<1> pairs = cos_sin_of<1>(component / 2 + Layout::pair(quad_lane, g), step);
                 CUTLASS_PRAGMA_UNROLL
                 for (int r = 0; r < 2; ++r) rotate_at(x, Layout::first(g, r), Layout::first(g, r) + 1, pairs.by[r][0]);
             }
@@ -170,7 +170,7 @@ struct RotaryEpilogue {
             }
             CUTLASS_PRAGMA_UNROLL
             for (int g = 0; g < distance; ++g) {
-                const PairsCosSin<2> pairs = cos_sin_of<2>(Layout::first_pair(quad, g), step);
+                const PairsCosSin<2> pairs = cos_sin_of<2>(Layout::first_pair(quad_lane, g), step);
                 CUTLASS_PRAGMA_UNROLL
                 for (int block = 0; block < blocks; ++block) {
                     if (!rotates[block]) continue;

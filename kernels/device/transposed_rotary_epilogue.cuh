@@ -101,7 +101,8 @@ private:
         CUTLASS_DEVICE void load(const Rotation& rotation, int column) {
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < 4; ++i) {
-                summand[i / 2][i % 2] = static_cast<float>(rotation.bias[column + 8 * (i / 2) + 64 * (i % 2)]);
+                const int offset = TransposedAccumulators::component_offset(i / 2, i % 2);
+                summand[i / 2][i % 2] = static_cast<float>(rotation.bias[column + offset]);
             }
         }
 
@@ -137,7 +138,7 @@ private:
                 position[batch] = rotation.positions(first_token + 32 * batch + lane);
             }
             phase_step[0] = rotation.table[component];
-            phase_step[1] = rotation.table[component + 8];
+            phase_step[1] = rotation.table[component + TransposedAccumulators::component_offset(1, 0)];
             gain = static_cast<float>(attention_factor_of(rotation.table[rotation.rotary_dim / 2]));
         }
 

@@ -243,14 +243,14 @@ TEST(QkvRotaryPlan, CountsTilePadding) {
 
 // --- accumulator layout of the epilogues
 
-constexpr int quads = 4;  // threads that share a row
+constexpr int quad_lanes = 4;  // threads that share a row
 
 TEST(Accumulators, CoverEveryColumnOnce) {
     for (const int columns : {32, 128}) {
         std::set<std::pair<int, int>> seen;
-        for (int quad = 0; quad < quads; ++quad) {
+        for (int quad_lane = 0; quad_lane < quad_lanes; ++quad_lane) {
             for (int i = 0; i < columns / 8 * AccumulatorLayout::per_group; ++i) {
-                const auto place = std::pair(AccumulatorLayout::row(i), AccumulatorLayout::column(quad, i));
+                const auto place = std::pair(AccumulatorLayout::row(i), AccumulatorLayout::column(quad_lane, i));
                 EXPECT_LT(place.first, 2);
                 EXPECT_LT(place.second, columns);
                 EXPECT_TRUE(seen.insert(place).second) << place.first << " " << place.second;
@@ -262,14 +262,14 @@ TEST(Accumulators, CoverEveryColumnOnce) {
 
 TEST(Accumulators, OfInterleavedPairsAreNeighbours) {
     std::set<std::pair<int, int>> seen;
-    for (int quad = 0; quad < quads; ++quad) {
+    for (int quad_lane = 0; quad_lane < quad_lanes; ++quad_lane) {
         for (int group = 0; group < epilogue_columns(Pairing::interleaved) / 8; ++group) {
             for (int row = 0; row < 2; ++row) {
                 const int first = InterleavedAccumulators::first(group, row);
-                const int pair = InterleavedAccumulators::pair(quad, group);
+                const int pair = InterleavedAccumulators::pair(quad_lane, group);
                 for (const int odd : {0, 1}) {
                     EXPECT_EQ(AccumulatorLayout::row(first + odd), row);
-                    EXPECT_EQ(AccumulatorLayout::column(quad, first + odd), 2 * pair + odd);
+                    EXPECT_EQ(AccumulatorLayout::column(quad_lane, first + odd), 2 * pair + odd);
                 }
                 EXPECT_TRUE(seen.insert({row, pair}).second);
             }
@@ -283,17 +283,17 @@ void expect_halves() {
     using Layout = HalvesAccumulators<distance>;
     constexpr int blocks = epilogue_columns(Pairing::halves) / Layout::columns;
     std::set<std::pair<int, int>> seen;
-    for (int quad = 0; quad < quads; ++quad) {
+    for (int quad_lane = 0; quad_lane < quad_lanes; ++quad_lane) {
         for (int block = 0; block < blocks; ++block) {
             for (int group = 0; group < distance; ++group) {
                 for (int j = 0; j < AccumulatorLayout::per_group; ++j) {
                     const int first = Layout::first(block, group, j);
                     const int second = Layout::second(block, group, j);
-                    const int pair = Layout::first_pair(quad, group) + j % 2;
+                    const int pair = Layout::first_pair(quad_lane, group) + j % 2;
                     EXPECT_EQ(AccumulatorLayout::row(first), j / 2);
                     EXPECT_EQ(AccumulatorLayout::row(second), j / 2);
-                    EXPECT_EQ(AccumulatorLayout::column(quad, first), block * Layout::columns + pair);
-                    EXPECT_EQ(AccumulatorLayout::column(quad, second),
+                    EXPECT_EQ(AccumulatorLayout::column(quad_lane, first), block * Layout::columns + pair);
+                    EXPECT_EQ(AccumulatorLayout::column(quad_lane, second),
                               block * Layout::columns + pair + Layout::columns / 2);
                     EXPECT_TRUE(seen.insert({j / 2, block * Layout::columns + pair}).second);
                 }
@@ -319,11 +319,9 @@ TEST(Accumulators, TransposedCoverEveryComponentOfEveryToken) {
                 const int token = AccumulatorLayout::column(lane % 4, group * AccumulatorLayout::per_group + odd);
                 EXPECT_EQ(32 * Layout::batch_of(group) + Layout::holder(lane, group, odd), token);
                 for (const int lower : {0, 1}) {
-                    const int component = Layout::component(thread, lower, 0);
+                    const int component = Layout::first_component(thread) + Layout::component_offset(lower, 0);
                     EXPECT_LT(component, 64);
-                    EXPECT_EQ(Layout::component(thread, lower, 1), component + 64);
-                    EXPECT_EQ(component, Layout::first_component(thread) + 8 * lower)
-                        << "the phase step that is loaded";
+                    EXPECT_EQ(Layout::component_offset(lower, 1) - Layout::component_offset(lower, 0), 64);
                     EXPECT_TRUE(seen.insert({token, component}).second);
                 }
             }
