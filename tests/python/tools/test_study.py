@@ -122,12 +122,12 @@ def test_evolution_without_enough_for_the_first_generation_says_so() -> None:
 
 def test_rationed_readings_are_no_more_than_the_ration(tmp_path: Path) -> None:
     document = Document("one", list(range(128)))
-    readings = evolutionary_search.RationedReadings(
+    readings = evolutionary_search.TokenLimitedReadings(
         byte_llama(64, initializer_range=0.5),
         [64, 128],
         Journal(tmp_path / "journal", {}),
         chunk=128,
-        ration=64 + 128 + 100,
+        max_tokens=64 + 128 + 100,
     )
     tables = [
         mrrope.frequency_table("mrrope_uni", rotary_dim=32, base=1e4, original_max_position=64, scale=scale)
