@@ -236,7 +236,7 @@ protected:
     }
 
     static bool takes(int kernel, const QkvCase& options) {
-        return mrrope::takes(qkv_kernels[kernel], {.rotary_dim = options.rotary_dim, .pairing = options.pairing});
+        return mrrope::supports(qkv_kernels[kernel], {.rotary_dim = options.rotary_dim, .pairing = options.pairing});
     }
 
     static void run_every_kernel(const QkvCase& options) {

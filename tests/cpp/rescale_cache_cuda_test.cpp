@@ -221,7 +221,7 @@ TEST_F(RescaleCacheCuda, AGraphReadsTheTableIndicesWhenItIsReplayed) {
 TEST_F(RescaleCacheCuda, MoreLayersThanALaunchTakes) {
     const Stream stream;
     RescaleCacheOptions o;
-    o.layers = 2 * most_layers_per_launch + 3;
+    o.layers = 2 * max_layers_per_launch + 3;
     o.batch = 2;
     o.tokens = 2;
     RescaleCacheCase rescale(o);
