@@ -12,7 +12,8 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 
-from mrrope import _core, calibrated_tables
+import mrrope._core as _core
+from mrrope import calibrated_tables
 
 METHOD_TRAITS: dict[str, _core.MethodTraits] = {method.name: method for method in _core.methods()}
 """The row of every method in ``csrc/frequency_table.cpp``: all other lists of methods derive from it.

@@ -28,7 +28,7 @@ from mrrope.evaluation.evaluate import Evaluation, is_out_of_memory
 from mrrope.evaluation.prompts import Haystack
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.retrieval_tasks import TASKS
-from mrrope.hf.patch import TableRotaryEmbedding
+from mrrope.hf.rotary_embedding import TableRotaryEmbedding
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
