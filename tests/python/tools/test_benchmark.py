@@ -1,4 +1,4 @@
-"""mrrope bench: what it measures is what it says, and others' failures are theirs."""
+"""``mrrope bench``: correct workloads, interleaved timing, and failures of peers."""
 
 import importlib.metadata
 import json
@@ -30,21 +30,21 @@ def test_rows_have_names_of_their_own(device):
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_everybody_rotates_the_same(case):
-    """The reference of the benchmark is written out in it; ours and transformers' agree with it, so all three do."""
+def test_all_implementations_rotate_alike(case):
+    """mrrope and transformers agree with the benchmark's own reference."""
     for contender in (*OURS, *TRANSFORMERS):
         if contender.takes(case):
             error = measure.relative_error(case, contender, "cpu")
-            # Theirs are angles in float32.
+            # transformers computes angles in float32.
             angle_error = measure.CONTEXT_BEFORE * 2.0**-24 if contender in TRANSFORMERS else 0.0
             assert error < (5e-7 if case.dtype == "float32" else 5e-3) + angle_error, contender.name
 
 
 def test_a_wrong_rotation_is_an_error_of_its_size():
-    def unturned(heads: Heads):
+    def unrotated(heads: Heads):
         return heads.rotated()
 
-    assert measure.relative_error(SMALL[0], Contender("wrong", unturned), "cpu") > 0.1
+    assert measure.relative_error(SMALL[0], Contender("wrong", unrotated), "cpu") > 0.1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -58,7 +58,7 @@ def test_layouts_are_what_they_are_called(layout):
     assert sum(copy.numel() for copy in heads.copies) == case.bytes == 2 * 5 * (3 + 2) * 16 * 2
 
 
-def test_others_tables_are_made_of_ours():
+def test_tables_of_peers_hold_our_frequencies():
     case = Case(7, head_dim=16, rotary_dim=16, dtype="float32")
     shared = Positions(case, "cpu", first=3)
     exact = torch.arange(3, 10).double()[:, None] * shared.table.inv_freq
@@ -74,7 +74,7 @@ def test_a_peer_that_fails_is_named_and_the_rest_goes_on():
         raise RuntimeError("made for another torch, at /home/somebody/peer/op.cuh:7: head_dim 3/4")
 
     (row,) = measure.measure(SMALL[:1], (*OURS[:1], Contender("peer", broken)), "cpu")
-    # Files by their names: where they lie is not for a results file.
+    # Results files hold no paths, only file names.
     assert row["failures"] == {"peer": "RuntimeError: made for another torch, at op.cuh:7: head_dim 3/4"}
     assert set(row["seconds"]) == set(row["errors"]) | {"copy"} == {"copy", OURS[0].name}
     with pytest.raises(RuntimeError, match="made for another torch"):
@@ -82,7 +82,7 @@ def test_a_peer_that_fails_is_named_and_the_rest_goes_on():
 
 
 def test_a_peer_that_fails_when_it_is_timed_is_named_too():
-    """As for want of memory, which a few tokens do not take."""
+    """For example for lack of memory: the correctness check has only a few tokens."""
     rotations = iter([OURS[0].rotate])
     peer = Contender("peer", lambda heads: next(rotations)(heads))
     (row,) = measure.measure(SMALL[:1], (*OURS[:1], peer), "cpu")
@@ -90,7 +90,7 @@ def test_a_peer_that_fails_when_it_is_timed_is_named_too():
     assert set(row["seconds"]) == {"copy", *row["errors"]} == {"copy", OURS[0].name}
 
 
-def test_peers_are_spared_what_ends_a_run():
+def test_peers_skip_cases_that_abort_the_process():
     takes = {name: takes for name, _, takes in peers.PEERS}["flashinfer"]
     wide = {case.head_dim: takes(case) for case in workloads.CASES["cuda"] if case.dtype == "bfloat16"}
     assert {head_dim: wide[head_dim] for head_dim in (64, 80, 96, 128)} == {64: True, 80: False, 96: False, 128: True}
@@ -101,7 +101,7 @@ def test_versions_of_peers():
 
 
 def test_a_capture_that_breaks_off_leaves_the_others_a_pool(monkeypatch):
-    """Torch refuses to capture to a pool that a broken capture has begun to use."""
+    """torch refuses to capture into a pool that a failed capture has used."""
     pools, broken = iter(range(9)), set()
 
     def graph_of(steps, pool):
@@ -116,11 +116,11 @@ def test_a_capture_that_breaks_off_leaves_the_others_a_pool(monkeypatch):
     monkeypatch.setattr(timing, "_discard_first_graph", lambda: None)
     monkeypatch.setattr(timing, "_capture", graph_of)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
-    turns = timing.InterleavedTimer("cuda")
+    timer = timing.InterleavedTimer("cuda")
     with pytest.raises(ZeroDivisionError):
-        turns.add("broken", [lambda: 1 / 0])
-    turns.add("whole", [lambda: 1])
-    assert turns.names == ["whole"]
+        timer.add("broken", [lambda: 1 / 0])
+    timer.add("whole", [lambda: 1])
+    assert timer.names == ["whole"]
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
@@ -142,11 +142,11 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 def test_rows_before_an_error_of_the_gpu_are_kept(tmp_path, monkeypatch):
     medians, taken = timing.InterleavedTimer.medians, []
 
-    def medians_once(turns):
+    def medians_once(timer):
         if taken:
             raise RuntimeError("an illegal memory access was encountered")
-        taken.append(turns)
-        return medians(turns)
+        taken.append(timer)
+        return medians(timer)
 
     monkeypatch.setitem(workloads.CASES, "cpu", SMALL[:2])
     monkeypatch.setattr(timing.InterleavedTimer, "medians", medians_once)
@@ -177,26 +177,26 @@ def test_bad_options(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_contenders_take_turns_and_change_their_order():
+def test_rounds_are_interleaved_and_alternate_their_order():
     seen = []
-    turns = InterleavedTimer("cpu")
+    timer = InterleavedTimer("cpu")
     for name, steps in (("a", 2), ("b", 1)):
-        turns.add(name, [lambda name=name: seen.append(name)] * steps)
-    seen.clear()  # one step of each was tried
-    turns.run_rounds(2)
+        timer.add(name, [lambda name=name: seen.append(name)] * steps)
+    seen.clear()  # add() runs one step of each
+    timer.run_rounds(2)
     assert "".join(seen) == "baa" + "aab"
-    assert [len(turns.seconds[name]) for name in turns.names] == [2, 2]
-    turns.drop("a")
-    turns.warm_up(0.0)
-    turns.run_rounds(1)
+    assert [len(timer.seconds[name]) for name in timer.names] == [2, 2]
+    timer.drop("a")
+    timer.warm_up(0.0)
+    timer.run_rounds(1)
     assert "".join(seen[6:]) == "bb"
 
 
-def test_ratios_are_of_the_turns_that_both_took():
-    turns = InterleavedTimer("cpu")
-    turns.seconds = {"late": [2.0, 9.0, 2.0], "early": [50.0, 1.0, 3.0, 2.0]}
-    assert turns.median("early") == 2.5
-    assert turns.ratio("late", "early") == 2.0  # of 2 / 1, 9 / 3 and 2 / 2
+def test_ratios_are_of_the_rounds_that_both_ran():
+    timer = InterleavedTimer("cpu")
+    timer.seconds = {"late": [2.0, 9.0, 2.0], "early": [50.0, 1.0, 3.0, 2.0]}
+    assert timer.median("early") == 2.5
+    assert timer.ratio("late", "early") == 2.0  # of 2 / 1, 9 / 3 and 2 / 2
 
 
 def test_the_faster_of_two_copies_counts():

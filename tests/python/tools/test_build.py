@@ -1,4 +1,4 @@
-"""What was compiled is what this machine can compile, and what it loads is torch's."""
+"""The build: CUDA kernels where nvcc is, torch's own OpenMP, and setup.py's CMake options."""
 
 import os
 import re
@@ -20,7 +20,7 @@ needs_readelf = pytest.mark.skipif(shutil.which("readelf") is None, reason="ther
 needs_cmake = pytest.mark.skipif(CMAKE is None, reason="there is no cmake")
 
 
-# The ops are registered for CUDA in every build, with an error in the kernels' place where there are none.
+# Builds without kernels register the CUDA ops, too; those raise an error.
 @pytest.mark.skipif(
     "MRROPE_CUDA=OFF" in os.environ.get("CMAKE_ARGS", ""), reason="CMAKE_ARGS asks for a build without CUDA"
 )
@@ -66,7 +66,7 @@ before = loaded()
 import mrrope
 print(sorted(loaded() - before))
 """
-    # Elsewhere than in the sources, which have no library.
+    # Outside the checkout, whose package has no library.
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert result.stdout.strip() == "[]"
@@ -74,7 +74,7 @@ print(sorted(loaded() - before))
 
 @needs_cmake
 def test_a_build_starts_from_the_defaults(tmp_path: Path) -> None:
-    """setup.py with a project that only tells what it was configured with."""
+    """Run setup.py on a project that only writes its configuration to a file."""
     for name in ("setup.py", "mrrope/VERSION", "cmake/cutlass-requirement.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

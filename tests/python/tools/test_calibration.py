@@ -1,4 +1,4 @@
-"""``mrrope calibrate``: planted optima found, kills survived, separate documents that decide."""
+"""``mrrope calibrate``: the search finds planted optima, held-out documents decide, and killed runs resume."""
 
 import contextlib
 import json
@@ -38,12 +38,12 @@ from mrrope.table_lookup import NativeRope
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
-# The search, on functions whose lowest point is known
+# The search, on functions with a known minimum
 
 
 @dataclass
 class Box:
-    """Any point within some distance of zero."""
+    """A search space: all points of a cube around zero."""
 
     start: tuple[float, ...]
     steps: tuple[float, ...]
@@ -55,7 +55,7 @@ class Box:
 
 
 class Counted:
-    """An objective that remembers what it was asked."""
+    """An objective that records its calls."""
 
     def __init__(self, function: Callable) -> None:
         self.function = function
@@ -74,7 +74,7 @@ def test_the_better_half_climbs() -> None:
 
 
 def bowl(point, lowest) -> float:
-    """Higher than its lowest point by squares, one coordinate leaning on the next."""
+    """Return a quadratic with minimum 0 at ``lowest`` whose neighbouring coordinates are correlated."""
     away = [value - low for value, low in zip(point, lowest, strict=True)]
     leaning = sum(a * b for a, b in pairwise(away))
     return sum(value**2 for value in away) + 0.8 * leaning
@@ -83,29 +83,31 @@ def bowl(point, lowest) -> float:
 @pytest.mark.parametrize("rungs", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_planted_optimum_is_found(rungs: int, seed: int) -> None:
-    chance = random.Random(seed)
-    lowest = tuple(chance.uniform(-3, 3) for _ in range(4))
-    nearby = [tuple(value + chance.uniform(-0.3, 0.3) for value in lowest) for _ in range(rungs - 1)]
-    # Cheap rungs have their lowest points elsewhere.
+    rng = random.Random(seed)
+    lowest = tuple(rng.uniform(-3, 3) for _ in range(4))
+    nearby = [tuple(value + rng.uniform(-0.3, 0.3) for value in lowest) for _ in range(rungs - 1)]
+    # Cheap rungs have their minima elsewhere.
     found = descend(Box((0.0,) * 4, (1.0,) * 4), lambda point, rung: bowl(point, [*nearby, lowest][rung]), rungs)
-    # With steps of 1/16 at last, no coordinate is further off than a few of them where cheap rungs do not mislead.
+    # The last steps are 1/16; without misleading rungs the error is at most a few of them.
     tolerance = 0.1 if rungs == 1 else 0.5
     assert max(abs(value - low) for value, low in zip(found, lowest, strict=True)) < tolerance
 
 
 def test_the_search_tells_of_every_improvement_and_moves_only_for_what_is_worthwhile() -> None:
-    told: list[tuple] = []
-    found = descend(Box((4.0, 0.0), (1.0, 1.0)), lambda point, _: bowl(point, (0, 1)), 2, lambda *one: told.append(one))
-    losses = [loss for _, loss in told]
-    assert told[0] == ((4.0, 0.0), bowl((4, 0), (0, 1)))
-    assert told[-1] == (found, bowl(found, (0, 1)))
+    improvements: list[tuple] = []
+    found = descend(
+        Box((4.0, 0.0), (1.0, 1.0)), lambda point, _: bowl(point, (0, 1)), 2, lambda *one: improvements.append(one)
+    )
+    losses = [loss for _, loss in improvements]
+    assert improvements[0] == ((4.0, 0.0), bowl((4, 0), (0, 1)))
+    assert improvements[-1] == (found, bowl(found, (0, 1)))
     assert all(after < before - MIN_IMPROVEMENT for before, after in pairwise(losses))
     flat = descend(Box((0.0,), (1.0,)), lambda point, _: -MIN_IMPROVEMENT / 20 * point[0], 1)
     assert flat == (0.0,)
 
 
 def test_a_point_that_is_worse_on_the_last_rung_is_not_taken() -> None:
-    """The first rung likes large numbers, the last small ones."""
+    """The first rung decreases with the point, the last increases."""
     found = descend(Box((0.0,), (1.0,)), lambda point, rung: point[0] if rung else -point[0], 2)
     assert found == (0.0,)
 
@@ -122,7 +124,7 @@ def test_the_best_so_far_is_kept_when_the_budget_is_spent() -> None:
     assert bowl(found, (3, 3, 3)) < bowl((0, 0, 0), (3, 3, 3))
 
 
-# Tables as points
+# Search spaces of tables
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_knots_start_from_the_very_table(method: str, knots: int) -> None:
 
 
 def test_what_a_knot_does() -> None:
-    """Of a table between pairs 10 and 20 the fixed knot is at 6 2/3 and the last of three at 23 1/3."""
+    """With bounds 10 and 20 the fixed knot is at 6 2/3 and the last of three at 23 1/3."""
     table = mrrope.frequency_table("mrrope_uni", bounds=(10, 20), **SMOLLM2)
     space = spaces.KnotSpace(table, 3)
     first, step = 10 - 10 / 3, (20 + 10 / 3 - (10 - 10 / 3)) / 3
@@ -174,7 +176,7 @@ def test_what_a_knot_does() -> None:
             away = abs((pair - first) / step - (knot + 1))
             beyond = knot == 2 and pair > first + 3 * step
             expected = 0.1 if beyond else 0.1 * max(0.0, 1 - away)
-            # Where raising one knot makes the scale fall after it, the order is kept instead.
+            # A raised knot must not make the scale decrease after it: the scale is raised there, too.
             assert moved[pair].item() == pytest.approx(expected, abs=1e-9) or (knot < 2 and moved[pair] > expected)
     assert space.table((0, 0, 0, 0.06)).attention_factor == pytest.approx(1 + 0.06 * math.log(16))
     steep = space.table((-3.0, 5.0, -9.0, 0.0))
@@ -182,11 +184,11 @@ def test_what_a_knot_does() -> None:
     assert steep.cumulative_scale.max() <= 32 * (1 + 1e-12)
 
 
-# Deciding, on readings that are made up
+# The decision, on losses by a formula
 
 
-class MadeUpReadings:
-    """Losses by a formula of table, document and length; every length costs its tokens in seconds."""
+class FormulaReadings:
+    """Losses by a formula of table, document and length; a token takes one second."""
 
     def __init__(self, formula: Callable) -> None:
         self.formula = formula
@@ -213,7 +215,7 @@ SETS = document_sets.DocumentSets(("s1", "s2"), ("d1", "d2"), ("h1",))
 
 
 def calibration_of(formula: Callable, seconds: float = 1e9, **more) -> Calibration:
-    return Calibration(MadeUpReadings(formula), NativeRope(64, 1e5, 8192), 16.0, SETS, seconds, **more)
+    return Calibration(FormulaReadings(formula), NativeRope(64, 1e5, 8192), 16.0, SETS, seconds, **more)
 
 
 def test_a_calibration_finds_what_was_planted() -> None:
@@ -222,16 +224,18 @@ def test_a_calibration_finds_what_was_planted() -> None:
     chosen = calibration.run()
     assert chosen == "8 knots"
     assert distance(calibration.finalists[chosen].table, planted) < 5e-3
-    # From part to part it gets better.
+    # Every stage improves on the one before.
     losses = [finalist.search_loss for finalist in calibration.finalists.values()]
     assert losses == sorted(losses, reverse=True)
     assert len(losses) == 4
 
 
-def test_what_is_only_learnt_by_heart_is_not_chosen() -> None:
-    """The documents of the search like radix factors of their own, all others a fixed method."""
-    heart, fixed = sigmoid_table(), mrrope.frequency_table("yarn_ratio", **SMOLLM2)
-    calibration = calibration_of(lambda table, document, _: distance(table, heart if document[0] == "s" else fixed))
+def test_an_overfitted_table_is_not_chosen() -> None:
+    """The search documents prefer their own radix factors, all others a fixed method."""
+    overfitted, fixed = sigmoid_table(), mrrope.frequency_table("yarn_ratio", **SMOLLM2)
+    calibration = calibration_of(
+        lambda table, document, _: distance(table, overfitted if document[0] == "s" else fixed)
+    )
     chosen = calibration.run()
     best = min(calibration.finalists, key=lambda part: calibration.finalists[part].search_loss)
     assert best == "8 knots"
@@ -241,16 +245,16 @@ def test_what_is_only_learnt_by_heart_is_not_chosen() -> None:
 
 @pytest.mark.parametrize("minutes", [200, 400, 1000])
 def test_the_budget_is_kept_with_the_decision_in_it(minutes: float) -> None:
-    told = []
+    improvements = []
     planted = sigmoid_table()
     calibration = calibration_of(
-        lambda table, *_: distance(table, planted), 60 * minutes, improved=lambda *one: told.append(one)
+        lambda table, *_: distance(table, planted), 60 * minutes, improved=lambda *one: improvements.append(one)
     )
     chosen = calibration.run()
-    # One reading may have begun in time and ended after it.
+    # The last reading may end after the budget.
     assert calibration.readings.spent <= 60 * minutes + 256
-    assert calibration.finalists[chosen].table == told[-1][1]
-    assert [loss for *_, loss in told] == sorted((loss for *_, loss in told), reverse=True)
+    assert calibration.finalists[chosen].table == improvements[-1][1]
+    assert [loss for *_, loss in improvements] == sorted((loss for *_, loss in improvements), reverse=True)
 
 
 def test_a_budget_that_is_too_small_for_the_fixed_methods_is_said_to_be() -> None:
@@ -265,7 +269,7 @@ def test_losses_that_are_no_numbers_count_as_the_worst() -> None:
     assert calibration.run() == "mrrope_pro"
 
 
-# Readings and their journal
+# The objective and its journal
 
 
 def llama_table(scale: float = 2.0) -> mrrope.FrequencyTable:
@@ -278,7 +282,7 @@ def readings_of(path: Path, **options) -> Readings:
 
 @pytest.fixture
 def unpatchable(monkeypatch) -> None:
-    """Lets models that have no RoPE be read."""
+    """Replace patched() for models without RoPE."""
     monkeypatch.setattr("mrrope.calibration.objective.patched", lambda *_, **__: contextlib.nullcontext())
 
 
@@ -287,7 +291,7 @@ def test_a_reading_is_made_once_and_serves_all_shorter_lengths(tmp_path: Path) -
     ln2, ln8 = math.log(2), math.log(8)
     document, table = Document("one", [0, 0, 0, 1, 2, 2, 3, 4]), llama_table()
     readings = readings_of(tmp_path / "journal")
-    # Tokens 2 and 3, a repeated one and another; then tokens 4 to 7, of which one is repeated.
+    # Second halves: tokens 2 and 3, one of them repeated; tokens 4 to 7, one of them repeated.
     halves = {4: (ln2 + ln8) / 2, 8: (3 * ln8 + ln2) / 4}
     assert readings.loss(table, Rung([document], 8)) == pytest.approx(sum(halves.values()) / 2, rel=4 * FLOAT32_EPS)
     assert readings.loss(table, Rung([document], 4)) == pytest.approx(halves[4], rel=4 * FLOAT32_EPS)
@@ -298,7 +302,7 @@ def test_a_reading_is_made_once_and_serves_all_shorter_lengths(tmp_path: Path) -
     assert again.loss(table, Rung([document], 8)) == readings.loss(table, Rung([document], 8))
     assert again.model.lengths_of_calls == []
     assert again.spent == readings.spent > 0
-    # Another table, another document, another length: new ones.
+    # Another table, document or length is read again.
     again.loss(llama_table(4.0), Rung([document], 8))
     again.loss(table, Rung([Document("one", [0] * 8)], 4))
     assert again.model.lengths_of_calls == [7, 3]
@@ -319,7 +323,7 @@ def test_tables_that_differ_in_their_formula_alone_are_read_once(tmp_path: Path)
 
 @pytest.mark.usefixtures("unpatchable")
 def test_a_run_that_goes_on_gets_the_same_answers_in_the_same_order(tmp_path: Path) -> None:
-    """A short reading that came before a long one is answered by itself again, not by the long one."""
+    """A short reading made before a long one is used again, not the prefix of the long one."""
     path, document, table = tmp_path / "journal", Document("one", [0, 1] * 4), llama_table()
     readings = readings_of(path)
     readings.loss(table, Rung([document], 4))
@@ -327,7 +331,7 @@ def test_a_run_that_goes_on_gets_the_same_answers_in_the_same_order(tmp_path: Pa
     readings.journal.close()
     lines = path.read_text().splitlines()
     short = json.loads(lines[1])
-    short["figures"][0]["second_half"] = 5.0  # as if rounded otherwise
+    short["figures"][0]["second_half"] = 5.0  # as if rounded differently
     path.write_text("\n".join([lines[0], json.dumps(short), lines[2]]) + "\n")
     again = readings_of(path)
     assert again.loss(table, Rung([document], 4)) == 5.0
@@ -353,7 +357,7 @@ def test_a_line_that_was_cut_off_is_all_that_is_lost(tmp_path: Path) -> None:
     journal.close()
     whole = path.read_bytes()
     for cut in range(whole.index(b"\n")):
-        path.write_bytes(whole[:cut])  # not even the first line
+        path.write_bytes(whole[:cut])  # cut within the first line
         again = Journal(path, {"run": 1})
         assert len(again) == 0
         again.close()
@@ -405,7 +409,7 @@ def test_a_journal_that_was_damaged_is_said_to_be(tmp_path: Path) -> None:
     assert (tmp_path / "journal").read_bytes() == content
 
 
-# Keys in the text
+# Pass keys in the text
 
 
 def test_keys_are_hidden_before_they_are_asked_for() -> None:
@@ -417,17 +421,17 @@ def test_keys_are_hidden_before_they_are_asked_for() -> None:
     assert keyed.tokens[0] == tokenizer.bos_token_id
     read = tokenizer.decode(keyed.tokens[1:])
     asked = re.findall(r"\nWhat is the pass key of (.*)\? The pass key of \1 is (\d{5})", read)
-    assert len(asked) == 3 * KEYS_A_LENGTH  # 64 tokens have no room for them
+    assert len(asked) == 3 * KEYS_A_LENGTH  # 64 tokens are too short for keys
     assert len(dict(asked)) == len(asked)
     for owner, key in asked:
         hidden = read.index(f"\nThe pass key of {owner} is {key}. Remember it.\n")
         assert hidden < read.index(f"What is the pass key of {owner}?")
     answers = tokenizer.decode([keyed.tokens[place] for place in keyed.answers])
     assert answers == "".join(f" {key}" for _, key in asked)
-    # The questions come at the end of each length.
+    # The questions end at each length.
     for i, length in enumerate((2**14, 2**15, 2**16), 1):
         assert keyed.answers[i * 6 * KEYS_A_LENGTH - 1] == length - 1
-    # What was there before is there still, but for the end.
+    # Without the keys, the text is unchanged up to its end.
     rest = re.sub(r"\n(What|The) [^\n]*?(Remember it\.\n|\? The pass key of .*? is \d{5})", "", read)
     assert text.startswith(rest)
     assert with_keys(document, tokenizer, [64, 2**14, 2**15, 2**16]) == keyed
@@ -447,7 +451,7 @@ def test_forgetting_weighs_what_was_asked(tmp_path: Path, unpatchable: None) -> 
     keyed = type(with_keys(Document("one", []), byte_tokenizer(adds_bos=False), []))("one", [0] * 8, (3, 7))
     plain, weighed = (readings_of(tmp_path / f"{weight}", retrieval=weight) for weight in (0.0, 0.5))
     rung = Rung([keyed], 8)
-    # Repeated tokens have probability 1/2, so half is forgotten.
+    # Repeated tokens have probability 1/2, so the forgotten share is 1/2.
     assert weighed.loss(llama_table(), rung) - plain.loss(llama_table(), rung) == pytest.approx(
         0.25, rel=16 * FLOAT32_EPS
     )
@@ -523,7 +527,7 @@ def test_lengths_double_up_to_the_scale() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that was never trained, its tokenizer, a text, and another to report on."""
+    """Return a folder with a tiny random model, a text to search and a held-out one."""
     folder = tmp_path_factory.mktemp("calibration")
     save_byte_llama(folder / "model", 32, heads=2, initializer_range=0.5)
     (folder / "text.txt").write_text("\0".join(random_words(24, seed) for seed in range(6)))
@@ -539,7 +543,7 @@ def arguments(folder: Path, output: Path, *options: str, **replaced: str) -> lis
 
 @pytest.fixture(scope="module")
 def unbroken(folder: Path) -> Path:
-    """The files of a whole run, with the sweep."""
+    """Return the output of an uninterrupted run with a sweep."""
     assert main(arguments(folder, folder / "whole", "--sweep", "3", **{"--held-out": str(folder / "other.txt")})) == 0
     return folder / "whole"
 
@@ -563,7 +567,7 @@ def test_the_command_finds_writes_and_reports(folder: Path, unbroken: Path, tmp_
     keys = readings_in(unbroken.with_suffix(".journal"))
     assert len(keys) == len(set(keys))
     assert unbroken.with_suffix(".perplexity.png").read_bytes().startswith(b"\x89PNG")
-    # The same as mrrope eval finds, on documents that no part of the search has seen.
+    # The held-out perplexities equal those of mrrope eval.
     held_out = {"--text": str(folder / "other.txt"), "--lengths": "32,64,128", "--scale": "4", "--device": "cpu"}
     methods = {"--methods": f"{','.join(FIXED_METHODS)},{unbroken.with_suffix('.table.json')}"}
     options = {**held_out, **methods, "--output": str(tmp_path / "eval")}
@@ -592,7 +596,7 @@ def test_the_sweep_is_of_the_bounds(folder: Path, unbroken: Path) -> None:
                 logits = model(torch.tensor([read])).logits[0, :-1].double()
             losses = -logits.log_softmax(-1)[torch.arange(127), read[1:]]
             halves = [losses[length // 2 - 1 : length - 1].mean().item() for length in (32, 64, 128)]
-            # Losses of about 10 in float32, by another order of sums.
+            # Losses of about 10 in float32, summed in another order.
             assert math.log(sweep["perplexity"][i][j]) == pytest.approx(sum(halves) / 3, rel=64 * FLOAT32_EPS)
 
 
@@ -603,8 +607,8 @@ def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_read_twice(
     options = arguments(folder, tmp_path / "out", **{"--held-out": str(folder / "other.txt")})
     path = tmp_path / "out.journal"
     whole = readings_in(unbroken.with_suffix(".journal"))
-    said = (tmp_path / "stderr").open("w+")
-    process = subprocess.Popen([*MRROPE, *options], stderr=said, cwd=tmp_path)
+    stderr = (tmp_path / "stderr").open("w+")
+    process = subprocess.Popen([*MRROPE, *options], stderr=stderr, cwd=tmp_path)
     deadline = time.monotonic() + 120
     while not path.exists() or path.read_bytes().count(b"\n") < len(whole) / 2:
         assert process.poll() is None
@@ -615,17 +619,17 @@ def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_read_twice(
         assert process.wait() == -signal.SIGKILL
     else:
         assert process.wait() == 130
-        said.seek(0)
-        printed = said.read()
+        stderr.seek(0)
+        printed = stderr.read()
         assert printed.endswith(f"mrrope calibrate: interrupted; the same command resumes from {path}\n")
         assert "Traceback" not in printed
         assert json.loads((tmp_path / "out.json").read_text())["stopped"] == "interrupted"
     assert len(readings_in(path)) < len(whole)
     assert (tmp_path / "out.table.json").exists()
     assert main(options) == 0
-    # None twice, none missing, in the same order.
+    # Every reading exactly once, in the same order.
     assert readings_in(path) == whole[: len(readings_in(path))]
-    # The unbroken run also swept the bounds, after all else.
+    # The uninterrupted run ends with 9 readings of the sweep.
     assert len(whole) - 9 <= len(readings_in(path)) <= len(whole)
     found, expected = (
         mrrope.FrequencyTable.load(stem.with_suffix(".table.json")) for stem in (tmp_path / "out", unbroken)
@@ -698,7 +702,10 @@ def test_the_found_table_goes_to_patch_and_export(folder: Path, unbroken: Path, 
         ({"--scale": "16"}, "text must hold a document of at least 512 tokens, and the longest of .* 144"),
         ({"--text": "missing.txt"}, "text must be a file or a folder, and there is no missing.txt"),
         ({"--held-out": "missing.txt"}, "text must be a file or a folder, and there is no missing.txt"),
-        ({"--text": "missing.txt", "model": "missing.gguf"}, "text must be a file"),  # before any model is loaded
+        (
+            {"--text": "missing.txt", "model": "missing.gguf"},
+            "text must be a file",
+        ),  # checked before the model is loaded
         ({"--output": "no/such/folder/out"}, "--output must be in a folder that exists, and there is no no/such"),
         ({"model": "missing.gguf"}, "model must be a file that exists, and there is no missing.gguf"),
     ],
@@ -734,7 +741,7 @@ def test_the_journal_of_other_weights_is_refused(folder: Path, tmp_path: Path, c
     options = {"model": str(tmp_path / "model"), "--budget": "1e-9"}
     shutil.copytree(folder / "model", tmp_path / "model")
     model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
-    for _ in range(2):  # with the same weights it goes on
+    for _ in range(2):  # with the same weights it resumes
         assert main(arguments(folder, tmp_path / "out", **options)) == 2
         assert "--budget must be above" in capsys.readouterr().err
     model.model.layers[0].self_attn.o_proj.weight.data *= 1.01
@@ -759,7 +766,7 @@ def test_what_was_read_before_the_memory_was_full_is_kept(folder: Path, tmp_path
     assert data["stopped"].startswith("out of memory")
 
 
-# Tables that come with the package
+# Tables shipped with the package
 
 
 @pytest.fixture

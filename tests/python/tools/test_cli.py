@@ -1,4 +1,4 @@
-"""What all commands have in common: how they end."""
+"""Exit codes common to all commands."""
 
 import os
 import re
@@ -28,18 +28,18 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     [["--help"], [*TABLE, "8"], [*TABLE, "16384"], [*TABLE, "16384", "--json"]],
     ids=["help", "one buffer", "many buffers", "one long line"],
 )
-def test_a_reader_that_leaves_is_no_error(arguments: list[str], tmp_path: Path) -> None:
-    """As head does: what comes after it has left is lost, and nothing is said of it."""
+def test_a_closed_pipe_is_no_error(arguments: list[str], tmp_path: Path) -> None:
+    """As with ``| head``: the rest of the output is dropped without a message."""
     reader, writer = os.pipe()
-    # argparse is silent of errors in writing, and unbuffered sees them itself.
+    # argparse ignores write errors, and unbuffered output would raise them inside it.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(
         [*MRROPE, *arguments], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=environment
     )
     os.close(writer)
     os.close(reader)
-    _, said = process.communicate(timeout=120)
-    assert said == b""
+    _, stderr = process.communicate(timeout=120)
+    assert stderr == b""
     assert process.returncode == 128 + signal.SIGPIPE
 
 

@@ -1,4 +1,4 @@
-"""``mrrope demo``: its parts against known models and by hand, and the whole of it with a tiny model."""
+"""``mrrope demo``: its parts against scripted models and by hand, and a whole run with a tiny model."""
 
 import contextlib
 import importlib.util
@@ -74,27 +74,27 @@ def test_the_text_is_the_librarys_with_the_key_in_it() -> None:
 
 
 def test_the_library_is_long_enough_for_a_gpu() -> None:
-    # SmolLM2 makes one token of four characters of it.
+    # SmolLM2 has one token per four characters of this text.
     assert sum(len(text) for text in library_texts()) > 4.5 * 131_072
     with pytest.raises(ValueError, match="Python's library is no longer"):
         text_with_key(byte_tokenizer(adds_bos=False), Course(4_000_000, 9_000_000))
 
 
-NATIVE = 64  # of the tiny models
+NATIVE = 64  # native length of the tiny models
 COURSE = Course(NATIVE, 100)
 
 
-def readings_of(model, text: list[int], ways) -> dict[str, Reading]:
+def readings_of(model, text: list[int], contexts) -> dict[str, Reading]:
     reader, losses = read_native(model, text, NATIVE, 24, lambda _: None)
     found = {}
-    for name, way in ways.items():
-        with way:
-            found[name] = read_on(reader, losses, text, COURSE, QuestionOf(tokens(1, 5, seed=1)[0].tolist()))
+    for name, context in contexts.items():
+        with context:
+            found[name] = read_on(reader, losses, text, COURSE, FixedTokenizer(tokens(1, 5, seed=1)[0].tolist()))
     return found
 
 
-class QuestionOf:
-    """A tokenizer that makes some tokens of every text, and names what it is given back."""
+class FixedTokenizer:
+    """A tokenizer that encodes every text as the same tokens and decodes to numbers."""
 
     eos_token_id = None
 
@@ -108,7 +108,7 @@ class QuestionOf:
         return " ".join(map(str, answer))
 
 
-def test_the_model_as_it_is_reads_on_as_if_in_one_pass() -> None:
+def test_the_unpatched_model_reads_on_as_in_one_pass() -> None:
     model = tiny_model("llama")
     text = tokens(1, COURSE.length + 1)[0].tolist()
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_the_model_as_it_is_reads_on_as_if_in_one_pass() -> None:
     expected = -logits.log_softmax(-1)[torch.arange(COURSE.length), text[1:]]
     found = readings_of(model, text, {"first": contextlib.nullcontext(), "again": contextlib.nullcontext()})
     for reading in found.values():
-        # Sums of the model's width in float32, in another order.
+        # float32 sums over the model's width, in another order.
         tolerance = 64 * FLOAT32_EPS * logits.abs().max().item()
         torch.testing.assert_close(reading.losses.double(), expected, rtol=0, atol=tolerance)
     assert found["first"].answers == found["again"].answers
@@ -128,7 +128,7 @@ def test_the_model_as_it_is_reads_on_as_if_in_one_pass() -> None:
 
 
 @pytest.mark.parametrize("method", ["yarn", "mrrope_pro"])
-def test_a_method_reads_on_with_the_native_keys_turned_to_its_table(method: str) -> None:
+def test_a_method_reads_on_with_the_native_keys_re_rotated_to_its_table(method: str) -> None:
     model = tiny_model("llama")
     text = tokens(1, COURSE.length + 1)[0].tolist()
     found = readings_of(model, text, reading_contexts(model, COURSE.max_scale))
@@ -151,7 +151,7 @@ def test_a_method_reads_on_with_the_native_keys_turned_to_its_table(method: str)
     expected = -logits.log_softmax(-1)[torch.arange(COURSE.length), text[1:]]
     tolerance = 64 * FLOAT32_EPS * logits.abs().max().item()
     torch.testing.assert_close(found[method].losses.double(), expected, rtol=0, atol=tolerance)
-    # Or the test could not tell the methods apart.
+    # Otherwise the test could not distinguish the methods.
     assert (found[method].losses - found[PLAIN].losses)[NATIVE:].abs().max() > 100 * tolerance
 
 
@@ -183,9 +183,9 @@ def test_shipped_tables_are_read_by_name(tmp_path: Path, monkeypatch: pytest.Mon
         table.save(f"tiny-{scale:g}x")
     tables = calibrated_tables("tiny", 8.0)
     assert tables == list(kept.values())
-    ways = reading_contexts(model, 8.0, tables)
-    assert list(ways)[-1] == CALIBRATED
-    with ways[CALIBRATED]:
+    contexts = reading_contexts(model, 8.0, tables)
+    assert list(contexts)[-1] == CALIBRATED
+    with contexts[CALIBRATED]:
         assert mrrope.hf.patch.is_patched(model)
 
 
@@ -229,8 +229,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_whole_demo(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["demo", "--model", str(model_folder), "--tokens", "1200", "--device", "cpu"]
-    assert main([*asked, "--output", str(tmp_path / "shown")]) == 0
+    command = ["demo", "--model", str(model_folder), "--tokens", "1200", "--device", "cpu"]
+    assert main([*command, "--output", str(tmp_path / "shown")]) == 0
     out = capsys.readouterr().out
     data = json.loads((tmp_path / "shown.json").read_text())
     assert (tmp_path / "shown.png").stat().st_size > 10_000
@@ -243,14 +243,14 @@ def test_the_whole_demo(model_folder: Path, tmp_path: Path, capsys: pytest.Captu
     expected = losses[512:1024].double().mean().exp().item()
     assert data["readings"]["rope"]["perplexity"]["512-1024"] == pytest.approx(expected, rel=64 * FLOAT32_EPS)
 
-    assert main([*asked, "--json", "--output", str(tmp_path / "again")]) == 0
+    assert main([*command, "--json", "--output", str(tmp_path / "again")]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["readings"] == data["readings"]
 
 
 @slow
 def test_the_real_demo(tmp_path: Path) -> None:
-    """Past its native length SmolLM2 as it is loses the pass key; patched it keeps it, and reads on about as well."""
+    """Past its native length, SmolLM2 finds the pass key only when patched, at about the same perplexity."""
     smollm2.gguf_file()
     assert main(["demo", "--device", "cpu", "--output", str(tmp_path / "shown")]) == 0
     data = json.loads((tmp_path / "shown.json").read_text())

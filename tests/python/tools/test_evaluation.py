@@ -1,4 +1,4 @@
-"""``mrrope eval``: protocols against models whose likelihoods are known, chunked reading against one pass."""
+"""``mrrope eval``: metrics against models with known likelihoods, and chunked reading against one forward."""
 
 import json
 import lzma
@@ -33,7 +33,7 @@ from mrrope.hf.rotary_embedding import TableRotaryEmbedding
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
-# A token repeated costs ln 2, another one ln 8 with 5 tokens: 0.5 / 4 = 1/8.
+# Losses of RepeatsLastToken with 5 tokens: ln 2 for a repeated token, ln 8 for another (0.5 / 4 = 1/8).
 REPEATED, OTHER = math.log(2), math.log(8)
 
 
@@ -51,7 +51,7 @@ def test_losses_are_those_of_the_known_likelihoods(chunk: int) -> None:
 def test_figures_of_every_length(chunk: int, one_reading: bool) -> None:
     document = [0, 0, 0, 1, 2, 2, 3, 4]
     by_hand = {
-        2: (REPEATED, REPEATED),  # token 1, and the half is the same
+        2: (REPEATED, REPEATED),  # token 1, which is also the second half
         4: ((2 * REPEATED + OTHER) / 3, (REPEATED + OTHER) / 2),  # tokens 2 and 3
         8: ((3 * REPEATED + 4 * OTHER) / 7, (3 * OTHER + REPEATED) / 4),  # tokens 4 to 7
     }
@@ -87,12 +87,12 @@ def test_chunks_give_what_one_pass_gives(model_type: str, method: str | None) ->
     expected = -logits.log_softmax(-1)[torch.arange(95), text[1:]]
     for chunk in (7, 32, 96):
         found = torch.cat(list(perplexity.token_losses(model, text, chunk=chunk)))
-        # Sums of the model's width in float32, in another order.
+        # float32 sums over the model's width, in another order.
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=64 * FLOAT32_EPS * logits.abs().max().item())
 
 
 def test_the_length_of_a_text_is_known_from_its_first_chunk_on() -> None:
-    """Where the scale follows the text: chunks give what one pass gives, with no step to cross."""
+    """With scale="auto" the reader announces the length, so that no chunk changes the scale."""
     model = mrrope.patch(tiny_model("llama"), "mrrope_pro", scale="auto", max_scale=4.0)
     text = tokens(1, 96)[0].tolist()  # the tiny model's native length is 64
     with torch.no_grad():
@@ -131,12 +131,12 @@ def test_answers_side_by_side_are_those_one_by_one() -> None:
     batches: list[int] = []
     found = chunked_reader.greedy_answers(model, prompts, counts, **options, progress=batches.append)
     assert found == expected
-    # Two of 48 tokens; of the three of 50, two and one.
+    # Two prompts of 48 tokens; three of 50, two and then one.
     assert batches == [96, 100, 50]
 
 
 def test_one_text_in_one_chunk_is_read_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask would keep it from the kernels that read 128K tokens in seconds."""
+    """A mask would rule out the attention kernels that read 128K tokens in seconds."""
     given: list[tuple] = []
     attention = nn.functional.scaled_dot_product_attention
 
@@ -149,7 +149,7 @@ def test_one_text_in_one_chunk_is_read_without_a_mask(monkeypatch: pytest.Monkey
     assert set(given) == {(50, True, True), (1, True, False)}
 
 
-# What a model reads: a tokenizer of bytes, made here, and documents of made-up words.
+# Retrieval tasks
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["begins texts", "adds nothing"])
@@ -169,8 +169,8 @@ def test_copying_model_copies() -> None:
     assert chunked_reader.greedy_answer(CopiesFromContext(window=6), [5, 6, 7, 8, 9, 4, 5, 6], 1) == [1]
 
 
-class Tracks(ScriptedModel):
-    """Knows how to follow variables."""
+class TracksVariables(ScriptedModel):
+    """Solves the tracking task."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Tracks(ScriptedModel):
         text = self.tokenizer.decode(read)
         assigned = dict(re.findall(r"\nVAR (\w+) = (?:VAR )?(\w+)\n", text))
         if (question := re.search(r"variables that are assigned the value (\d+) are VAR(.*)$", text)) is None:
-            return torch.zeros(self.vocabulary)  # not there yet
+            return torch.zeros(self.vocabulary)  # before the question
         value, said = question.groups()
 
         def held(name: str) -> str:
@@ -191,8 +191,8 @@ class Tracks(ScriptedModel):
         return self.always(token)
 
 
-class SaysNothing(ScriptedModel):
-    """Goes on with tildes, whatever it reads."""
+class AnswersNothing(ScriptedModel):
+    """Answers with tildes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         super().__init__()
@@ -209,15 +209,15 @@ def answers(model: nn.Module, haystack: Haystack, task: str, length: int, trials
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_model_that_can_do_the_task_gets_all_and_one_that_cannot_nothing(task: str, haystack: Haystack) -> None:
-    able = Tracks(haystack.tokenizer) if task == "tracking" else CopiesFromContext()
+    able = TracksVariables(haystack.tokenizer) if task == "tracking" else CopiesFromContext()
     assert answers(able, haystack, task, 800, 5)["score"] == 1.0
-    assert answers(SaysNothing(haystack.tokenizer), haystack, task, 800, 5)["score"] == 0.0
+    assert answers(AnswersNothing(haystack.tokenizer), haystack, task, 800, 5)["score"] == 0.0
 
 
 def test_needle_grid_shows_how_far_a_model_sees(haystack: Haystack) -> None:
     found = answers(CopiesFromContext(window=500), haystack, "needle", 1000, 5)["trials"]
     assert [trial["depth"] for trial in found] == [0, 0.25, 0.5, 0.75, 1]
-    # Depths are shares of the text around the needle, some 850 tokens; needle and question take the rest.
+    # Depths are fractions of the filler text, about 850 tokens; needle and question take the rest.
     assert [trial["score"] for trial in found] == [0, 0, 0, 1, 1]
 
 
@@ -229,7 +229,7 @@ def test_prompts_are_of_the_length_asked_and_the_same_every_time(task: str, hays
     for trial in trials:
         assert trial.prompt[: len(haystack.opening)] == haystack.opening
         assert haystack.tokenizer.bos_token_id not in trial.prompt[len(haystack.opening) :]
-        if task == "tiled_copy":  # what is asked for is a part of the length, and tiles are of whole tokens
+        if task == "tiled_copy":  # the answer counts towards the length, and tiles have whole tokens
             assert 900 - 8 <= len(trial.prompt) + trial.answer_tokens <= 900
         else:
             assert len(trial.prompt) == 900
@@ -264,7 +264,7 @@ def test_tasks_without_room_say_how_much_they_need(haystack: Haystack) -> None:
         TASKS["tiled_copy"](haystack, 200, 3)
 
 
-# Texts
+# Documents
 
 
 def test_documents_of_files_folders_and_archives(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_bad_texts_are_named(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that was never trained, its tokenizer, a text and a table."""
+    """Return a folder with a tiny random model, a text and a table."""
     folder = tmp_path_factory.mktemp("evaluation")
     save_byte_llama(folder / "model", 64, layers=2, heads=2, initializer_range=0.2)
     (folder / "text.txt").write_text("\0".join(random_words(120, seed) for seed in range(3)))
@@ -562,7 +562,7 @@ def test_the_machines_own_memory_counts_too() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8, device="cpu")
     assert is_out_of_memory(caught.value)
-    # As other builds of torch say it.
+    # The message of other builds of torch.
     words = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1152921504606846976 bytes."
     assert is_out_of_memory(RuntimeError(f"[enforce fail at alloc_cpu.cpp:124] err == 0. {words} Error code 12"))
 
@@ -595,13 +595,14 @@ def test_every_length_is_read_by_itself_where_the_scale_follows_it(folder: Path,
         assert evaluation.tokens_of("perplexity", method) == sum(expected)
 
 
-# lm-evaluation-harness, or what stands for it here
+# lm-evaluation-harness, and a fake of it
 
 
 @pytest.fixture
 def fake_harness(monkeypatch) -> list[dict]:
-    """A package lm_eval with a few tasks, of which one has no data; gives what it was called with. Of several lengths,
-    the limit leaves the prompts of the first, as in the real one.
+    """Install a fake lm_eval with a few tasks, one of them without data; return the list of its calls.
+
+    As in the real one, a limit leaves only the prompts of the first length.
     """
     calls = []
     ruler = {64: 0.25, 600: 0.75}
@@ -643,8 +644,8 @@ def test_tasks_of_the_harness_run_on_the_patched_model(folder: Path, tmp_path: P
     found = json.loads((tmp_path / "out.json").read_text())["results"]
     assert found["ruler_vt"]["yarn"] == {"64": {"score": 0.25}, "600": {"score": 0.75}}
     assert found["longbench2"]["yarn"] == {"600": {"score": 0.3, "metrics": {"acc": 0.3}}}
-    assert "ruler" not in found  # it had no figures for the lengths asked for
-    # RULER by one length after the other, LongBench but once.
+    assert "ruler" not in found  # it has no results for these lengths
+    # RULER runs once per length, LongBench once.
     calls = [(patched, lengths) for patched in (False, True) for lengths in ([64], [600], [64])]
     assert fake_harness == [{"patched": patched, "limit": 3, "lengths": lengths} for patched, lengths in calls]
 
@@ -683,8 +684,7 @@ metadata: {{version: 1.0}}
 
 @slow
 def test_the_real_harness_reads_by_the_patched_model(folder: Path, tmp_path: Path) -> None:
-    """A task of our own, whose right answers are what the patched model finds likelier, computed here; and one of
-    RULER's, which has prompts for each length."""
+    """Run a task whose correct answers are those that the patched model finds likelier, and one of RULER's."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'lm_eval[ruler]'")
     model = LlamaForCausalLM.from_pretrained(folder / "model").eval()
     mrrope.patch(model, "mrrope_pro", scale=4.0)
@@ -717,7 +717,7 @@ def test_the_real_harness_reads_by_the_patched_model(folder: Path, tmp_path: Pat
         assert list(found["niah_single_1"][method]) == ["600", "1200"]
 
 
-# A model as people have them
+# Models in GGUF, and attention backends
 
 
 def test_a_gguf_file_is_read(tmp_path: Path) -> None:
@@ -726,7 +726,7 @@ def test_a_gguf_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(smollm2.real_text())
     (document,) = documents.long_documents(tmp_path / "text.txt", tokenizer, 512)
     (figures,) = perplexity.document_losses(model, document.tokens, [512], chunk=200)
-    # A model that has learnt to read: one that guesses would need ln 49152 = 10.8.
+    # A trained model; uniform guessing has a loss of ln 49152 = 10.8.
     assert figures.whole < 5
     assert figures.second_half < 5
 
@@ -744,7 +744,7 @@ def test_a_gguf_file_is_read(tmp_path: Path) -> None:
 def test_long_texts_read_whole_go_to_the_faster_attention(
     tokens: int, first: int, on_gpu: bool, capability: int, prefers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other ways stay allowed: not every model's heads can go there."""
+    """Other backends stay enabled: cuDNN does not take every head size."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     rows = SimpleNamespace(shape=(1, tokens), is_cuda=on_gpu, device="cuda")
     torch.backends.cuda.enable_cudnn_sdp(False)

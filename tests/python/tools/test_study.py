@@ -1,4 +1,4 @@
-"""The study's scripts: Su's table, evolution, budgets and going on, small models from training to judgement."""
+"""The scripts in studies/: compared tables, evolutionary search, resumed runs, and small trained models."""
 
 import json
 import math
@@ -37,7 +37,7 @@ from mrrope.table_lookup import NativeRope
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
-# Contenders
+# Compared tables
 
 
 @pytest.mark.parametrize(("rotary_dim", "scale"), [(64, 16.0), (128, 2.0), (32, 5.0)])
@@ -46,7 +46,7 @@ def test_su_is_the_formula(rotary_dim: int, scale: float) -> None:
     pairs = rotary_dim // 2
     a = math.log(scale) / pairs**0.625
     expected = [math.exp(a * m**0.625) for m in range(1, pairs + 1)]
-    # Powers and logarithms of float64, each within a rounding or so.
+    # float64 powers and logarithms, each within about one rounding.
     torch.testing.assert_close(
         table.cumulative_scale, torch.tensor(expected, dtype=torch.float64), rtol=16 * 2**-52, atol=0
     )
@@ -63,7 +63,7 @@ def test_contenders_are_all_different_and_of_one_scale() -> None:
     assert tables["mrrope_pow 2"] == mrrope.frequency_table("mrrope_pow", power=2.0, **SMOLLM2)
 
 
-# Evolution
+# Evolutionary search
 
 
 def genes_and_seeds() -> tuple[evolutionary_search.TableGenes, list]:
@@ -102,11 +102,11 @@ def test_evolution_nears_a_planted_table_within_its_budget(rungs: int) -> None:
             asked[point, rung] = distance(genes.table(point), planted) + (rungs - 1 - rung) * 1e-3 * hash(point) % 1e-3
         return asked[point, rung]
 
-    told: list[float] = []
-    found = evolutionary_search.evolve(genes, seeds, loss, rungs, improved=lambda _, best: told.append(best))
+    best_losses: list[float] = []
+    found = evolutionary_search.evolve(genes, seeds, loss, rungs, improved=lambda _, best: best_losses.append(best))
     assert len(asked) == budget
-    # The best is never lost, and of all that was asked on the last rung it is the best.
-    assert told == sorted(told, reverse=True)
+    # The result is the best point of the last rung, and the best loss never rises.
+    assert best_losses == sorted(best_losses, reverse=True)
     assert loss(found, rungs - 1) == min(value for (_, rung), value in asked.items() if rung == rungs - 1)
     best_seed = min(distance(genes.table(seed), planted) for seed in seeds)
     assert distance(genes.table(found), planted) < best_seed / 3
@@ -135,7 +135,7 @@ def test_rationed_readings_are_no_more_than_the_ration(tmp_path: Path) -> None:
     ]
     readings.loss(tables[0], Rung([document], 64))
     readings.loss(tables[1], Rung([document], 128))
-    readings.loss(tables[1], Rung([document], 64))  # known, and free
+    readings.loss(tables[1], Rung([document], 64))  # known: costs nothing
     with pytest.raises(BudgetSpentError):
         readings.loss(tables[2], Rung([document], 128))
     readings.loss(tables[2], Rung([document], 64))
@@ -143,12 +143,12 @@ def test_rationed_readings_are_no_more_than_the_ration(tmp_path: Path) -> None:
     readings.journal.close()
 
 
-# One model at all scales
+# One model at several scales
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that was never trained, texts to search and to report on, and its calibration at scale 2."""
+    """Return a folder with a tiny random model, texts, and its calibration at scale 2."""
     folder = tmp_path_factory.mktemp("study")
     save_byte_llama(folder / "model", 512, initializer_range=0.5)
     (folder / "search.txt").write_text("\0".join(random_words(200, seed) for seed in range(4)))
@@ -168,8 +168,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Counting:
-    """Counts what a model reads, generation left out."""
+class TokenCounter:
+    """Counts the tokens that a model reads, without generated ones."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.tokens = 0
@@ -179,32 +179,32 @@ class Counting:
         self.tokens += options["input_ids"].numel() if options["input_ids"].shape[1] > 1 else 0
 
 
-def studied(folder: Path, output: Path, *more: str) -> tuple[dict, int]:
-    """The results of a run, and how many tokens it read."""
+def run_study(folder: Path, output: Path, *more: str) -> tuple[dict, int]:
+    """Return the results of a run and the number of tokens that it read."""
     arguments = [str(folder / "model"), str(folder / "search.txt"), str(folder / "eval.txt"), "--output", str(output)]
     arguments += ["--calibrations", str(folder / "calibration_2x.json"), "--evolve", "2", "--scales", "2"]
     arguments += ["--documents", "2", "--trials", "3", "--other-trials", "1", "--chunk", "4096", *more]
     model, tokenizer = model_loading.load(folder / "model", device="cpu")
-    counting = Counting(model)
+    counter = TokenCounter(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         results = method_study.run(
             method_study.parser().parse_args(arguments), model, method_study.CachingTokenizer(tokenizer)
         )
     assert json.loads(results.path.read_text()) == results.data
-    return results.data, counting.tokens
+    return results.data, counter.tokens
 
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> tuple[dict, Path]:
-    """A run with a stop in between."""
+    """Return the results of a run that was stopped and resumed."""
     output = folder / "study"
-    stopped, read = studied(folder, output, "--minutes", "0")
+    stopped, read = run_study(folder, output, "--minutes", "0")
     assert (stopped["complete"], stopped["stopped"]) == (False, "0 minutes were over")
-    # What the calibration had measured is there all the same.
+    # The results of the calibration are included already.
     assert {*FIXED_METHODS} <= set(stopped["parts"]["2"]["results"]["perplexity"])
     assert read == 0
-    data, read = studied(folder, output)
+    data, read = run_study(folder, output)
     assert data["complete"]
     assert read > 0
     return data, output
@@ -246,19 +246,19 @@ def test_evolution_reads_no_more_than_the_calibration_and_is_no_worse_than_its_s
 
 def test_a_study_that_is_complete_reads_nothing_again(folder: Path, whole: tuple[dict, Path]) -> None:
     data, output = whole
-    assert studied(folder, output) == (data, 0)
+    assert run_study(folder, output) == (data, 0)
 
 
 def test_as_many_documents_are_read_as_asked_for(folder: Path, tmp_path: Path) -> None:
-    """Also where the calibration reported on fewer; its figures then do not count."""
-    data, _ = studied(folder, tmp_path / "study", "--documents", "3", "--minutes", "0")
+    """The calibration reported on fewer documents, so its results are not reused."""
+    data, _ = run_study(folder, tmp_path / "study", "--documents", "3", "--minutes", "0")
     assert len(data["parts"]["2"]["documents"]) == 3
     assert not data["parts"]["2"]["results"]
 
 
-def test_evolution_at_a_scale_that_is_not_studied(folder: Path, tmp_path: Path) -> None:
+def test_evolution_at_a_scale_that_is_not_run_study(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--evolve must be among --scales, \[2.0\], got \[4.0\]"):
-        studied(folder, tmp_path / "study", "--evolve", "4")
+        run_study(folder, tmp_path / "study", "--evolve", "4")
 
 
 def test_long_texts_are_encoded_once() -> None:
@@ -343,7 +343,7 @@ def test_keys_are_told_once_and_asked_for_twice() -> None:
     assert texts[300:] == ["x" * 256] * 100
     told = [one.index("\nThe pass key") for one in texts[:300]]
     room = 256 - len(small_model_training.SENTENCE) - 2 * len(small_model_training.QUESTION)
-    # All places come up, about evenly.
+    # Keys occur at all places, from the first to the last.
     assert (min(told), max(told)) == (0, room)
     with pytest.raises(ValueError, match=r"trained_length must be at least \d+ for keys to be hidden, got 100"):
         small_model_training.batch(text, 100, recipe, chance)
@@ -378,8 +378,8 @@ def test_the_usual_shape_has_25_million_parameters() -> None:
         assert model.model.layers[0].self_attn.head_dim == head_dim
 
 
-def examined(folder: Path, output: Path, *more: str) -> dict:
-    """The results of a run with models of no size."""
+def run_small_models(folder: Path, output: Path, *more: str) -> dict:
+    """Return the results of a run with tiny models."""
     shape = {"hidden": 32, "intermediate": 32, "layers": 1, "trained_length": 192}
     arguments = [str(folder / "train.txt"), str(folder / "held_out.txt"), "--models", str(folder / "models")]
     arguments += ["--output", str(output), "--shape", json.dumps(shape), "--recipe", '{"rows": 4, "compiled": false}']
@@ -398,9 +398,9 @@ def small_texts(tmp_path: Path) -> Path:
 
 
 def test_small_models_are_trained_judged_and_gone_on_with(small_texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped = examined(small_texts, small_texts / "small", "--minutes", "0", "--enough", "0")
+    stopped = run_small_models(small_texts, small_texts / "small", "--minutes", "0", "--enough", "0")
     assert (stopped["complete"], stopped.get("parts", {})) == (False, {})
-    data = examined(small_texts, small_texts / "small", "--enough", "0")
+    data = run_small_models(small_texts, small_texts / "small", "--enough", "0")
     assert data["complete"]
     assert set(data["parts"]) == {"head16_seed0", "head16_seed1"}
     methods = {*FIXED_METHODS, "mrrope_pow 0.5", "mrrope_pow 2", "su"}
@@ -411,7 +411,7 @@ def test_small_models_are_trained_judged_and_gone_on_with(small_texts: Path, mon
         assert set(part["results"]["passkey 2"]) == methods
         assert set(part["results"]["perplexity 4"]) == {*methods, "calibrated"}
         assert list(part["results"]["perplexity 4"]["su"]) == ["192", "384", "768"]
-    # By hand: two seeds' figures at the longest length.
+    # By hand, from both seeds at the longest length.
     figures = [data["parts"][f"head16_seed{seed}"]["results"]["perplexity 4"]["su"]["768"] for seed in (0, 1)]
     halves = [figure["second_half_perplexity"] for figure in figures]
     assert small_model_study.over_seeds(data, 16, 4.0, "perplexity", "su") == halves
@@ -427,18 +427,18 @@ def test_small_models_are_trained_judged_and_gone_on_with(small_texts: Path, mon
     (row,) = (row for row in study_tables.small_models("perplexity", 16) if row.startswith("| `su` |"))
     assert row.endswith(f"| {spread} |")
     assert len(study_tables.small_training()) == 2 + 2
-    # Again: nothing is trained, nothing is measured.
+    # A second run trains and measures nothing.
     monkeypatch.setattr(small_model_training, "train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(small_model_study.Examined, "perplexities", lambda *_: pytest.fail("measured again"))
-    assert examined(small_texts, small_texts / "small", "--enough", "0") == data
+    assert run_small_models(small_texts, small_texts / "small", "--enough", "0") == data
 
 
 def test_a_model_that_is_trained_anew_loses_its_figures(small_texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = (small_texts, small_texts / "small", "--enough", "0", "--calibrate")
-    before = examined(*options)
+    before = run_small_models(*options)
     shutil.rmtree(small_texts / "models" / "head16_seed0")
     monkeypatch.setattr(small_model_study, "measure", lambda *_: None)
-    data = examined(*options)
+    data = run_small_models(*options)
     old, new = (found["parts"]["head16_seed0"] for found in (before, data))
     assert new["training"] != old["training"]
     assert old["results"]
@@ -448,7 +448,7 @@ def test_a_model_that_is_trained_anew_loses_its_figures(small_texts: Path, monke
 
 
 def test_a_model_that_finds_too_few_keys_is_not_judged(small_texts: Path) -> None:
-    data = examined(small_texts, small_texts / "small", "--seeds", "0")
+    data = run_small_models(small_texts, small_texts / "small", "--seeds", "0")
     (part,) = data["parts"].values()
     assert part["passkey"] < 0.95
     assert (part["judged"], part["results"]) == (False, {})

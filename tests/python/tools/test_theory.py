@@ -1,4 +1,4 @@
-"""``mrrope plot``: curves against cases by hand, 50 digits and known zeros; scores against those of rotated heads."""
+"""``mrrope plot``: curves by hand, in 50 digits and by known zeros; attention scores against rotated heads."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def test_similarity_in_fifty_digits() -> None:
     found = curves.similarity(LLAMA2.table("rope").inv_freq, torch.tensor(distances))
     with mp.workdps(50):
         exact = [float(sum(cos(m * mpf(10_000) ** (-mpf(i) / 64)) for i in range(64))) for m in distances]
-    # An angle of up to 65536 radians carries that much of float64's rounding into each of 64 cosines.
+    # Each of 64 cosines has the rounding error of an angle of up to 65536 radians.
     assert found.tolist() == pytest.approx(exact, abs=64 * 65_536 * FLOAT64)
 
 
@@ -56,7 +56,7 @@ def test_zeros_by_scale_are_those_of_each_scales_own_tables() -> None:
     found = figure_data.zeros_by_scale(LLAMA2)
     assert list(found) == ["4", "8", "16", "32"]
     assert {method: zero for method, zero in found["16"].items() if method != "pi"} == ZEROS
-    # By hand: PI slows all pairs alike, so that its zero is plain RoPE's, so many times as far; not on a whole token.
+    # PI slows all pairs by the scale, so its zero is RoPE's times the scale, rounded up to a token.
     for scale, zeros in found.items():
         assert zeros["rope"] == ZEROS["rope"]
         assert (ZEROS["rope"] - 1) * float(scale) < zeros["pi"] <= ZEROS["rope"] * float(scale)
@@ -87,7 +87,7 @@ def test_the_weights_of_the_digits_are_powers_of_the_radix() -> None:
         digits = [float(fmod(position * mpf(10_000) ** (-mpf(j) / 64), 2 * pi)) for j in range(64)]
     by_hand = sum(digit * beta**j for j, digit in enumerate(digits))
     found = curves.spelled_number(LLAMA2.table("rope").inv_freq, torch.tensor([position]))
-    # Rounding of the angle, times the largest weight.
+    # Rounding of the angle times the largest weight.
     assert found.item() == pytest.approx(by_hand, abs=64 * position * FLOAT64 * 10_000)
 
 
@@ -115,8 +115,8 @@ def test_cumulative_scales_are_those_of_the_scale_and_of_its_root() -> None:
     found = figure_data.cumulative_scales(LLAMA2)
     assert list(found) == ["16", "4"]
     for scale, by_method in found.items():
-        # Pair 33 is the middle one of (20, 46): 13 of 26 steps, so that uni has the root of the scale there, and
-        # pro the power 13 * 14 / (26 * 27).
+        # Pair 33 is in the middle of (20, 46), after 13 of 26 steps: uni has the root of the scale there, pro the power
+        # 13 * 14 / (26 * 27).
         assert by_method["mrrope_uni"][33] == pytest.approx(math.sqrt(float(scale)), rel=1e-4)
         assert by_method["mrrope_pro"][33] == pytest.approx(float(scale) ** (7 / 27), rel=1e-4)
         assert by_method["rope"][63] == 1
@@ -124,7 +124,7 @@ def test_cumulative_scales_are_those_of_the_scale_and_of_its_root() -> None:
 
 @pytest.mark.parametrize("pairing", ["halves", "interleaved"])
 def test_scores_are_those_of_the_rotated_heads(pairing: str) -> None:
-    """The op itself rotates; what all pairs add up to is the whole score."""
+    """The sum over all pairs is the score of heads rotated by the op."""
     torch.manual_seed(0)
     table = mrrope.frequency_table(
         "mrrope_pro", rotary_dim=16, base=100.0, original_max_position=64, scale=4.0, attention_factor=1.0
@@ -139,10 +139,10 @@ def test_scores_are_those_of_the_rotated_heads(pairing: str) -> None:
     for distance, found in zip(
         distances, attention_scores.scores(products, table, distances, slice(None))[0], strict=True
     ):
-        turned_q = mrrope.rotary(q[:, :, 1:], None, distance[None], table, pairing=pairing)[0]
-        turned_k = mrrope.rotary(k[:, :, :1], None, torch.tensor([0]), table, pairing=pairing)[0]
-        expected = (turned_q * turned_k).sum() / 4
-        # The op computes float64 with phases of 64 bits; here an angle is position times frequency, rounded.
+        rotated_q = mrrope.rotary(q[:, :, 1:], None, distance[None], table, pairing=pairing)[0]
+        rotated_k = mrrope.rotary(k[:, :, :1], None, torch.tensor([0]), table, pairing=pairing)[0]
+        expected = (rotated_q * rotated_k).sum() / 4
+        # The op has 64-bit phases; the score here rounds position times frequency.
         assert found.item() == pytest.approx(expected.item(), abs=200 * 64 * FLOAT64)
 
 
@@ -160,12 +160,12 @@ def test_products_come_from_every_layer_and_head_of_a_model() -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_products_come_from_layers_that_see_the_whole_text(family: str) -> None:
-    """Layers that see a window count for nothing, with a RoPE of their own or not: what they rotate here is NaN."""
+    """Sliding-window layers do not count, with or without a RoPE of their own: their keys are NaN here."""
     model = tiny_model(family)
     kinds, heads = model.config.layer_types, model.config.num_attention_heads
     assert {*kinds} == {"full_attention", "sliding_attention"}
     text = tokens(1, 40)[0].tolist()
-    kinds.sort()  # those that see all come first, so that no NaN gets into them
+    kinds.sort()  # full attention first, so that no NaN reaches it
     rebuilt = type(model)(model.config).eval()
     for kind, layer in zip(kinds, rebuilt.model.layers, strict=True):
         if kind == "sliding_attention":
@@ -189,25 +189,25 @@ def test_products_of_a_model_that_rotates_in_windows_alone() -> None:
 @pytest.mark.parametrize("over", ["head", "all_heads"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_heads_that_the_op_norms_are_recorded_normed(over: str, layout: str) -> None:
-    """RotatedHeads by position 0, what comes out of the op is the normed heads and nothing else."""
+    """The rotation by position 0 is the identity, so the op returns the normed heads."""
     torch.manual_seed(0)
     table = mrrope.frequency_table("rope", rotary_dim=8, base=100.0, original_max_position=64)
     q, k = (torch.randn(1, *((heads, 5) if layout == "bhsd" else (5, heads)), 12).double() for heads in (4, 2))
     weights = [torch.rand(12 if over == "head" else 12 * heads).double() for heads in (4, 2)]
     with attention_scores.RecordedHeads() as recorded:
-        turned = mrrope.qk_norm_rotary(
+        rotated = mrrope.qk_norm_rotary(
             q, k, *weights, torch.zeros(5, dtype=torch.int64), table, eps=0.1, weight_offset=1.0, over=over,
             layout=layout,
         )  # fmt: skip
     [call] = recorded.calls
-    for heads, normed in zip(call.heads, turned, strict=True):
+    for heads, normed in zip(call.heads, rotated, strict=True):
         by_head = normed[0] if layout == "bhsd" else normed[0].transpose(0, 1)
         expected = torch.complex(by_head[..., :4], by_head[..., 4:8])
         torch.testing.assert_close(heads, expected, rtol=0, atol=64 * FLOAT64)
 
 
 def test_a_model_with_norms_is_recorded_as_if_it_normed_by_itself() -> None:
-    """With a hook on each norm of its first layer, that layer norms by its own code and only rotates by the op."""
+    """A hook on the norms of the first layer makes that layer run its own norms and only rotate by the op."""
     model = tiny_model("qwen3", dtype=torch.float64)
     heads, rotary_dim = model.config.num_attention_heads, model.config.head_dim
     text = tokens(1, 40)[0].tolist()
@@ -217,7 +217,7 @@ def test_a_model_with_norms_is_recorded_as_if_it_normed_by_itself() -> None:
     for norm in (first.q_norm, first.k_norm):
         norm.register_forward_hook(lambda *_: None)
     by_itself = attention_scores.pair_products(model, text, samples=5).values
-    # Norms of transformers compute in float32, whatever the dtype.
+    # RMSNorms of transformers compute in float32 in every dtype.
     tolerance = 64 * torch.finfo(torch.float32).eps * found.abs().max().item()
     torch.testing.assert_close(by_itself, found, rtol=0, atol=tolerance)
 
@@ -286,7 +286,7 @@ def test_wavering_is_averaged_past_the_native_length() -> None:
 
 @pytest.fixture
 def tiny_folder(tmp_path):
-    """A model whose name has a dot in it, and its tokenizer."""
+    """Return a saved model whose name contains a dot."""
     folder = tmp_path / "tiny-2.5-3B"
     save_byte_llama(folder, 512, layers=2, heads=2, hidden_size=64)
     return folder
@@ -309,7 +309,7 @@ def test_a_models_attention_is_drawn(tiny_folder, tmp_path, capsys) -> None:
     assert (found["model"], found["setting"], found["samples"]) == ("tiny-2.5-3B", setting, 2 * 2 * 50)
     for curves_of in found["methods"].values():
         assert len(curves_of["mean"]) == len(curves_of["wavering"]) == len(found["distances"])
-    # Next to each other, where no table has slowed anything that has turned, all agree.
+    # At the smallest distance all tables agree.
     first = [curves_of["mean"][0] for curves_of in found["methods"].values()]
     assert max(first) - min(first) < 0.1 * max(map(abs, first))
     assert found["layers"] == "2 of 2 layers that rotate"
