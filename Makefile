@@ -1,4 +1,5 @@
 # make test    sets everything up, builds, runs all the tests and the linters
+# make quick   builds and runs a selection in less than 2 minutes: C++ tests, and the first case of every fast pytest test
 # make demo    sets everything up and shows the main job at work
 # make docs    builds the documentation site into build/site
 # make lint | bench | sanitize | clean
@@ -23,12 +24,21 @@ CPP_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu' '*.
 SECONDS ?= 600
 DEVICE ?= cpu
 
-.PHONY: test demo docs lint bench sanitize fuzz clean install cpp-tests
+# One thread per process: two processes share two cores without contention. A file's tests stay in one process, so that
+# its module fixtures are built once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
+
+.PHONY: test quick demo docs lint bench sanitize fuzz clean install cpp-tests
 
 test: cpp-tests
 	ctest --test-dir $(BUILD) --output-on-failure --parallel 2
-	$(BIN)/pytest
+	$(PYTEST)
 	$(MAKE) lint
+
+# Without consumer.*, which build a project of their own (13 s).
+quick: cpp-tests
+	ctest --test-dir $(BUILD) --output-on-failure --parallel 2 --exclude-regex '^consumer'
+	$(PYTEST) --quick
 
 demo: install $(VENV)/.model
 	$(BIN)/mrrope demo --output build/mrrope-demo

@@ -20,13 +20,16 @@ settings.register_profile("quick", deadline=None, max_examples=15, derandomize=T
 
 # Left out of --quick: whole model families, training runs and real models.
 SLOW_FILES = {
-    "hf/test_patch_families.py",
-    "hf/test_patch_native.py",
-    "hf/test_patch_with_kernels.py",
-    "hf/test_real_model.py",
-    "hf/test_tiny_models.py",
-    "tools/test_export_families.py",
-    "tools/test_study.py",
+    Path(__file__).parent / name
+    for name in (
+        "hf/test_patch_families.py",
+        "hf/test_patch_native.py",
+        "hf/test_patch_with_kernels.py",
+        "hf/test_real_model.py",
+        "hf/test_tiny_models.py",
+        "tools/test_export_families.py",
+        "tools/test_study.py",
+    )
 }
 
 
@@ -37,14 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     profile = "quick" if config.getoption("quick") else "ci" if os.environ.get("CI") else "default"
     settings.load_profile(profile)
+    if missing := [str(path) for path in SLOW_FILES if not path.exists()]:
+        raise pytest.UsageError(f"SLOW_FILES must be files that exist, got {missing}")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    here = Path(__file__).parent
-    missing = [name for name in SLOW_FILES if not (here / name).exists()]
-    assert not missing, f"SLOW_FILES names files that do not exist: {missing}"
-    is_slow = config.getoption("quick") and collection_path in {here / name for name in SLOW_FILES}
-    return True if is_slow else None
+    return True if config.getoption("quick") and collection_path in SLOW_FILES else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
