@@ -32,16 +32,33 @@ SLOW_FILES = {
     )
 }
 
+# Tests that take 5 s of CPU time or more: compilation, processes of their own.
+SLOW_TESTS = {
+    "test_a_killed_run_goes_on_with_nothing_lost_and_nothing_read_twice",
+    "test_a_pickled_model_follows_in_another_process",
+    "test_compiled_decoding_is_one_graph_across_steps",
+    "test_compiled_decoding_past_a_static_window",
+    "test_compiled_decoding_with_a_cache_that_grows",
+    "test_compiled_decoding_with_a_static_cache",
+    "test_every_family_norms_as_it_did",
+    "test_tensor_parallel",
+    "test_unpickled_in_a_fresh_process",
+    "test_unpickled_with_attention_in_another_module_than_the_rotary_embedding",
+}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="the first case of every test, without SLOW_FILES")
+    parser.addoption("--quick", action="store_true", help="the first case of every fast test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     profile = "quick" if config.getoption("quick") else "ci" if os.environ.get("CI") else "default"
     settings.load_profile(profile)
-    if missing := [str(path) for path in SLOW_FILES if not path.exists()]:
-        raise pytest.UsageError(f"SLOW_FILES must be files that exist, got {missing}")
+    source = "".join(path.read_text() for path in Path(__file__).parent.glob("*/test_*.py"))
+    missing = [str(path) for path in SLOW_FILES if not path.exists()]
+    missing += [name for name in SLOW_TESTS if f"def {name}(" not in source]
+    if missing:
+        raise pytest.UsageError(f"SLOW_FILES and SLOW_TESTS must exist, got {missing}")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -49,14 +66,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --quick, keep the first case of every test on every device."""
+    """With --quick, keep the first case of every fast test on every device."""
     if not config.getoption("quick"):
         return
     first: dict[tuple[Any, ...], pytest.Item] = {}
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         first.setdefault((item.nodeid.split("[")[0], parameters.get("device"), parameters.get("cuda")), item)
-    kept = set(first.values())
+    kept = {item for item in first.values() if getattr(item, "originalname", item.name) not in SLOW_TESTS}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

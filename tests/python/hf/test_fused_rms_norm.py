@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from two_ranks import results_of
+from two_ranks import run_on_two_ranks
 
 FAMILIES = {
     "llama": "two a layer, one at the end",
@@ -756,7 +756,7 @@ def distributed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
     folder = tmp_path_factory.mktemp("distributed")
     for family in QK_NORMS:
         tiny_model(family).save_pretrained(folder / family)
-    return results_of(DISTRIBUTED, folder)
+    return run_on_two_ranks(DISTRIBUTED, folder)
 
 
 @pytest.mark.parametrize("family", QK_NORMS)
