@@ -75,7 +75,7 @@ $(VENV)/.mrrope: $(VENV)/.packages $(SOURCES)
 	touch $@
 
 # CUTLASS is wanted for its headers, not for the packages it depends on.
-$(VENV)/.packages: tests/requirements.txt tests/install-system-packages cmake/cutlass-requirement.txt
+$(VENV)/.packages: tests/requirements.txt docs/requirements.txt tests/install-system-packages cmake/cutlass-requirement.txt
 	tests/install-system-packages
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
