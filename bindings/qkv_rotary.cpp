@@ -135,8 +135,9 @@ Tensor fused(const QkvRotaryCall& call, QkvRotaryArgs args, const QkvRotaryPlan&
 // differentiable, so double backward works.
 struct QkvRotaryFunction : torch::autograd::Function<QkvRotaryFunction> {
     static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x, const Tensor& weight,
-                          const OptionalTensor&, const QkvRotaryCall& call, const auto& below) {
+                          const OptionalTensor& bias, const QkvRotaryCall& call, const auto& below) {
         context->save_for_backward({x, weight, call.positions, call.table});
+        context->saved_data["has_bias"] = bias.has_value();
         context->saved_data["q_heads"] = call.q_heads;
         context->saved_data["kv_heads"] = call.kv_heads;
         context->saved_data["pairing"] = call.pairing;
@@ -161,7 +162,9 @@ struct QkvRotaryFunction : torch::autograd::Function<QkvRotaryFunction> {
         if (context->needs_input_grad(0)) result[0] = rotated_back.matmul(weight);
         const Tensor rows = rotated_back.dim() == 3 ? rotated_back.flatten(0, 1) : rotated_back;
         if (context->needs_input_grad(1)) result[1] = rows.t().mm(x.dim() == 3 ? x.flatten(0, 1) : x);
-        if (context->needs_input_grad(2)) result[2] = rows.sum(0);
+        // Without a bias there is no third edge to ask about.
+        const bool has_bias = context->saved_data["has_bias"].toBool();
+        if (has_bias && context->needs_input_grad(2)) result[2] = rows.sum(0);
         return result;
     }
 };

@@ -111,7 +111,7 @@ def rejection_failure(case: OpCase, call: OpCall) -> tuple[str, bool]:
     name, _, what = case.fault.partition(": ")
     arguments = call.arguments
     given = arguments.get(name)
-    if given is None or getattr(call, "is_raw", False) or is_still_valid(case, case.fault, given):
+    if given is None or getattr(call, "is_raw_op", False) or is_still_valid(case, case.fault, given):
         return "nothing to refuse", False
     invalid = arguments | {name: CHANGES[name][what](given)}
     invalid.pop("gradients", None)

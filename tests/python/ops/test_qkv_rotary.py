@@ -313,6 +313,7 @@ def test_gradients(device, layout, pairing):
     leaves = [t.requires_grad_() for t in (call.x, call.weight, call.bias)]
     assert gradcheck(run, leaves)
     assert gradgradcheck(run, leaves)
+    assert gradcheck(run, [*leaves[:2], None]), "without a bias"
 
 
 @pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
