@@ -9,7 +9,7 @@ struct Device {
     bool wgmma = false;  // instructions of sm_90a, which only Hopper has
 };
 
-// Of the current CUDA device, queried once per device. In mrrope::cuda.
+// The current CUDA device's, queried once per device. In the CMake target mrrope::cuda.
 Device current_device();
 
 }  // namespace mrrope

@@ -4,19 +4,19 @@
 
 #include "mrrope/rotary.h"
 
-// How a head is split into vectors, one or two per lane.
+// How a head is split into vectors, two per lane.
 
 namespace mrrope {
 
 inline constexpr int access_bytes = 16;
 
-// `lanes` threads per head, each with `vector` components from either half of the rotated part.
+// `lanes` threads per head, each with `vector` components from each half of the rotated part.
 struct HeadSplit {
     int vector = 1;
     int lanes = 1;
 };
 
-// 16-byte vectors where every head starts, and every half and the unrotated tail ends, at a multiple of 16 bytes; else
+// 16-byte vectors if heads are aligned and each half of the rotated part and the unrotated tail are whole vectors; else
 // single components.
 constexpr HeadSplit split_head(int head_dim, int rotary_dim, int element_size, bool aligned) {
     const int half = rotary_dim / 2;

@@ -12,7 +12,7 @@
 #define MRROPE_UNROLL
 #endif
 
-// Host-device functions that call a functor of either side.
+// For __host__ __device__ functions that call a functor which may be host-only or device-only.
 #if defined(__CUDACC__)
 #define MRROPE_NO_EXEC_CHECK _Pragma("nv_exec_check_disable")
 #else
@@ -21,8 +21,8 @@
 
 namespace mrrope {
 
-// A lane loads one vector from either half of the rotated part, in both pairings. Vectors of `interleaved` pairing hold
-// whole pairs; in `halves` pairing, and with vectors of one component, a pair has a component in either vector.
+// A lane loads one vector from each half of the rotated part, in both pairings. Vectors of `interleaved` pairing hold
+// whole pairs; in `halves` pairing, and with vectors of one component, a pair has one component in each vector.
 template <Pairing pairing, int Vector>
 struct LaneLayout {
     int lane;
@@ -30,7 +30,7 @@ struct LaneLayout {
 
     static constexpr bool crosses_vectors = pairing == Pairing::halves || Vector == 1;
 
-    // The first component of either vector.
+    // The first component of each vector.
     MRROPE_HOST_DEVICE int first() const {
         return pairing == Pairing::interleaved && Vector == 1 ? 2 * lane : lane * Vector;
     }
@@ -41,12 +41,12 @@ struct LaneLayout {
     // The number of the lane's j-th pair in the table.
     MRROPE_HOST_DEVICE int pair(int j) const {
         if constexpr (crosses_vectors) return lane * Vector + j;
-        constexpr int held = Vector / 2;
-        return lane * held + (j < held ? j : half / 2 + j - held);
+        constexpr int pairs_per_vector = Vector / 2;
+        return lane * pairs_per_vector + (j < pairs_per_vector ? j : half / 2 + j - pairs_per_vector);
     }
 };
 
-// The layout of a whole head, for kernels that also read what is not rotated: lanes past the rotated part hold two
+// The layout of a whole head, for kernels that also read the unrotated tail: lanes past the rotated part hold two
 // neighbouring vectors of the tail.
 template <Pairing pairing, int Vector>
 struct NormLaneLayout {
@@ -81,7 +81,8 @@ MRROPE_HOST_DEVICE void for_each_pair(Components& first, Components& second, F&&
     }
 }
 
-// The lanes of a head share the vectors of its unrotated tail round-robin: a lane's first component, and its step.
+// The vectors of the unrotated tail are distributed round-robin over the lanes of a head: a lane starts at
+// first_tail_component and advances by tail_step.
 template <int Vector>
 MRROPE_HOST_DEVICE int first_tail_component(int lane, int rotary_dim) {
     return rotary_dim + lane * Vector;

@@ -7,13 +7,13 @@
 #include "mrrope/rotary.h"
 #include "mrrope/rotary_and_cache.h"
 
-// Large calls are split into launches whose threads and tokens kernels can count in 32 bits.
+// Large calls are split into launches whose thread and token indices fit in 32 bits.
 
 namespace mrrope {
 
-// All tokens of the batch where one launch takes them, else at most those of one sequence.
+// All tokens of the batch if they fit in one launch, else at most those of one sequence.
 inline int64_t tokens_per_launch(int64_t batch, int64_t tokens, int64_t threads_per_token, int block_threads) {
-    // The last block may count past the last thread.
+    // Thread indices of the last block may exceed the last thread's.
     const int64_t max_threads = std::numeric_limits<int32_t>::max() - block_threads;
     const int64_t max_tokens = std::max<int64_t>(1, max_threads / std::max<int64_t>(1, threads_per_token));
     const int64_t all_tokens = batch * tokens;

@@ -32,11 +32,11 @@ struct GradientView {
     template <class Launch>
     __device__ GradientView(const Launch& launch, int weights_per_head)
         : view(launch.args.call, launch.map.block(blockIdx.x).is_q) {
-        const OutputGradient& given = view.is_q ? launch.args.q : launch.args.k;
+        const OutputGradient& output_gradient = view.is_q ? launch.args.q : launch.args.k;
         block = launch.map.block(blockIdx.x);
-        gradient = static_cast<const Element*>(given.data);
-        gradient_strides = given.strides;
-        weight_sums = static_cast<RealOf<Element>*>(given.weight_sums);
+        gradient = static_cast<const Element*>(output_gradient.data);
+        gradient_strides = output_gradient.strides;
+        weight_sums = static_cast<RealOf<Element>*>(output_gradient.weight_sums);
         const int64_t weights =
             static_cast<int64_t>(launch.args.call.over == NormOver::head ? 1 : view.heads) * weights_per_head;
         if (weight_sums != nullptr) weight_sums += block.block * weights;
@@ -88,19 +88,19 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
     for (int j = 0; j < weight_sets; ++j) weight_gradients[j] = Wide{};
     for (int64_t first_row = static_cast<int64_t>(mine.block.block) * thread.slots; first_row < thread.rows;
          first_row += static_cast<int64_t>(mine.block.blocks) * thread.slots) {
-        const auto [group, batch, token, works] = launch.map.template row<over>(mine.block, thread, first_row);
-        const auto has_head = [&](int j) { return works && group + j * groups < view.heads; };
+        const auto [group, batch, token, active] = launch.map.template row<over>(mine.block, thread, first_row);
+        const auto has_head = [&](int j) { return active && group + j * groups < view.heads; };
 
         LaneAngles<Vector, true> angles;
         angles.load(args, lane, batch, token);
-        Fragment x[HeadsPerThread], given[HeadsPerThread];
+        Fragment x[HeadsPerThread], output_gradient[HeadsPerThread];
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) {
             const int64_t head = group + j * groups;
-            x[j] = given[j] = Fragment{};
+            x[j] = output_gradient[j] = Fragment{};
             if (!has_head(j)) continue;
             x[j].load(view.in + offset_of(view.in_strides, batch, token, head), lane);
-            given[j].load(mine.gradient + offset_of(mine.gradient_strides, batch, token, head), lane);
+            output_gradient[j].load(mine.gradient + offset_of(mine.gradient_strides, batch, token, head), lane);
         }
         Fragment weights[weight_sets];
         CUTLASS_PRAGMA_UNROLL
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
         Wide rotated[HeadsPerThread];
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) {
-            rotated[j] = given[j].widened();
+            rotated[j] = output_gradient[j].widened();
             rotated[j].template rotate<Lane::crosses_vectors>(by);
             const Wide wide = x[j].widened();
             const Wide weight = with_offset(weights[over_head ? 0 : j], launch.constants.weight_offset);
@@ -192,7 +192,8 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
     }
 }
 
-// Any shape, in two passes over each of a block's rows. A component always belongs to the same thread.
+// Any shape, in two passes over each of a block's rows. A component always belongs to the same thread, so the weight
+// sums need no atomics.
 template <class Element, Pairing pairing>
 __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_per_sm)
     qk_norm_rotary_gradient_row_kernel(const __grid_constant__ QkNormRotaryGradientLaunch<RealOf<Element>> launch) {
@@ -216,13 +217,13 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     for (int64_t row = mine.block.block; row < rows; row += mine.block.blocks) {
         const auto [batch, token, is_q, first_head] = launch.map.row(mine.block, row);
         const Element* in = view.in + offset_of(view.in_strides, batch, token, first_head);
-        const Element* given = mine.gradient + offset_of(mine.gradient_strides, batch, token, first_head);
+        const Element* output_gradient = mine.gradient + offset_of(mine.gradient_strides, batch, token, first_head);
         Element* out = view.out + offset_of(view.out_strides, batch, token, first_head);
 
         // Calls f(head, component, v) for every component of this thread.
         const auto for_each_component = [&](auto&& f) {
             const auto gradient_at = [&](int head, int at) {
-                return static_cast<Real>(given[head * mine.gradient_strides.head + at]);
+                return static_cast<Real>(output_gradient[head * mine.gradient_strides.head + at]);
             };
             for_each_row_pair(threadIdx.x, heads, half, [&](int head, int pair) {
                 const NormLaneLayout<pairing, 1> lane(pair, half);

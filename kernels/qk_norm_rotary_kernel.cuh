@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     const NormView<Element> view(launch.args, place.is_q);
     const Element* in = view.in + offset_of(view.in_strides, place.batch, place.token, place.group);
     const int64_t in_step = place.groups * view.in_strides.head;
-    const auto has_head = [&](int j) { return place.works && place.group + j * place.groups < view.heads; };
+    const auto has_head = [&](int j) { return place.active && place.group + j * place.groups < view.heads; };
     // As in rotary_kernel: small launches are latency-bound, so all addresses are computed before the wait.
     if constexpr (HeadsPerThread <= 2) {
         const bool always_false = launch.map.threads < 0;
@@ -56,7 +56,8 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     // reduction.
     constexpr int weights_held = over_head ? 1 : 2;
     // Over all heads, for many tokens, threads share cos/sin through shared memory, computed after the head loads are
-    // issued. Angles first and zero-initialized fragments, as in the other instantiations, take 10 % longer on an H200.
+    // issued. Loading the angles first and zero-initializing the fragments, as the other instantiations do, takes 10 %
+    // longer on an H200.
     constexpr bool shares_cos_sin = !over_head && HeadsPerThread == 4;
     Fragment fragments[held];
     Fragment weights[weights_held];
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         angles.compute(by, args, lane, place.batch, place.token, direction);
     }
     pdl_trigger();
-    // Pays for its registers with many heads.
+    // Folding the weights into cos/sin costs registers, which pays off with eight heads per thread.
     constexpr bool folds_weights = over_head && HeadsPerThread == 8;
     WeightedRotation<Real> weighted[folds_weights ? Vector : 1];
     if constexpr (folds_weights) {
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     }
 }
 
-// Any shape, in two passes: a block reads one row component by component for its mean, and again to write it.
+// Any shape, in two passes: a block reads one row component by component for its mean square, and again to write it.
 template <class Element, Pairing pairing>
 __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_per_sm)
     qk_norm_rotary_row_kernel(const __grid_constant__ QkNormRotaryLaunch<RealOf<Element>> launch) {

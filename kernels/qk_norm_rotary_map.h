@@ -17,7 +17,7 @@ struct NormPlace {
     int batch;
     int token;
     bool is_q;
-    bool works;  // others only take part in reductions
+    bool active;  // others only take part in reductions
 };
 
 // A block of a two-pass kernel: one row.
@@ -31,7 +31,7 @@ struct NormRow {
 template <class Divmod>
 struct QkNormRotaryMap {
     QkNormRotaryPlan plan;
-    Divmod lanes;   // over a head: the team
+    Divmod lanes;   // by plan.lanes; over a head, in registers: by plan.team
     Divmod groups;  // over a head, in registers: head groups per token; else rows per token
     Divmod tokens;
     int q_rows;   // how many of the rows per token are q's
@@ -59,14 +59,14 @@ struct QkNormRotaryMap {
             groups(sequence_token, place.group, item);
             place.is_q = place.group < plan.q_groups;
             if (!place.is_q) place.group -= plan.q_groups;
-            place.works = thread < threads && member < plan.lanes;
+            place.active = thread < threads && member < plan.lanes;
         } else {
             int row;
             lanes(place.group, member, thread_in_block);
             groups(sequence_token, row, block);
             place.is_q = row < q_rows;
-            place.works = place.group < (place.is_q ? plan.q_groups : plan.k_groups);
-            if (!place.works) place.group = 0;
+            place.active = place.group < (place.is_q ? plan.q_groups : plan.k_groups);
+            if (!place.active) place.group = 0;
         }
         place.groups = place.is_q ? plan.q_groups : plan.k_groups;
         place.lane = member < plan.lanes - 1 ? member : plan.lanes - 1;
@@ -85,14 +85,14 @@ struct QkNormRotaryMap {
     }
 };
 
-// Two passes: calls f(head, pair) for a thread's share of the rotated part of `heads` heads.
+// Two-pass kernels: calls f(head, pair) for a thread's share of the rotated part of `heads` heads.
 MRROPE_NO_EXEC_CHECK
 template <class F>
 MRROPE_HOST_DEVICE void for_each_row_pair(int thread, int heads, int half, F&& f) {
     for (int item = thread; item < heads * half; item += norm_row_block_threads) f(item / half, item % half);
 }
 
-// Two passes: calls f(head, component) for a thread's share of the unrotated tail, the last `tail` components.
+// Two-pass kernels: calls f(head, component) for a thread's share of the unrotated tail, the last `tail` components.
 MRROPE_NO_EXEC_CHECK
 template <class F>
 MRROPE_HOST_DEVICE void for_each_row_tail(int thread, int heads, int rotary_dim, int tail, F&& f) {
@@ -102,20 +102,20 @@ MRROPE_HOST_DEVICE void for_each_row_tail(int thread, int heads, int rotary_dim,
     }
 }
 
-// A block of the backward pass, among those of q or of k.
+// A block of the backward pass: number `block` of the `blocks` blocks of q or of k.
 struct NormGradientBlock {
     bool is_q;
     int block;
     int blocks;
 };
 
-// A thread of the backward kernel that holds heads in registers.
+// A thread of the backward kernel that holds heads in registers. Over a head, its rows are groups of heads.
 struct NormGradientThread {
     int slot;  // over a head: the block's team; over all heads: the group of heads
     int lane;
     bool has_lane;  // others only take part in reductions
-    int slots;      // rows that a block takes at a time
-    int rows;       // of the launch
+    int slots;      // rows that a block processes at a time
+    int rows;       // of q or of k, in the launch
 };
 
 // The row that a thread works on.
@@ -123,13 +123,13 @@ struct NormGradientRow {
     int group;  // heads group, group + groups, ...
     int batch;
     int token;
-    bool works;
+    bool active;
 };
 
 template <class Divmod>
 struct QkNormRotaryGradientMap {
     QkNormRotaryGradientPlan plan;
-    Divmod lanes;     // over a head: the team
+    Divmod lanes;     // by plan.lanes; over a head: by plan.team
     Divmod q_groups;  // rows per token; over all heads: 1
     Divmod k_groups;
     Divmod tokens;
@@ -173,23 +173,23 @@ struct QkNormRotaryGradientMap {
         return thread;
     }
 
-    // Of the `slots` rows from first_row on, the thread's.
+    // The thread's row among the `slots` rows from first_row on.
     template <NormOver over>
     MRROPE_HOST_DEVICE NormGradientRow row(const NormGradientBlock& block, const NormGradientThread& thread,
                                            int64_t first_row) const {
         constexpr bool over_head = over == NormOver::head;
         NormGradientRow found;
         const int64_t row = first_row + (over_head ? thread.slot : 0);
-        found.works = thread.has_lane && row < thread.rows;
+        found.active = thread.has_lane && row < thread.rows;
         int sequence_token;
         (block.is_q ? q_groups : k_groups)(sequence_token, found.group,
-                                           static_cast<int>(found.works ? row : first_row));
+                                           static_cast<int>(found.active ? row : first_row));
         if constexpr (!over_head) found.group = thread.has_lane ? thread.slot : 0;
         tokens(found.batch, found.token, sequence_token);
         return found;
     }
 
-    // Two passes: a row of the block.
+    // Two-pass kernel: row number `row` of q or of k.
     MRROPE_HOST_DEVICE NormRow row(const NormGradientBlock& block, int64_t row) const {
         NormRow found;
         int sequence_token;

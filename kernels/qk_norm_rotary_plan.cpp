@@ -34,9 +34,9 @@ int64_t threads_over_all_heads(const QkNormRotaryShape& shape, int lanes, int he
     return ceil_div(lanes * groups, warp) * warp;
 }
 
-// Heads of one thread share its phases but wait for each other's loads. Microseconds on an H200, bfloat16, head_dim
-// 128, in place, by heads per thread, of successive versions of the kernels (plans_benchmark measures the present
-// ones), with a copy of as many bytes:
+// Heads of one thread share cos/sin but wait for each other's loads. Microseconds on an H200 by heads per thread, and
+// of a copy of as many bytes; bfloat16, head_dim 128, in place. Measured on successive versions of the kernels;
+// plans_benchmark measures the present ones.
 //     tokens x heads       1       2       4       8     copy
 //         1 x 32 + 8    1.39    1.54    1.90    2.54     1.10
 //        16 x 32 + 8    1.90    2.08    2.83    3.34     1.87

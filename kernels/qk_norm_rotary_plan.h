@@ -46,13 +46,13 @@ constexpr int norm_heads_in_registers(int heads_per_thread) {
     return heads_per_thread < 4 ? heads_per_thread : 4;
 }
 
-// The only instantiation with a lookup, and of the backward pass.
+// Heads per thread of the only instantiation with a lookup, and of the backward pass.
 inline constexpr int norm_heads_per_thread_with_lookup = 2;
 
-// A row is what one mean square is taken over: a head, or all heads of q or of k of one token.
+// A row is the set of elements that share one mean square: a head, or all heads of q or of k of one token.
 //
 // in_registers: heads are made of whole 16-byte vectors and a warp can hold one. `lanes` threads hold a head, two
-// vectors each: one from either half of the rotated part, or two neighbours from the tail. A thread has up to
+// vectors each: one from each half of the rotated part, or two neighbours from the tail. A thread has up to
 // `heads_per_thread` heads of q or of k. Over a head, its lanes are the first of a team of 2^n threads of one warp,
 // which reduces the row; over all heads, a block reduces it.
 //
@@ -72,18 +72,18 @@ struct QkNormRotaryPlan {
 
 QkNormRotaryPlan plan(const QkNormRotaryShape& shape, const Device& device);
 
-// With the maximum of heads per thread given: 1, 2, 4 or 8, over all heads 2 or 4, with a lookup 2.
+// plan() with a given maximum of heads per thread: 1, 2, 4 or 8; over all heads 2 or 4; with a lookup 2.
 QkNormRotaryPlan plan_with(const QkNormRotaryShape& shape, const Device& device, int heads_per_thread);
 
 // qk_norm_rotary_cuda by a given plan.
 void qk_norm_rotary_cuda(const QkNormRotaryArgs& args, const QkNormRotaryPlan& plan, CUstream_st* stream);
 
-// The blocks of a launch of so many tokens.
+// The number of blocks of a launch of `tokens` tokens.
 int64_t blocks_of(const QkNormRotaryPlan& plan, NormOver over, int64_t tokens);
 
 inline constexpr int norm_gradient_block_threads = 128;
 inline constexpr int norm_gradient_max_block_threads = 256;
-// Threads that an SM holds at once, by the registers they need.
+// Resident threads per SM, as limited by register use.
 constexpr int norm_gradient_threads_per_sm(NormOver over) {
     return over == NormOver::head ? 384 : 256;
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-// PDL in CUTLASS's mainloop and epilogue.
+// Enables PDL in CUTLASS's mainloop and epilogue.
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 
 // Only the headers for Hopper, in the order they depend on each other: those for all architectures take longer to parse
@@ -66,7 +66,7 @@ template <QkvKernel kernel, class Element>
 struct ComponentsByTokens {
     using Tile = cute::Shape<cute::Int<qkv_tile>, cute::Int<kernel.tile_tokens>, cute::_64>;
     using EpilogueTile = cute::Shape<cute::_64, cute::Int<kernel.tile_tokens / 2>>;
-    // One stage per part of the tile: no part waits for another's store.
+    // One stage for each of the tile's 2 x 2 epilogue tiles: none waits for another's store.
     using EpiloguePolicy = cutlass::epilogue::Sm90TmaWarpSpecialized<
         /*StagesC=*/1, /*StagesD=*/4, /*FragmentSize=*/kernel.tile_tokens / 4, /*ReuseSmemC=*/false,
         /*DelayTmaStore=*/true>;
@@ -121,10 +121,10 @@ struct QkvProjection {
     }
 
     static void launch(const QkvRotaryArgs& args, const QkvRotaryPlan& plan, void* workspace, cudaStream_t stream) {
-        const auto given = arguments(args, plan);
-        if (!Kernel::can_implement(given)) fail(cutlass::Status::kErrorInvalidProblem);
-        check(Kernel::initialize_workspace(given, workspace, stream));
-        typename Kernel::Params params = Kernel::to_underlying_arguments(given, workspace);
+        const auto kernel_arguments = arguments(args, plan);
+        if (!Kernel::can_implement(kernel_arguments)) fail(cutlass::Status::kErrorInvalidProblem);
+        check(Kernel::initialize_workspace(kernel_arguments, workspace, stream));
+        typename Kernel::Params params = Kernel::to_underlying_arguments(kernel_arguments, workspace);
         const auto entry = reinterpret_cast<const void*>(cutlass::device_kernel<Kernel>);
         constexpr int shared_bytes = Kernel::SharedStorageSize;
         check_cuda(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));

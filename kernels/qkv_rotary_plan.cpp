@@ -40,7 +40,7 @@ int64_t cost_of(const QkvKernel& kernel, const QkvRotaryShape& shape, const Devi
     return waves_of(kernel, shape, 1, device) * kernel.tile_tokens;
 }
 
-// Up to here all rows of x stay in L2 while the weights stream through; beyond, only a few tiles of either do.
+// Up to here all rows of x stay in L2 while the weights stream through; beyond, only a few tiles of each do.
 constexpr int64_t many_rows = 8192;
 constexpr int many_outputs = 4096;
 
@@ -79,7 +79,8 @@ bool can_fuse(const QkvRotaryShape& shape, const Device& device) {
     if (shape.dtype != DType::bfloat16 && shape.dtype != DType::float16) return false;
     // Rows and threads are counted in 32 bits.
     if (shape.rows < 1 || shape.rows > std::numeric_limits<int32_t>::max() / 128) return false;
-    // An epilogue visit lies in one head, and rotates whole groups of 8 columns or nothing.
+    // The epilogue rotates blocks of columns as a whole or not at all: rotary_dim columns in `halves` pairing, a visit
+    // in `interleaved` pairing. No block may straddle heads, or the end of a rotated part.
     if (shape.pairing == Pairing::halves) {
         return (shape.rotary_dim == 64 || shape.rotary_dim == 128) && shape.head_dim % shape.rotary_dim == 0;
     }
@@ -102,16 +103,16 @@ int64_t scheduled_tiles(const QkvKernel& kernel, const QkvRotaryShape& shape, in
 QkvRotaryPlan plan(const QkvRotaryShape& shape, const Device& device) {
     if (!can_fuse(shape, device) || shape.rows <= max_small_m) return {};
     QkvRotaryPlan plan;
-    int64_t least = std::numeric_limits<int64_t>::max();
+    int64_t lowest_cost = std::numeric_limits<int64_t>::max();
     for (int index = 0; index < qkv_kernel_count; ++index) {
         if (!supports(qkv_kernels[index], shape)) continue;
         const int64_t cost = cost_of(qkv_kernels[index], shape, device);
-        if (cost > least) continue;  // ties go to the wider tiles, which come later and read less
-        least = cost;
+        if (cost > lowest_cost) continue;  // ties go to the wider tiles, which come later and read less
+        lowest_cost = cost;
         plan.kernel = index;
     }
-    const double needed = static_cast<double>(shape.rows * shape.outputs) / (qkv_tile * device.sms);
-    if (static_cast<double>(least) > (1 + max_idle) * needed) return {};
+    const double ideal_cost = static_cast<double>(shape.rows * shape.outputs) / (qkv_tile * device.sms);
+    if (static_cast<double>(lowest_cost) > (1 + max_idle) * ideal_cost) return {};
     const bool along_columns = shape.rows >= many_rows && shape.outputs < many_outputs;
     plan.raster = along_columns ? Raster::columns : Raster::rows;
     plan.swizzle = choose_swizzle(qkv_kernels[plan.kernel], shape, device);

@@ -11,8 +11,8 @@
 
 namespace mrrope {
 
-// Components per tile, and its default of tokens. Pingpong schedule: each of a block's two consumer warp groups has its
-// own tile, and rotates it while the other multiplies.
+// Components per tile, and the default of tokens per tile. Pingpong schedule: each of a block's two consumer warp
+// groups has its own tile, and rotates it while the other multiplies.
 inline constexpr int qkv_tile = 128;
 
 struct QkvKernel {
@@ -22,7 +22,7 @@ struct QkvKernel {
     int tile_tokens = qkv_tile;
 };
 
-// The kernels that are compiled. Measured on an H200 and slower: tiles of 64 x 256, 256 x 128 and 128 x 256, the
+// The compiled kernels. Slower when measured on an H200: tiles of 64 x 256, 256 x 128 and 128 x 256, the
 // cooperative schedule (two warp groups per tile), split-K, and cos/sin by polynomials or from a table.
 inline constexpr QkvKernel qkv_kernels[] = {
     {Pairing::halves},
@@ -31,7 +31,7 @@ inline constexpr QkvKernel qkv_kernels[] = {
 };
 inline constexpr int qkv_kernel_count = sizeof(qkv_kernels) / sizeof(qkv_kernels[0]);
 
-// Columns per epilogue visit. Partners in `halves` pairing lie up to half a head apart.
+// Columns per epilogue visit. In `halves` pairing it holds both partners of a pair, which lie up to 64 columns apart.
 constexpr int epilogue_columns(Pairing pairing) {
     return pairing == Pairing::halves ? 128 : 32;
 }
@@ -54,7 +54,7 @@ QkvRotaryShape shape_of(const QkvRotaryArgs& args);
 // Whether the kernels of this pairing support the shape at all.
 bool can_fuse(const QkvRotaryShape& shape, const Device& device);
 
-// Whether this kernel does. Transposed, partners must lie 64 components apart.
+// Whether this kernel supports the shape. The transposed epilogue needs partners 64 components apart.
 bool supports(const QkvKernel& kernel, const QkvRotaryShape& shape);
 
 // The tiles that CUTLASS schedules, including tile padding: M is rounded up to clusters of two tiles and both

@@ -11,7 +11,7 @@ namespace mrrope {
 struct RescaleCachePlace {
     int lane;
     int group;        // heads group, group + head_groups, ...
-    int first_token;  // then every token_step-th; from token_step on, the thread idles
+    int first_token;  // advances by token_step; a thread whose first_token is not below token_step idles
 
     MRROPE_HOST_DEVICE RescaleCachePlace(const RescaleCachePlan& plan, int thread) {
         lane = thread % plan.lanes;
@@ -19,7 +19,7 @@ struct RescaleCachePlace {
         first_token = thread / plan.lanes / plan.head_groups;
     }
 
-    // Of `heads` heads, how many are in the group.
+    // How many of the `heads` heads are in the group.
     MRROPE_HOST_DEVICE int heads_in_group(const RescaleCachePlan& plan, int heads) const {
         return (heads - group + plan.head_groups - 1) / plan.head_groups;
     }

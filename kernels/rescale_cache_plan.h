@@ -29,7 +29,7 @@ inline constexpr int rescale_cache_min_blocks_per_sm = 6;
 inline constexpr int rescale_cache_min_blocks_per_sm = 8;
 #endif
 inline constexpr int rescale_cache_heads_per_thread = 4;
-// Their pointers are kernel parameters.
+// The layers' pointers are kernel parameters: 1 KiB of 4 KiB.
 inline constexpr int max_layers_per_launch = 128;
 
 // A persistent grid that goes through the layers. A thread keeps its lane and its heads, and steps through the tokens
@@ -37,8 +37,9 @@ inline constexpr int max_layers_per_launch = 128;
 struct RescaleCachePlan {
     int vector = 1;
     int lanes = 1;        // threads per head
-    int head_groups = 1;  // of rescale_cache_heads_per_thread heads
-    int blocks = 1;       // one wave at most, so that a call that changes nothing returns at once
+    int head_groups = 1;  // of up to rescale_cache_heads_per_thread heads
+    // At most one wave, so that a call that changes nothing returns at once; more only if one token needs more.
+    int blocks = 1;
     int token_step = 1;
 };
 

@@ -46,7 +46,7 @@ __device__ cutlass::AlignedArray<Float8, Vector> to_float8(cutlass::Array<float,
     return rounded;
 }
 
-// rotary_kernel with k and v stored to the token's cache slot: a thread takes one vector from either half of
+// rotary_kernel with k and v stored to the token's cache slot: a thread takes one vector from each half of
 // HeadsPerThread heads of one token, all of q, all of k or all of v. Values are not rotated, and keep their bits in a
 // cache of their own dtype.
 template <class Element, class Cached, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup>
@@ -186,10 +186,10 @@ void launch_cached_planned(const RotaryAndCacheArgs& args, const RotaryPlan& pla
 template <class Element, class Cached, Pairing pairing, TableLookup lookup>
 void launch_cached_vectors(const RotaryAndCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     constexpr int full = access_bytes / sizeof(Element);
-    const auto takes = [&](int vector, int heads) { return plan.vector == vector && plan.heads_per_thread == heads; };
-    if (takes(full, 1)) return launch_cached_planned<Element, Cached, full, 1, pairing, lookup>(args, plan, stream);
-    if (takes(full, 2)) return launch_cached_planned<Element, Cached, full, 2, pairing, lookup>(args, plan, stream);
-    if (takes(full / 2, 1)) {
+    const auto plan_is = [&](int vector, int heads) { return plan.vector == vector && plan.heads_per_thread == heads; };
+    if (plan_is(full, 1)) return launch_cached_planned<Element, Cached, full, 1, pairing, lookup>(args, plan, stream);
+    if (plan_is(full, 2)) return launch_cached_planned<Element, Cached, full, 2, pairing, lookup>(args, plan, stream);
+    if (plan_is(full / 2, 1)) {
         return launch_cached_planned<Element, Cached, full / 2, 1, pairing, lookup>(args, plan, stream);
     }
     throw std::logic_error("mrrope: no kernel that writes a cache takes such vectors and heads a thread");

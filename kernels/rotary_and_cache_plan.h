@@ -32,7 +32,7 @@ constexpr int rotary_and_cache_min_blocks_per_sm(bool float8) {
 #endif
 }
 
-// Groups of heads that one thread takes: those of q first, then those of k, then as many of v. No group mixes them.
+// Groups of heads, one group per thread: those of q first, then those of k, then as many of v. No group mixes them.
 struct HeadGroups {
     int queries = 0;
     int keys = 0;

@@ -24,7 +24,7 @@ struct RotaryLaunch {
     int64_t bytes_ahead;
 };
 
-// A thread takes one vector from either half of HeadsPerThread neighbouring heads of one token: up to 16 bytes per
+// A thread takes one vector from each half of HeadsPerThread neighbouring heads of one token: up to 16 bytes per
 // load, all in flight while it computes the Vector cos/sin that those heads share. Heads further apart would cost 9 %
 // at 512 tokens and 2 % at 8192 on an H200. Loads issued before griddepcontrol.wait are speculative; their values are
 // re-read after it. The order of events is explained in rotary_schedule.h.

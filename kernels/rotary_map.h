@@ -11,7 +11,7 @@
 
 namespace mrrope {
 
-// Division as hosts do it. Kernels use cutlass::FastDivmod, which multiplies and shifts.
+// Integer division for host tests. Kernels use cutlass::FastDivmod, which multiplies and shifts.
 struct PlainDivmod {
     int divisor = 1;
 
@@ -48,7 +48,7 @@ struct RotaryMap {
     }
 };
 
-// The heads of a group, counted through q and k.
+// The heads of a group, numbered through q and then k.
 struct HeadRange {
     int first;
     int count;
@@ -59,7 +59,7 @@ struct HeadRange {
     }
 };
 
-// A token's head of q or k. `head` counts through q and k.
+// A token's head of q or k. `head` is numbered through q and then k.
 template <class Element>
 struct HeadPointers {
     const Element* in;

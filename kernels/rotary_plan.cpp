@@ -11,9 +11,9 @@ bool starts_aligned(const HeadsView& view, int element_size) {
 }
 
 // Work per thread, by the number of threads with one head and a full vector each. Small launches are latency-bound and
-// finish sooner with less work per thread; large ones save phases by sharing them between heads. Microseconds on an
-// H200, timed round-robin with a copy, by bytes per vector and heads per thread; with several tables and a speculated
-// index in brackets:
+// finish sooner with less work per thread; large ones share cos/sin between heads. Microseconds on an H200, timed
+// round-robin with a copy, by bytes per vector and heads per thread; with several tables and a speculated index in
+// brackets:
 //     tokens x heads    2, 1    8, 1       16, 2           16, 3        copy
 //         1 x 40        0.88    0.95                                    0.91
 //        16 x 40                1.39        1.53                        1.49
@@ -79,7 +79,7 @@ RotaryPlan plan(const RotaryShape& shape, const Device& device) {
 RotaryPlan plan_with(const RotaryShape& shape, const Device& device, int vector, int heads_per_thread) {
     RotaryPlan plan =
         plan_groups(shape, vector, heads_per_thread, static_cast<int>(ceil_div(shape.heads, heads_per_thread)));
-    // Without PDL there is nothing to overlap with: the speculative kernel would be the other one.
+    // Without PDL there is nothing to overlap with, and rotary_schedule is the same for `speculative` and `indexed`.
     const int64_t threads = shape.batch * shape.tokens * plan.threads_per_token();
     plan.speculates_table = device.pdl && threads < threads_without_speculation(heads_per_thread);
     return plan;

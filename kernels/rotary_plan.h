@@ -42,7 +42,7 @@ inline constexpr int64_t threads_for_full_vectors = 1 << 16;
 // The only instantiation for tokens with several positions.
 inline constexpr int heads_per_thread_with_rows = 2;
 
-// `lanes` threads rotate one head. Each takes `vector` components (16 bytes, 8 bytes or one component) from either half
+// `lanes` threads rotate one head. Each takes `vector` components (16 bytes, 8 bytes or one component) from each half
 // of the rotated part, for `heads_per_thread` heads of one token, and computes their cos/sin once.
 struct RotaryPlan {
     int vector = 1;
@@ -50,15 +50,15 @@ struct RotaryPlan {
     int heads_per_thread = 1;
     int head_groups = 1;            // of heads_per_thread heads
     bool speculates_table = false;  // with several tables: loads the table index before griddepcontrol.wait, too
-    int64_t tokens_per_launch = 0;  // of the whole batch where one launch takes it, else of one sequence
+    int64_t tokens_per_launch = 0;  // of the whole batch if it fits in one launch, else of one sequence
 
     int64_t threads_per_token() const { return static_cast<int64_t>(lanes) * head_groups; }
 };
 
 RotaryPlan plan(const RotaryShape& shape, const Device& device);
 
-// With vector and heads per thread given: a vector that the shape allows (full, half or one component), and 1 head, 2
-// with full vectors or single components, or 3 with full vectors.
+// plan() with a given vector and number of heads per thread. The shape must allow the vector: full, half or one
+// component. Instantiated are 1 head, 2 heads with full vectors or single components, and 3 with full vectors.
 RotaryPlan plan_with(const RotaryShape& shape, const Device& device, int vector, int heads_per_thread);
 
 // For kernels that split heads in the same way but form head groups of their own.

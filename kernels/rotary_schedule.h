@@ -11,9 +11,9 @@ namespace mrrope {
 // of its time.
 enum class TableLookup {
     single,         // one table for every token
-    speculative,    // TableChoice names it; the index is also loaded before griddepcontrol.wait, and verified after
-    indexed,        // TableChoice names it; the index is loaded after the wait
-    position_rows,  // every pair has a position of its own; one table, or TableChoice names it
+    speculative,    // TableChoice selects it; the index is also loaded before griddepcontrol.wait, and verified after
+    indexed,        // TableChoice selects it; the index is loaded after the wait
+    position_rows,  // every pair has a position of its own; one table, or TableChoice selects it
 };
 
 struct RotarySchedule {
@@ -22,29 +22,30 @@ struct RotarySchedule {
     // runs (benchmarks/results/trigger_cuda.json, dependent_launch_cuda_test).
     enum class Trigger {
         after_wait,           // one head per thread
-        after_wait_if_small,  // several heads and a speculated index: below small_launch_threads
+        after_wait_if_small,  // several heads, speculated index: below small_launch_threads, else after_cos_sin
         after_cos_sin,        // otherwise
     };
     Trigger trigger;
     static constexpr int small_launch_threads = 1 << 16;
 
     // Loads the table index before griddepcontrol.wait. The preceding kernel may be about to write it, so it is loaded
-    // again after the wait; a mispredict repeats the phases.
+    // again after the wait; a mispredict recomputes cos/sin.
     bool speculates_index;
 
     // Loads return in issue order. Position and phase steps go first: issued after the heads, they cost 10 to 15 % at
     // 16 to 128 tokens. An index that was not speculated delays the phase steps by one more round trip, so the heads
-    // are issued between the two. Before sm_90 the heads also go first: issued last, the compiler would sink them below
-    // the phases.
+    // are issued between the two. Before sm_90 the heads also go before the phase steps: the compiler would sink later
+    // loads below the cos/sin.
     bool loads_heads_before_table;
 
     // Issues the load that verifies the index after all others, by a barrier that the compiler moves no load across.
     // Saves 0.1 us at 16 and 64 tokens with one head per thread; with more heads, 1024 tokens take 1 % longer.
     bool orders_verification_last;
 
-    // Prefetches positions for blocks that start later. A position that comes from DRAM delays the phases as long as
-    // the heads: 1 % with few heads, which share each position. Two threads per block prefetch, since a 32-byte sector
-    // holds four int64 positions. With two heads and a speculated index it costs more than it gains.
+    // Prefetches positions for blocks that start later. A position that comes from DRAM arrives no sooner than the
+    // heads, whose latency then does not hide cos/sin: 1 % with few heads, which share each position. Two threads per
+    // block prefetch, since a 32-byte sector holds four int64 positions. With two heads and a speculated index it costs
+    // more than it gains.
     bool prefetches_positions;
     static constexpr int prefetches_per_block = 2;
     // Prefetch distance in threads: 1.5 times what an H200 holds at once, or twice at the occupancy of three heads.

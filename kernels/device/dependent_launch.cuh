@@ -8,7 +8,7 @@
 
 #include "device/check_cuda.h"
 
-// Programmatic dependent launch (PDL). From sm_90 on, a kernel may start while the kernel before it in the stream still
+// Programmatic dependent launch (PDL). From sm_90 on, a kernel may start while the preceding kernel in the stream still
 // runs: it computes addresses, and blocks in griddepcontrol.wait until that kernel has completed.
 
 namespace mrrope {

@@ -5,7 +5,7 @@
 #include "device/head_fragment.cuh"
 #include "mrrope/qkv_rotary.h"
 
-// What the epilogues of the projection need to rotate their accumulators.
+// Parameters of the rotation in the projection's epilogues.
 
 namespace mrrope {
 

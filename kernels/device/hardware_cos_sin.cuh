@@ -8,7 +8,7 @@
 
 namespace mrrope {
 
-// The upper half of phase_of: three instructions, where all of it takes six.
+// The upper 32 bits of phase_of, in three instructions instead of six.
 __device__ inline uint32_t phase_top_of(int64_t position, uint64_t step) {
     const auto low = static_cast<uint32_t>(position);
     const auto high = static_cast<uint32_t>(position >> 32);
@@ -16,10 +16,10 @@ __device__ inline uint32_t phase_top_of(int64_t position, uint64_t step) {
     return __umulhi(low, low_step) + low * static_cast<uint32_t>(step >> 32) + high * low_step;
 }
 
-// Absolute error 1e-6; rounding to 16 bits is off by hundreds of times as much. The phase is exact, and the angle lies
-// within half a circle, where __cosf and __sinf are most accurate.
+// Absolute error 1e-6, hundreds of times below the error of rounding to 16 bits. The phase is exact, and the angle lies
+// in [-pi, pi), where __cosf and __sinf are most accurate.
 __device__ inline CosSin<float> hardware_cos_sin(uint32_t phase_top, float gain) {
-    constexpr float radians = 3.14159265f * 0x1p-31f;  // 2^32 are a circle
+    constexpr float radians = 3.14159265f * 0x1p-31f;  // 2^32 is one revolution
     const float angle = static_cast<float>(static_cast<int32_t>(phase_top)) * radians;
     return {gain * __cosf(angle), gain * __sinf(angle)};
 }

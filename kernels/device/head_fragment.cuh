@@ -11,7 +11,7 @@
 #include "mrrope/rotary.h"
 #include "mrrope/rotation.h"
 
-// A lane's part of a head: load, rotate, store. And what leads to its angles: positions and phase steps.
+// Loads, rotates and stores a lane's part of a head; loads positions and phase steps.
 
 namespace mrrope {
 

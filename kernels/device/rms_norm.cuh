@@ -34,7 +34,7 @@ private:
     }
 };
 
-// The angles of a lane at one token: loads are issued by load(), before those of the heads, and used by compute().
+// The angles of a lane at one token: load() issues the loads, before those of the heads; compute() uses them.
 template <int Vector, bool needs_lookup>
 struct LaneAngles {
     int64_t position;
@@ -120,7 +120,7 @@ __device__ inline int64_t offset_of(const HeadStrides& strides, int64_t batch, i
     return batch * strides.batch + token * strides.token + head * strides.head;
 }
 
-// Weights plus offset. skips_zero: a branch that pays where each weight is used once.
+// Weights plus offset. skips_zero branches around an offset of 0, which pays off where each weight is used once.
 template <bool skips_zero = false, class Real, class Element, int Vector>
 __device__ WideFragment<Real, Vector> with_offset(const HeadFragment<Element, Vector>& weights, Real offset) {
     WideFragment<Real, Vector> wide = weights.widened();
@@ -176,7 +176,7 @@ __device__ void sum_over_block(Real (&sums)[Count]) {
     constexpr int warp = 32;
     __shared__ Real of_warps[Count][warp];
     sum_over_team(sums, warp);
-    __syncthreads();  // the sums of a call before may still be read
+    __syncthreads();  // the sums of a previous call may still be read
     if (threadIdx.x % warp == 0) {
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < Count; ++j) of_warps[j][threadIdx.x / warp] = sums[j];

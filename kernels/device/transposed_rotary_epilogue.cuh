@@ -12,8 +12,8 @@ namespace mrrope {
 
 // Epilogue of the transposed product weight x^T, whose rows are components of heads and whose columns are tokens: adds
 // the bias to a tile's accumulators, rotates them and stores them by CUTLASS's `Store`, one half of the tokens after
-// the other. A warp group has the 128 components of a head; accumulator_layout.h says which are a thread's. All tokens
-// of a thread have the same components: only the positions change.
+// the other. A warp group has the tile's 128 components; accumulator_layout.h says which are a thread's. A thread has
+// the same components of all its tokens: only the positions differ.
 template <class Store, class Element>
 struct TransposedRotaryEpilogue : Store {
     using Rotation = EpilogueRotation<Element>;
@@ -172,12 +172,12 @@ private:
         }
     };
 
-    // Consecutive positions, the common case: a thread's phases are equidistant, and every odd token is its even
-    // neighbour rotated by one more position. This halves the cos/sin, which saturate the special function units
-    // otherwise: 3 % at 2048 and 8192 rows of 2048 inputs on an H200.
+    // Consecutive positions, the common case: a thread's phases are equidistant, and the cos/sin of an odd token are
+    // those of its even neighbour, rotated by one position. This halves the evaluations of cos/sin, which saturate the
+    // special function units otherwise: 3 % at 2048 and 8192 rows of 2048 inputs on an H200.
     struct ConsecutiveAngles {
         uint32_t first[2];
-        uint32_t group_step[2];  // rounded: off by at most 2^-28 of a circle after a whole tile
+        uint32_t group_step[2];  // rounded: off by at most 2^-28 revolutions after a whole tile
         CosSin<float> one_position[2];
         float gain;
 

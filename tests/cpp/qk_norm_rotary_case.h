@@ -35,7 +35,8 @@ inline std::string describe(const NormCaseOptions& o) {
            " " + describe(o.rotary);
 }
 
-// Added to the error of a rotation by the sum of squares, the inverse root and the products, before rounding.
+// Error before rounding, relative to the pair's norm: of a rotation, of the sum of squares, its inverse root and the
+// products.
 inline long double norm_error(DType dtype) {
     return format_of(dtype).arithmetic_error + 16 * std::ldexp(1.0L, dtype == DType::float64 ? -53 : -24);
 }
@@ -92,8 +93,8 @@ public:
         return args;
     }
 
-    // Noise to be overwritten; doubles, of which float sums use half.
-    void make_room(const WeightSumRows& rows) {
+    // Allocates the partial sums, filled with noise. They are doubles, of which float sums use half the bytes.
+    void allocate_weight_sums(const WeightSumRows& rows) {
         const auto fill = [&](std::vector<double>& sums, int64_t count) {
             sums.resize(count);
             for (double& sum : sums) sum = 1e300 * static_cast<double>(random_() % 3);
@@ -170,7 +171,7 @@ public:
     }
 
 private:
-    // What one mean square is taken over.
+    // The heads that share one mean square.
     struct Row {
         bool is_q;
         int64_t batch;

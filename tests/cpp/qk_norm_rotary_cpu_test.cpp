@@ -22,7 +22,7 @@ void differentiate_and_expect(NormCaseOptions options, const ParallelFor& parall
     NormCase norm(options);
     QkNormRotaryGradientArgs args = norm.gradient_args();
     const WeightSumRows rows = weight_sum_rows_cpu(args);
-    norm.make_room(rows);
+    norm.allocate_weight_sums(rows);
     if (options.wants_weight_gradients) {
         args.q.weight_sums = norm.weight_sums(true).data();
         args.k.weight_sums = norm.weight_sums(false).data();
@@ -77,7 +77,7 @@ TEST(QkNormRotaryCpu, WeightGradientsDoNotDependOnTheThreads) {
     for (const int i : {0, 1}) {
         NormCase norm(o);
         QkNormRotaryGradientArgs args = norm.gradient_args();
-        norm.make_room(weight_sum_rows_cpu(args));
+        norm.allocate_weight_sums(weight_sum_rows_cpu(args));
         args.q.weight_sums = norm.weight_sums(true).data();
         qk_norm_rotary_gradient_cpu(args, i == 0 ? in_one_go : backwards);
         sums[i] = norm.weight_sums(true);

@@ -61,7 +61,7 @@ public:
     WeightSumRows differentiate() {
         QkNormRotaryGradientArgs args = gradient_args();
         const WeightSumRows rows = weight_sum_rows_cuda(args);
-        norm_.make_room(rows);
+        norm_.allocate_weight_sums(rows);
         const DeviceMemory q_sums(norm_.weight_sums(true));
         const DeviceMemory k_sums(norm_.weight_sums(false));
         if (norm_.options().wants_weight_gradients) {

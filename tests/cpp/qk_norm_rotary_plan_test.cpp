@@ -229,10 +229,10 @@ public:
                 } else if (shape_.over == NormOver::head) {
                     const NormPlace place = map.place<NormOver::head>(block, thread);
                     const int64_t team = (int64_t{block} * plan.block_threads + thread) / plan.team;
-                    if (place.works) run_in_registers(place, plan.heads_per_thread, team);
+                    if (place.active) run_in_registers(place, plan.heads_per_thread, team);
                 } else {
                     const NormPlace place = map.place<NormOver::all_heads>(block, thread);
-                    if (place.works) run_in_registers(place, plan.heads_per_thread, block);
+                    if (place.active) run_in_registers(place, plan.heads_per_thread, block);
                 }
                 if (::testing::Test::HasFatalFailure()) return;
             }
@@ -291,7 +291,7 @@ private:
                 for (int64_t first_row = int64_t{mine.block} * thread.slots; first_row < thread.rows;
                      first_row += int64_t{mine.blocks} * thread.slots) {
                     const NormGradientRow row = map.template row<over>(mine, thread, first_row);
-                    if (!row.works) continue;
+                    if (!row.active) continue;
                     const NormPlace place{thread.lane, row.group, map.groups(mine), row.batch, row.token,
                                           mine.is_q,   true};
                     const int64_t team = first_row + (over == NormOver::head ? thread.slot : 0);

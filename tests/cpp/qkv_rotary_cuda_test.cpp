@@ -192,7 +192,7 @@ private:
                 sizes[column] = size;
             }
             rotate_row(row, projected, sizes);
-            // float32 sums of products that tensor cores align and truncate.
+            // Tensor cores align the products of a sum and truncate them to float32.
             for (int column = 0; column < outputs; ++column) {
                 arithmetic_slack_[row * outputs + column] = sizes[column] * (inputs + 16) * 0x1p-23;
             }
@@ -235,14 +235,14 @@ protected:
         if (major != 9) GTEST_SKIP() << "the kernels are for sm_90a, this is sm_" << major << "x";
     }
 
-    static bool takes(int kernel, const QkvCase& options) {
+    static bool supports(int kernel, const QkvCase& options) {
         return mrrope::supports(qkv_kernels[kernel], {.rotary_dim = options.rotary_dim, .pairing = options.pairing});
     }
 
     static void run_every_kernel(const QkvCase& options) {
         const Projection projection(options);
         for (int kernel = 0; kernel < qkv_kernel_count; ++kernel) {
-            if (takes(kernel, options)) projection.run_and_expect({.kernel = kernel});
+            if (supports(kernel, options)) projection.run_and_expect({.kernel = kernel});
             if (HasFatalFailure()) return;
         }
     }
@@ -320,7 +320,7 @@ TEST_F(QkvRotaryCuda, EveryRasterOrderAndSwizzle) {
     for (const Pairing pairing : both_pairings) {
         const Projection projection({.pairing = pairing, .tokens = 1000, .inputs = 256, .q_heads = 4});
         for (int kernel = 0; kernel < qkv_kernel_count; ++kernel) {
-            if (!takes(kernel, projection.options())) continue;
+            if (!supports(kernel, projection.options())) continue;
             for (const int swizzle : {1, 2, 4, 8}) {
                 for (const auto raster : {QkvRotaryPlan::Raster::rows, QkvRotaryPlan::Raster::columns}) {
                     projection.run_and_expect({.kernel = kernel, .swizzle = swizzle, .raster = raster});

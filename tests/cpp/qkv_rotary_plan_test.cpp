@@ -76,7 +76,8 @@ TEST(QkvRotaryPlan, EveryPlanNamesAKernelOfItsPairingThatCanDoIt) {
     EXPECT_GT(fused, 0);
 }
 
-// The epilogue relies on it: a visit is rotated as a whole or not at all, and holds both components of every pair.
+// The epilogue relies on it: a visit in `interleaved` pairing is rotated as a whole or not at all, and one in `halves`
+// pairing holds both components of every pair.
 TEST(QkvRotaryPlan, FusedHeadsFitEpilogueVisits) {
     for_each_shape([&](const QkvRotaryShape& shape) {
         if (!can_fuse(shape, h200)) return;
@@ -110,14 +111,14 @@ TEST(QkvRotaryPlan, TransposedTilesHoldWholeRotations) {
         if (!kernel.transposed) continue;
         EXPECT_EQ(kernel.pairing, Pairing::halves) << describe(kernel);
         EXPECT_EQ(kernel.tile_tokens % 32, 0) << describe(kernel);
-        int taken = 0;
+        int supported = 0;
         for_each_shape([&](const QkvRotaryShape& shape) {
             if (!can_fuse(shape, h200) || !supports(kernel, shape)) return;
-            ++taken;
+            ++supported;
             ASSERT_EQ(shape.rotary_dim / 2, 64);
             ASSERT_EQ(shape.head_dim % qkv_tile, 0);
         });
-        EXPECT_GT(taken, 0) << describe(kernel);
+        EXPECT_GT(supported, 0) << describe(kernel);
     }
 }
 
@@ -185,7 +186,7 @@ TEST(QkvRotaryPlan, SwizzleCostsNoWave) {
     EXPECT_EQ(swizzle(llama_70b(32768)), 1);
 }
 
-// For any number of rows, with CUTLASS's rounding of tiles counted out here.
+// For any number of rows; CUTLASS's rounding of tiles is computed here independently.
 TEST(QkvRotaryPlan, LeavesFewSmsIdle) {
     int fused = 0;
     for (const auto of : {llama, qwen, llama_70b}) {
@@ -200,8 +201,8 @@ TEST(QkvRotaryPlan, LeavesFewSmsIdle) {
             if (kernel.transposed) std::swap(m, n);
             while (m % (2 * planned.swizzle) != 0) ++m;
             while (n % planned.swizzle != 0) ++n;
-            const double taken = static_cast<double>((m * n + 131) / 132 * kernel.tile_tokens);
-            ASSERT_LE(taken, 1.08 * static_cast<double>(rows * shape.outputs) / (128 * 132)) << rows;
+            const double cost = static_cast<double>((m * n + 131) / 132 * kernel.tile_tokens);
+            ASSERT_LE(cost, 1.08 * static_cast<double>(rows * shape.outputs) / (128 * 132)) << rows;
         }
     }
     EXPECT_GT(fused, 5000);

@@ -171,7 +171,7 @@ TEST_F(RescaleCacheCuda, IndicesOutOfRangeMeanTheLastTable) {
         device.fetch();
         rescale.expect_rescaled();
     }
-    // Two out-of-range indices of the same table: nothing to re-rotate.
+    // `from` is out of range and clamped to the last table, which `to` names: nothing to re-rotate.
     RescaleCacheCase rescale(o);
     rescale.from().assign(o.batch, 2);
     rescale.to().assign(o.batch, 2);

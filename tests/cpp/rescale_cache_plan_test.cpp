@@ -18,7 +18,7 @@ namespace {
 
 using namespace mrrope::testing;
 
-// Contiguous keys, whose pointers are computed with, never dereferenced.
+// Contiguous keys. Pointers serve address arithmetic only and are never dereferenced.
 class Keys {
 public:
     Keys(DType dtype, int layers, int64_t tokens, int heads, int rotary_dim, bool aligned) {
@@ -84,7 +84,7 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
                             EXPECT_LE(plan.token_step * per_token, threads);
                             EXPECT_GT((plan.token_step + 1) * per_token, threads);
 
-                            // As many blocks as there is work for, one wave at most; but one token has to fit.
+                            // As many blocks as there is work for, at most one wave, but at least enough for one token.
                             const int64_t one_token =
                                 (per_token + rescale_cache_block_threads - 1) / rescale_cache_block_threads;
                             const int64_t blocks = plan.blocks;
@@ -219,7 +219,7 @@ TEST(Launches, TakeEveryLayerOnceInOrder) {
     for (const int layers : {0, 1, 2, max_layers_per_launch - 1, max_layers_per_launch, max_layers_per_launch + 1,
                              3 * max_layers_per_launch, 3 * max_layers_per_launch + 5}) {
         Keys keys(DType::bfloat16, layers, 3, 2, 64, true);
-        std::vector<void*> taken;
+        std::vector<void*> launched;
         int launches = 0;
         for_each_rescale_launch(keys.args(), [&](const RescaleCacheArgs& part) {
             ++launches;
@@ -227,9 +227,9 @@ TEST(Launches, TakeEveryLayerOnceInOrder) {
             EXPECT_LE(part.keys.size(), static_cast<size_t>(max_layers_per_launch));
             EXPECT_EQ(part.tokens, 3);
             EXPECT_EQ(part.heads, 2);
-            taken.insert(taken.end(), part.keys.begin(), part.keys.end());
+            launched.insert(launched.end(), part.keys.begin(), part.keys.end());
         });
-        EXPECT_EQ(taken, keys.pointers()) << layers;
+        EXPECT_EQ(launched, keys.pointers()) << layers;
         EXPECT_EQ(launches, (layers + max_layers_per_launch - 1) / max_layers_per_launch);
     }
 }

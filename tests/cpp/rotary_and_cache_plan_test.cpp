@@ -22,7 +22,7 @@ using namespace mrrope::testing;
 
 constexpr int64_t max_threads = std::numeric_limits<int32_t>::max();
 
-// Contiguous tensors, whose pointers are computed with, never dereferenced.
+// Contiguous tensors. Pointers serve address arithmetic only and are never dereferenced.
 RotaryAndCacheArgs contiguous_args(DType dtype, bool float8, int64_t batch, int64_t tokens, int q_heads, int kv_heads,
                                    int head_dim, int rotary_dim) {
     const auto strides = [&](int64_t middle, int heads) {
@@ -305,7 +305,7 @@ TEST(Alignment, IsLostByOneElementOfAnyTensor) {
                 args = aligned;
                 view(args).out_strides.*stride += 1;
                 EXPECT_EQ(vector_of(args), 1) << describe(args);
-                // A whole vector keeps it; of float8 it is fewer bytes.
+                // Longer by one whole vector, a stride stays aligned; a float8 vector has fewer bytes.
                 view(args).out_strides.*stride += 16 / element - 1;
                 EXPECT_EQ(vector_of(args), 16 / element) << describe(args);
             }

@@ -23,7 +23,7 @@ enum class TableFor { all, each_sequence, each_index };
 
 struct TableOptions {
     TableFor table_for = TableFor::all;
-    int64_t count = 1;    // with indices; each_sequence has one per sequence
+    int64_t count = 1;    // for each_index; each_sequence has one per sequence
     int64_t padding = 0;  // words of noise after each table
     bool same_index_for_all_sequences = false;
     bool same_index_for_all_tokens = false;
@@ -56,7 +56,7 @@ struct CaseOptions {
     Placement in = {};
     Placement out = {};
     PositionOptions positions = {};
-    int64_t position_rows = 0;  // 0: one position per token; else every pair names one of so many
+    int64_t position_rows = 0;  // 0: one position per token; else every pair selects one of this many
     TableOptions tables = {};
     uint64_t seed = 1;
 };

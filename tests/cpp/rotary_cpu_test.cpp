@@ -422,7 +422,7 @@ TEST_P(HalfPrecision, RoundsToNearestEven) {
                 ASSERT_TRUE(std::isnan(after)) << std::hex << pattern;
                 continue;
             }
-            // Below float32's smallest subnormal the product is inexact.
+            // Below float32's smallest normal number the product is inexact.
             if (GetParam() == DType::bfloat16 && std::abs(before * gain) < 0x1p-126) continue;
             ASSERT_EQ(after, rounded_to(GetParam(), before * gain)) << std::hex << pattern << " times " << gain;
         }

@@ -82,7 +82,7 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
         EXPECT_LE(planned.heads_per_thread, planned.vector == full_vector && full_vector > 1 ? 3 : 2);
         EXPECT_GE(planned.head_groups * planned.heads_per_thread, shape.heads);
         EXPECT_LT((planned.head_groups - 1) * planned.heads_per_thread, shape.heads);
-        // The last block counts past the last thread, in 32 bits, too.
+        // Thread indices of the last block exceed the last thread's, and must fit in 32 bits, too.
         EXPECT_LE(planned.tokens_per_launch * planned.threads_per_token() + rotary_block_threads, max_threads);
         const int64_t all_tokens = shape.batch * shape.tokens;
         EXPECT_LE(planned.tokens_per_launch, all_tokens);
@@ -272,7 +272,7 @@ private:
     std::vector<int> touched_;
 };
 
-// Heads are counted through q and k.
+// Heads are numbered through q and then k.
 TEST(Kernel, AddressesHeadsOfQAndThenOfK) {
     std::vector<float> q_in(1000), q_out(1000), k_in(1000), k_out(1000);
     RotaryArgs args;
@@ -430,7 +430,7 @@ TEST(Launches, GiveEveryTokenItsTable) {
     }
 }
 
-// Pointers are computed with, never dereferenced.
+// Pointers serve address arithmetic only and are never dereferenced.
 TEST(Launches, OfHugeTensorsAreFewAndComplete) {
     RotaryArgs args;
     args.batch = 3;
