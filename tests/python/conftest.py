@@ -18,7 +18,7 @@ settings.register_profile("default", deadline=None, max_examples=150)
 settings.register_profile("ci", deadline=None, max_examples=150, derandomize=True)
 settings.register_profile("quick", deadline=None, max_examples=15, derandomize=True)
 
-# Left out of --quick: whole model families, training runs and real models.
+# Left out of --quick: whole model families, training runs, real models and random runs.
 SLOW_FILES = {
     Path(__file__).parent / name
     for name in (
@@ -28,11 +28,12 @@ SLOW_FILES = {
         "hf/test_real_model.py",
         "hf/test_tiny_models.py",
         "tools/test_export_families.py",
+        "tools/test_fuzz.py",
         "tools/test_study.py",
     )
 }
 
-# Tests that take 5 s of CPU time or more: compilation, processes of their own.
+# Tests that take more than 4 s of CPU time: compilation, processes of their own, whole runs of a command.
 SLOW_TESTS = {
     "test_a_killed_run_goes_on_with_nothing_lost_and_nothing_read_twice",
     "test_a_pickled_model_follows_in_another_process",
@@ -41,7 +42,9 @@ SLOW_TESTS = {
     "test_compiled_decoding_with_a_cache_that_grows",
     "test_compiled_decoding_with_a_static_cache",
     "test_every_family_norms_as_it_did",
+    "test_short_documents_will_do_where_they_are_joined",
     "test_tensor_parallel",
+    "test_the_command_prints_tables_and_draws",
     "test_unpickled_in_a_fresh_process",
     "test_unpickled_with_attention_in_another_module_than_the_rotary_embedding",
 }
