@@ -19,7 +19,7 @@ class ModulePatch(Protocol[State]):
         ...
 
     def apply(self, module: nn.Module, state: State) -> None:
-        """Change a module."""
+        """Change a module. Where this raises, :meth:`undo` restores what was changed by then."""
         ...
 
     def undo(self, module: nn.Module) -> None:
@@ -48,6 +48,8 @@ def apply_all(model: nn.Module, patches: Sequence[ModulePatch[Any]]) -> None:
             patch.apply(module, state)
 
 
+@torch.inference_mode(mode=False)  # inference tensors could not take part in training later
+@torch.no_grad()
 def undo_all(changes: Sequence[Change]) -> None:
     """Undo changes, the last one first."""
     for patch, module, _ in reversed(changes):

@@ -2,6 +2,10 @@
 
 A patch reads the rotary embeddings of a model once, builds their tables, and applies a list of
 :class:`~mrrope.hf.module_patch.ModulePatch`. ``unpatch`` undoes the same list backwards.
+
+In a patched forward the rotary embedding (:class:`~mrrope.hf.rotary_embedding.TableRotaryEmbedding`) returns positions
+and a packed table. The model's attention passes them to its ``apply_rotary_pos_emb``, which is
+:func:`mrrope.hf.conventions.fused` now. :meth:`mrrope.hf.conventions.Convention.rotate` calls the op there.
 """
 
 from __future__ import annotations
@@ -104,13 +108,14 @@ def patch(
     try:
         undo_all(before)
         rotations = _apply(model, settings, ladders, fuse_norms)
+        for why in (rotation.unfusable for rotation in rotations if rotation.unfusable is not None):
+            message = f"{type(model).__name__} gets the table but not the fused op: {why}"
+            warnings.warn(message, UserWarning, stacklevel=2)  # raises under the filter "error"
     except BaseException as error:
         restore(model, PATCHES, before)
         if isinstance(error, (UnfusableError, UnfollowableError)):
             raise ValueError(f"scale must be a number for {type(model).__name__}: {error}, got 'auto'") from None
         raise
-    for why in (rotation.unfusable for rotation in rotations if rotation.unfusable is not None):
-        warnings.warn(f"{type(model).__name__} gets the table but not the fused op: {why}", UserWarning, stacklevel=2)
     return model
 
 

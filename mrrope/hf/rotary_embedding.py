@@ -121,14 +121,21 @@ class InstalledFunctions:
 
     def __init__(self) -> None:
         self._users: dict[InstalledFunction, weakref.WeakSet[TableRotaryEmbedding]] = {}
+        self._with_finalizer: weakref.WeakSet[TableRotaryEmbedding] = weakref.WeakSet()
 
     def install_for(self, user: TableRotaryEmbedding) -> None:
         """Install the fused functions of a rotary embedding, unless they are installed already."""
-        user.installed = [self._install(found) for found in user.functions]
+        try:
+            user.installed = [self._install(found) for found in user.functions]
+        except BaseException:
+            self._restore_unused()
+            raise
         for function in user.installed:
             self._users[function].add(user)
         # A patched model may be dropped without unpatch.
-        weakref.finalize(user, self._restore_unused).atexit = False
+        if user not in self._with_finalizer:
+            weakref.finalize(user, self._restore_unused).atexit = False
+            self._with_finalizer.add(user)
 
     def _install(self, found: RotaryFunction) -> InstalledFunction:
         module = importlib.import_module(found.module)

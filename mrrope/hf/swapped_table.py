@@ -38,7 +38,9 @@ class SwappedTable:
     def apply(self, module: nn.Module, state: TableSwap) -> None:
         """Set the frequencies and the attention factor of a rotary embedding."""
         kinds: Any = module.rope_type
+        state.originals.clear()
         state.originals["rope_type"] = kinds
+        setattr(module, ATTRIBUTE, state)  # first, so that undo finds it where the rest raises
         for layer_type, (table,) in state.tables.by_layer_type.items():
             rotated = state.tables.settings[layer_type].rotated_pairs
             values: dict[str, Any] = {
@@ -55,7 +57,6 @@ class SwappedTable:
             module.rope_type = kinds | dict.fromkeys(state.tables.by_layer_type, "default")  # type: ignore[assignment]
         elif state.tables.by_layer_type:
             module.rope_type = "default"  # type: ignore[assignment]
-        setattr(module, ATTRIBUTE, state)
 
     def undo(self, module: nn.Module) -> None:
         """Restore the original frequencies."""

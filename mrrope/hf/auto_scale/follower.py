@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from mrrope.hf import rope_config
 from mrrope.hf.auto_scale.cached_keys import CachedKeys, rescale_parts
@@ -46,6 +47,7 @@ class Follower(nn.Module):
             limits = torch.tensor(ladder.reaches[:-1], device="cpu").floor().long()
             self.register_buffer(rope_config.attribute(layer_type, "limits"), limits, persistent=False)
         self.reserve = next((ladder.reserve for ladder in ladders.values() if not ladder.is_fixed), None)
+        self.hooks: tuple[RemovableHandle, ...] = ()
         self.expected_lengths: torch.Tensor | None = None
         self.user: dict[str, int] = {}
         self.batch = 1
@@ -65,6 +67,7 @@ class Follower(nn.Module):
         """Remove the hooks."""
         for hook in self.hooks:
             hook.remove()
+        self.hooks = ()
 
     def acquire(self) -> None:
         """Reserve the follower for this thread; raise RuntimeError where another thread is in a call."""
@@ -254,10 +257,14 @@ class GenerateKnowingLengths:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.own: Callable[..., Any] | None = vars(model).get("generate")
+        """A ``generate`` of the instance, as other libraries set."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         lengths = self._expected_lengths(args, kwargs) if followers_in(self.model) else None
         with contextlib.nullcontext() if lengths is None else expecting(self.model, lengths):
+            if self.own is not None:
+                return self.own(*args, **kwargs)
             return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]
 
     def _expected_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

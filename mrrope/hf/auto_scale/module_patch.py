@@ -39,8 +39,8 @@ class AutoScale:
     def apply(self, module: nn.Module, state: Followers) -> None:
         """Attach followers to a module, and let them choose the tables of its rotary embeddings."""
         for rotary, follower in state.items():
-            follower.attach(module)
             rotary.follower = follower
+            follower.attach(module)
 
     def undo(self, module: nn.Module) -> None:
         """Detach the followers of a module."""
@@ -51,7 +51,8 @@ class AutoScale:
     def state_of(self, module: nn.Module) -> Followers | None:
         """Return the followers of a module's rotary embeddings."""
         rotaries = [child for child in module.children() if isinstance(child, TableRotaryEmbedding)]
-        return {rotary: rotary.follower for rotary in rotaries if isinstance(rotary.follower, Follower)} or None
+        followers = {rotary: rotary.follower for rotary in rotaries if isinstance(rotary.follower, Follower)}
+        return followers if followers and _takes_cache(module) else None
 
 
 class AnnouncedLengths:
@@ -68,8 +69,13 @@ class AnnouncedLengths:
         module.generate = state  # type: ignore[assignment]
 
     def undo(self, module: nn.Module) -> None:
-        """Let the instance use the ``generate`` of its class."""
-        del module.generate
+        """Restore the ``generate`` that the instance had, or else let it use that of its class."""
+        state = self.state_of(module)
+        assert state is not None
+        if state.own is None:
+            del module.generate
+        else:
+            module.generate = state.own  # type: ignore[assignment]
 
     def state_of(self, module: nn.Module) -> GenerateKnowingLengths | None:
         """Return the wrapped ``generate`` of a model."""
@@ -80,7 +86,11 @@ class AnnouncedLengths:
 def _owner_of(model: nn.Module, rotary: nn.Module) -> nn.Module:
     """Return the module that calls a rotary embedding once for all layers."""
     owners = [module for module in model.modules() if any(child is rotary for child in module.children())]
-    owners = [module for module in owners if "past_key_values" in inspect.signature(module.forward).parameters]
+    owners = [module for module in owners if _takes_cache(module)]
     if len(owners) != 1:
         raise UnfollowableError("its rotary embedding is not called once for all layers")
     return owners[0]
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    return "past_key_values" in inspect.signature(module.forward).parameters
