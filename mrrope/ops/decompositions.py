@@ -1,7 +1,7 @@
-"""Decompositions of the ops: the same arithmetic in ATen ops, which Inductor fuses with the surrounding kernels.
+"""The decomposition of ``rotary``: the same arithmetic in ATen ops, which Inductor fuses with the surrounding kernels.
 
 At one token per sequence launch overhead dominates, so under torch.compile the decomposition is emitted and Inductor
-fuses it, for example into the cache write. Phases are as exact as in the ops. All other arithmetic is float32, so that
+fuses it, for example into the cache write. Phases are as exact as in the op. All other arithmetic is float32, so that
 16-bit results are rounded once.
 """
 
@@ -45,27 +45,6 @@ def rotary(
     return [_rotated(x.float(), cos, sin, pairing).to(x.dtype) for x in heads]
 
 
-def qk_norm_rotary(
-    heads: list[torch.Tensor],
-    weights: list[torch.Tensor],
-    positions: torch.Tensor,
-    table: torch.Tensor,
-    eps: float,
-    weight_offset: float,
-    norm_over: str,
-    layout: str,
-    pairing: str,
-    conjugate: bool,
-) -> list[torch.Tensor]:
-    """Decompose ``torch.ops.mrrope.qk_norm_rotary``, for positions as in ``rotary``."""
-    cos, sin = _cos_sin(positions, table, layout, pairing, conjugate)
-    rotated = []
-    for x, weight in zip(heads, weights, strict=True):
-        normed = _normed(x.float(), weight.float() + weight_offset, eps, norm_over, layout)
-        rotated.append(_rotated(normed, cos, sin, pairing).to(x.dtype))
-    return rotated
-
-
 def _heads_dim(layout: str) -> int:
     return 1 if layout == "bhsd" else 2
 
@@ -96,15 +75,6 @@ def _cos_sin(
     attention_factor = words[..., -1:].abs().view(torch.float64).float()
     cos, sin = ((part * attention_factor).unsqueeze(_heads_dim(layout)) for part in (angles.cos(), angles.sin()))
     return cos, sin
-
-
-def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, norm_over: str, layout: str) -> torch.Tensor:
-    dims = [-1]
-    if norm_over == "all_heads":
-        dims.append(_heads_dim(layout))
-        weight = weight.view(-1, x.shape[-1])
-        weight = weight[:, None] if layout == "bhsd" else weight
-    return x * (x.square().mean(dims, keepdim=True) + eps).rsqrt() * weight
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: str) -> torch.Tensor:

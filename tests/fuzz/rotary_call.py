@@ -209,7 +209,7 @@ class RotaryCall(OpCall):
             other = case.op.removesuffix("_") if case.op.endswith("_") else f"{case.op}_"
             if other != "qk_norm_rotary_" or case.gradient == "none":
                 found.append(Alternative(other, lambda arguments: self.call(other, arguments), is_bitwise=True))
-        if case.dtype != "float64" and case.layout != "thd" and case.gradient == "none":
+        if not self.is_norm and case.dtype != "float64" and case.layout != "thd" and case.gradient == "none":
             found.append(Alternative("the decomposition", self.decomposed, is_bitwise=False))
         return found
 
@@ -223,7 +223,4 @@ class RotaryCall(OpCall):
         if positions.dim() == 1:
             positions = positions[None]
         heads, options = self.heads_of(arguments), (self.case.layout, self.case.pairing, self.case.conjugate)
-        if not self.is_norm:
-            return decompositions.rotary(heads, positions, table, *options)
-        norm = (arguments["eps"], arguments["weight_offset"], arguments["over"])
-        return decompositions.qk_norm_rotary(heads, self.weights_of(arguments), positions, table, *norm, *options)
+        return decompositions.rotary(heads, positions, table, *options)

@@ -35,7 +35,7 @@ def tiny_llama(**changes):
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def following(model):
+def auto_scaled(model):
     return mrrope.patch(model, "mrrope_pro", scale="auto", max_scale=MAX_SCALE)
 
 
@@ -72,19 +72,19 @@ def model(device):
 def test_native_lengths_are_read_as_they_were(model):
     ids = text(NATIVE, batch=2)
     before = logits(model, ids)
-    torch.testing.assert_close(logits(following(model), ids), before, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits(auto_scaled(model), ids), before, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("length", "scale"), [(33, 2.0), (64, 2.0), (65, 4.0), (128, 4.0), (150, 4.0)])
 def test_longer_ones_by_the_smallest_scale_that_covers_them(model, length, scale):
     ids = text(length)
     want = fixed(model, ids, scale)
-    assert torch.equal(logits(following(model), ids), want)
+    assert torch.equal(logits(auto_scaled(model), ids), want)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_batch_of_mixed_lengths_gives_each_what_it_gets_alone(model, side):
-    following(model)
+    auto_scaled(model)
     lengths = [20, 40, 100]
     rows = [text(length, seed=length)[0] for length in lengths]
     pad = [torch.zeros(100 - length, dtype=torch.long) for length in lengths]
@@ -104,7 +104,7 @@ def test_padding_does_not_count_without_positions(model):
     ids, padding = text(30), 20
     alone = logits(model, ids)
     mask = torch.cat([torch.zeros(1, padding), torch.ones(1, 30)], dim=1).long()
-    got = logits(following(model), torch.cat([torch.zeros(1, padding).long(), ids], dim=1), attention_mask=mask)
+    got = logits(auto_scaled(model), torch.cat([torch.zeros(1, padding).long(), ids], dim=1), attention_mask=mask)
     torch.testing.assert_close(got[:, padding:], alone, rtol=1e-4, atol=1e-5)
 
 
@@ -114,7 +114,7 @@ def test_gradients_are_those_of_the_fixed_scale(model):
         model(ids, labels=ids).loss.backward()
     want = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    following(model)(ids, labels=ids).loss.backward()
+    auto_scaled(model)(ids, labels=ids).loss.backward()
     assert all(torch.equal(p.grad, want[name]) for name, p in model.named_parameters())
 
 
@@ -160,7 +160,7 @@ def test_keys_of_a_growing_text_are_rescaled(model, kind):
     """The first layer's keys depend on tokens and positions only, so that after every step they must equal keys
     rotated by that step's table."""
     ids = text(100, batch=2)
-    following(model)
+    auto_scaled(model)
     if kind not in caches(model):
         pytest.skip("offloaded caches need a GPU")
     cache = caches(model)[kind]
@@ -178,7 +178,7 @@ def test_keys_of_a_growing_text_are_rescaled(model, kind):
 
 def test_every_layer_is_rescaled_by_the_difference_of_the_tables(model):
     ids = text(NATIVE + 1)
-    following(model)
+    auto_scaled(model)
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, :NATIVE], past_key_values=cache)
@@ -193,7 +193,7 @@ def test_every_layer_is_rescaled_by_the_difference_of_the_tables(model):
 
 def test_all_caches_read_alike(model):
     ids = text(100, batch=2)
-    following(model)
+    auto_scaled(model)
     read = {}
     for kind, cache in caches(model).items():
         parts = [logits(model, part, past_key_values=cache) for part in ids.split(9, dim=1)]
@@ -204,7 +204,7 @@ def test_all_caches_read_alike(model):
 
 def test_sequences_of_a_batch_change_scale_independently(model):
     """Left-padded: the second is 25 tokens shorter, and changes its scale 25 tokens later."""
-    following(model)
+    auto_scaled(model)
     ids, padding = text(70, batch=2), 25
     mask = torch.ones_like(ids)
     mask[1, :padding] = 0
@@ -230,7 +230,7 @@ def test_sequences_of_a_batch_change_scale_independently(model):
 def test_windowed_layers_are_rescaled_in_place():
     model = tiny_mistral()
     ids = text(80)
-    following(model)
+    auto_scaled(model)
     for cache in caches(model).values():
         for start, end in [(0, 20), (20, 40), (40, 41), (41, 66), (66, 80)]:
             with torch.no_grad():
@@ -249,14 +249,14 @@ def test_a_cache_filled_by_the_unpatched_model_is_continued(model):
     with torch.no_grad():
         cache = model(ids[:, :30]).past_key_values
     want_cache = transformers.DynamicCache(config=model.config)
-    following(model)
+    auto_scaled(model)
     logits(model, ids[:, :30], past_key_values=want_cache)
     want = logits(model, ids[:, 30:], past_key_values=want_cache)
     torch.testing.assert_close(logits(model, ids[:, 30:], past_key_values=cache), want, rtol=1e-4, atol=1e-6)
 
 
 def test_a_copied_cache_carries_its_tables(model):
-    following(model)
+    auto_scaled(model)
     ids = text(60)
     with torch.no_grad():
         cache = model(ids[:, :40]).past_key_values
@@ -267,7 +267,7 @@ def test_a_copied_cache_carries_its_tables(model):
 
 
 def test_a_static_cache_reset_for_another_text_starts_over(model):
-    following(model)
+    auto_scaled(model)
     cache = caches(model)["static"]
     logits(model, text(100), past_key_values=cache)
     assert tables_of(cache) == [2]
@@ -279,7 +279,7 @@ def test_a_static_cache_reset_for_another_text_starts_over(model):
 
 
 def test_a_scale_is_kept_when_the_cache_is_cropped(model):
-    following(model)
+    auto_scaled(model)
     cache = transformers.DynamicCache(config=model.config)
     ids = text(50)
     logits(model, ids[:, :40], past_key_values=cache)
@@ -289,7 +289,7 @@ def test_a_scale_is_kept_when_the_cache_is_cropped(model):
 
 
 def test_inference_mode_then_grad_mode(model):
-    following(model)
+    auto_scaled(model)
     ids = text(60)
     with torch.inference_mode():
         cache = model(ids[:, :30]).past_key_values
@@ -302,14 +302,14 @@ def test_inference_mode_then_grad_mode(model):
 def test_patched_in_inference_mode(model):
     ids = text(50)
     with torch.inference_mode():
-        following(model)
+        auto_scaled(model)
     assert [name for name, buffer in model.named_buffers() if buffer.is_inference()] == []
     model(ids, labels=ids).loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 def test_a_cache_is_released_after_an_error(model):
-    following(model)
+    auto_scaled(model)
     cache = transformers.DynamicCache(config=model.config)
     logits(model, text(10), past_key_values=cache)
     fails = model.model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -323,7 +323,7 @@ def test_a_cache_is_released_after_an_error(model):
 
 
 def test_a_cache_of_other_sequences_is_refused(model):
-    following(model)
+    auto_scaled(model)
     cache = transformers.DynamicCache(config=model.config)
     logits(model, text(10, batch=2), past_key_values=cache)
     cache.batch_repeat_interleave(3)
@@ -334,7 +334,7 @@ def test_a_cache_of_other_sequences_is_refused(model):
 
 def test_a_quantized_cache_is_refused(model):
     pytest.importorskip("optimum.quanto", reason="the package optimum-quanto is not installed")
-    following(model)
+    auto_scaled(model)
     cache = transformers.QuantizedCache("quanto", model.config, nbits=4, residual_length=4, q_group_size=16)
     logits(model, text(10), past_key_values=cache)
     with pytest.raises(ValueError, match="past_key_values must hold its keys as they are"):
@@ -403,7 +403,7 @@ def assert_keys_match_their_positions(model, cache, ids, positions, end):
 def test_keys_are_rescaled_at_the_positions_they_were_rotated_at(device, make, kind, places):
     torch.set_default_device(device)
     try:
-        model = following(make())
+        model = auto_scaled(make())
         if kind not in caches(model):
             pytest.skip("offloaded caches need a GPU")
         if (make, kind) == (tiny_mistral, "offloaded static"):
@@ -428,7 +428,7 @@ def test_keys_are_rescaled_at_the_positions_they_were_rotated_at(device, make, k
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_two_rounds_of_which_one_ended_early(model, kind):
     """Each sequence gets the result of a batch of one without the padding between the rounds."""
-    following(model)
+    auto_scaled(model)
     first, second, early = text(12, batch=2), text(9, batch=2, seed=1), 6
     first_round = {"max_new_tokens": 10, "return_dict_in_generate": True, **GENERATE}
     second_turn = {"max_new_tokens": 10, "output_logits": True, "return_dict_in_generate": True, **GENERATE}
@@ -462,7 +462,7 @@ def test_padding_in_a_cache_of_the_unpatched_model(make, kind, places):
     cache, mask, ids, end = caches(model)[kind], mask_with_inner_padding(), text(sum(PARTS), batch=3), 28
     positions = PLACES[places](mask)
     logits(model, ids[:, :end], attention_mask=mask[:, :end], position_ids=positions[:, :end], past_key_values=cache)
-    following(model)
+    auto_scaled(model)
     options = {"attention_mask": mask, "position_ids": positions[:, end:]}
     logits(model, ids[:, end:], past_key_values=cache, **options)
     assert tables_of(cache) == [1, 1, 1]
@@ -475,7 +475,7 @@ def test_padding_in_a_cache_of_the_unpatched_model(make, kind, places):
 
 
 def test_positions_of_repeated_and_cropped_caches(model):
-    following(model)
+    auto_scaled(model)
     mask, ids = mask_with_inner_padding(), text(sum(PARTS), batch=3)
     positions = counted(mask)
     cache = transformers.DynamicCache(config=model.config)
@@ -490,7 +490,7 @@ def test_positions_of_repeated_and_cropped_caches(model):
 
 
 def test_a_cache_continued_by_another_model_is_refused(model):
-    following(model)
+    auto_scaled(model)
     cache = transformers.DynamicCache(config=model.config)
     logits(model, text(10), past_key_values=cache)
     with mrrope.patched(model, "rope"):
@@ -506,7 +506,7 @@ GENERATE = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 def test_generate_expects_its_new_tokens(model):
-    following(model)
+    auto_scaled(model)
     ids = text(20)
     out = model.generate(ids, max_new_tokens=30, return_dict_in_generate=True, **GENERATE)
     with mrrope.patched(model, "mrrope_pro", scale=2.0):
@@ -517,7 +517,7 @@ def test_generate_expects_its_new_tokens(model):
 
 @pytest.mark.parametrize("options", [{"max_length": 50}, {"generation_config": "max_new_tokens"}])
 def test_other_settings_of_the_number_of_new_tokens(model, options):
-    following(model)
+    auto_scaled(model)
     if "generation_config" in options:
         options = {"generation_config": transformers.GenerationConfig(max_new_tokens=30, **GENERATE)}
     else:
@@ -528,7 +528,7 @@ def test_other_settings_of_the_number_of_new_tokens(model, options):
 
 def test_generate_without_a_known_length_changes_scale_on_the_way(model):
     """The same tokens as reading them one by one."""
-    following(model)
+    auto_scaled(model)
     ids = text(20)
     out = type(model).generate(model, ids, max_new_tokens=60, return_dict_in_generate=True, **GENERATE)
     assert tables_of(out.past_key_values) == [2]
@@ -540,7 +540,7 @@ def test_generate_without_a_known_length_changes_scale_on_the_way(model):
 
 
 def test_lengths_expected_around_generate_still_apply(model):
-    following(model)
+    auto_scaled(model)
     with mrrope.expecting(model, 100):
         out = model.generate(text(20), max_new_tokens=2, return_dict_in_generate=True, **GENERATE)
     assert tables_of(out.past_key_values) == [2]
@@ -576,14 +576,14 @@ def test_a_reserve_survives_copies_and_patches(model):
     with pytest.raises(ValueError, match="method must be one of"):
         mrrope.patch(model, "mrope", scale="auto", reserve=4)
     assert [room_of(each) for each in (model, copy.deepcopy(model), pickled(model))] == [7, 7, 7]
-    assert room_of(following(model)) == 100
+    assert room_of(auto_scaled(model)) == 100
 
 
 @pytest.mark.parametrize(
     "wrap", [partial(torch.compile, backend="aot_eager"), torch.nn.Sequential], ids=["compiled", "part"]
 )
 def test_generate_through_a_wrapper(model, wrap):
-    wrapped = following(wrap(model))
+    wrapped = auto_scaled(wrap(model))
     options = {**GENERATE, "eos_token_id": list(range(90)), "return_dict_in_generate": True}
     out = model.generate(text(20), max_new_tokens=30, **options)
     assert tables_of(out.past_key_values) == [1], "it ends after one token, and might have written 30"
@@ -602,7 +602,7 @@ def test_generate_through_a_wrapper(model, wrap):
 )
 def test_generation_strategies(model, options):
     """Left-padded texts of two lengths: each table fits the final length under every strategy."""
-    following(model)
+    auto_scaled(model)
     ids = text(30, batch=2)
     ids[1, :15] = 0
     mask = (ids != 0).long()
@@ -626,7 +626,7 @@ def test_compiled_decoding_is_one_graph_across_steps(model, how):
     """With a right-padded prompt, and positions that count its real tokens only."""
     if "mode" in how and model.device.type == "cpu":
         pytest.skip("CUDA graphs need a GPU")
-    following(model)
+    auto_scaled(model)
     ids, mask = text(80, batch=2), torch.ones(2, 80, dtype=torch.long)
     mask[1, 15:20] = 0
     positions = counted(mask)
@@ -652,7 +652,7 @@ def test_compiled_decoding_is_one_graph_across_steps(model, how):
 
 def test_compiled_decoding_with_a_cache_that_grows(model):
     """One graph for the first step and one for all others, as in the unpatched model."""
-    following(model)
+    auto_scaled(model)
     ids, positions = text(70, batch=2), torch.arange(70).expand(2, -1)
     cache = transformers.DynamicCache(config=model.config)
     logits(model, ids[:, :25], past_key_values=cache)
@@ -667,7 +667,7 @@ def test_compiled_decoding_with_a_cache_that_grows(model):
 
 
 def test_compiled_decoding_past_a_static_window():
-    model = following(tiny_mistral())
+    model = auto_scaled(tiny_mistral())
     ids = text(70, batch=2)
     positions = torch.arange(70).expand(2, -1)
     cache = caches(model)["static"]
@@ -683,7 +683,7 @@ def test_compiled_decoding_past_a_static_window():
 def test_unpatched_it_is_as_before(model):
     ids = text(60)
     before, keys = logits(model, ids), set(vars(model))
-    following(model)
+    auto_scaled(model)
     assert isinstance(model.generate, GenerateKnowingLengths)
     mrrope.unpatch(model)
     assert torch.equal(logits(model, ids), before)
@@ -692,7 +692,7 @@ def test_unpatched_it_is_as_before(model):
 
 
 def test_nested_patches(model):
-    following(model)
+    auto_scaled(model)
     ids = text(60)
     before = logits(model, ids)
     with mrrope.patched(model, "rope"):
@@ -722,7 +722,7 @@ def saved(model, *, zipped):
     ids=["deepcopy", "pickle", "torch.save", "torch.save of old"],
 )
 def test_copies_follow_independently(model, copied_by):
-    following(model)
+    auto_scaled(model)
     ids = text(60)
     want = torch.cat(
         [
@@ -755,7 +755,7 @@ print([index.tolist() for index in cache.mrrope_tables.values()])
 
 
 def test_a_pickled_model_follows_in_another_process(tmp_path):
-    model = following(tiny_llama())
+    model = auto_scaled(tiny_llama())
     (tmp_path / "model.pickle").write_bytes(pickle.dumps((model, text(60, batch=2).split(20, dim=1))))
     run = subprocess.run(
         [sys.executable, "-c", READS_CHUNKS, "model.pickle"],
@@ -792,10 +792,10 @@ def test_offloaded_weights(offload, tmp_path):
         assert tables_of(cache) == [1]
         return read
 
-    want = read(following(copy.deepcopy(model)))
+    want = read(auto_scaled(copy.deepcopy(model)))
     model = offload(model, tmp_path)
     assert next(model.parameters()).is_meta
-    torch.testing.assert_close(read(following(model)), want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(read(auto_scaled(model)), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -803,14 +803,14 @@ def test_every_layer_is_found_in_any_dtype(model, dtype):
     """With keys that are large in a few slow components, as in real models."""
     for layer in model.model.layers:
         layer.self_attn.k_proj.weight.data[14:16] *= 100.0
-    following(model.to(dtype))
+    auto_scaled(model.to(dtype))
     rotary = next(m for m in model.modules() if isinstance(m, TableRotaryEmbedding))
     assert [part.layer for part in rotary.follower.keys[None].parts] == [0, 1, 2]
     assert all(part.has_attention_factor for part in rotary.follower.keys[None].parts)
 
 
 def test_other_dtypes(model):
-    following(model)
+    auto_scaled(model)
     model.to(torch.bfloat16)
     ids = text(60)
     with mrrope.patched(model, "mrrope_pro", scale=2.0):
@@ -821,7 +821,7 @@ def test_other_dtypes(model):
 def test_unpatching_through_another_module_leaves_generate_as_it_was(model):
     ids = text(20)
     want = model.generate(ids, max_new_tokens=5, **GENERATE)
-    following(model)
+    auto_scaled(model)
     mrrope.unpatch(model.model)
     assert torch.equal(model.generate(ids, max_new_tokens=5, **GENERATE), want)
 
@@ -836,12 +836,12 @@ def test_an_interrupted_patch_leaves_the_model_as_it_was(model, monkeypatch):
 
     monkeypatch.setattr("mrrope.hf.auto_scale.module_patch.find_cached_keys", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        following(model)
+        auto_scaled(model)
     assert torch.equal(logits(model, ids), before)
 
 
 def test_a_cache_of_another_ladder_is_refused(model):
-    following(model)
+    auto_scaled(model)
     with torch.no_grad():
         cache = model(text(40)).past_key_values
     mrrope.patch(model, "mrrope_uni", scale="auto", max_scale=2.0)
@@ -852,14 +852,14 @@ def test_a_cache_of_another_ladder_is_refused(model):
 
 
 def test_a_cache_with_gradients_is_refused(model):
-    following(model)
+    auto_scaled(model)
     cache = model(text(10)).past_key_values
     with pytest.raises(ValueError, match="past_key_values must not carry gradients"):
         model(text(1), past_key_values=cache)
 
 
 def test_a_layer_added_later_is_refused(model):
-    following(model)
+    auto_scaled(model)
     ids = text(40)
     added = copy.deepcopy(model.model.layers[-1])
     added.self_attn.layer_idx = 3
@@ -870,7 +870,7 @@ def test_a_layer_added_later_is_refused(model):
     message = "model must be patched anew: it had 3 layers that cache when it was patched, .* keys of layer 3"
     with pytest.raises(ValueError, match=message):
         logits(model, ids[:, 20:], past_key_values=cache)
-    following(model)
+    auto_scaled(model)
     logits(model, ids[:, 20:], past_key_values=cache)
     assert tables_of(cache) == [1]
 
@@ -881,7 +881,7 @@ def test_a_layer_whose_keys_are_zero_is_refused(model):
     before = logits(model, ids)
     message = "scale must be a number .* the keys of layer 1 are all zero, so that no rotation shows in them"
     with pytest.raises(ValueError, match=message):
-        following(model)
+        auto_scaled(model)
     assert torch.equal(logits(model, ids), before)
 
 
@@ -903,7 +903,7 @@ def in_another_thread(call):
 
 def test_two_threads_are_refused_and_one_after_the_other_is_not(model):
     """The second call starts while the first is between its embeddings and its rotary embedding."""
-    following(model)
+    auto_scaled(model)
     ids = text(60)
     want = logits(model, ids[:, :40]), logits(model, ids)
     refused = []
@@ -922,7 +922,7 @@ def test_two_threads_are_refused_and_one_after_the_other_is_not(model):
 
 
 def test_threads_between_the_steps_of_generate_are_refused(model):
-    following(model)
+    auto_scaled(model)
     ids, refused = text(20), []
 
     def other(step, scores):
@@ -940,7 +940,7 @@ def test_threads_between_the_steps_of_generate_are_refused(model):
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_an_error_releases_the_model_to_other_threads(model, error):
-    following(model)
+    auto_scaled(model)
 
     def fails(*_):
         raise error

@@ -1,4 +1,4 @@
-"""The decompositions: right against float64 and the ops, and emitted where compiled models decode."""
+"""The decomposition: right against float64 and the op, and emitted where compiled models decode."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from norm_reference import EPS, OVERS, assert_normed, weights_of
 from rotary_cases import Case, cases
 from rotary_reference import assert_rotated
 from table_stacks import stack_of, tables_of
@@ -41,19 +40,6 @@ def test_against_float64(device: str, case: Case, conjugate: bool) -> None:
     result = decompositions.rotary(heads, positions, packed, case.layout, case.pairing, conjugate)
     for x, y in zip(heads, result, strict=True):
         assert_rotated(y, x, positions, table, case.layout, case.pairing, conjugate)
-
-
-@given(case=traced_cases(), over=st.sampled_from(OVERS), offset=st.sampled_from([0.0, 1.0]))
-def test_norms_against_float64(device: str, case: Case, over: str, offset: float) -> None:
-    heads, weights = [x for x in case.heads_on(device) if x is not None], weights_of(case, over, device)
-    positions, table = case.positions(device), case.table()
-    packed = table.packed(heads[0].device)
-    result = decompositions.qk_norm_rotary(
-        heads, weights, positions, packed, EPS, offset, over, case.layout, case.pairing, False
-    )
-    options: dict[str, Any] = {"over": over, "layout": case.layout, "pairing": case.pairing, "offset": offset}
-    for x, weight, y in zip(heads, weights, result, strict=True):
-        assert_normed(y, x, weight, positions, table, **options)
 
 
 @pytest.mark.parametrize("layout", BATCHED)
