@@ -1,1 +1,1 @@
-"""Models of transformers: ``patch``, and how a model's own RoPE is read."""
+"""Models of transformers: ``patch``, the probes behind it, and a model's own RoPE."""

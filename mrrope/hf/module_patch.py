@@ -1,4 +1,4 @@
-"""What ``patch`` does to a module: one :class:`ModulePatch` per kind of change, and the loops over a list of them."""
+"""The protocol of one kind of change to a model, :class:`ModulePatch`, and the loops over a list of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probing which modules of a model are RMSNorms, and of which form."""
+"""Probe which modules of a model are RMSNorms that torch's fused kernel reproduces."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ probed_forwards: dict[type, Callable[..., Any]] = {}
 
 @dataclass(frozen=True)
 class NormForm:
-    """How a module norms: x / rms(x) * (weight + weight_offset) over the last dimension."""
+    """A norm of x / sqrt(mean(x**2) + eps) * weight over the last dimension, and where its eps is."""
 
     module_class: type[nn.Module]
     eps_name: str
     eps: float
-    weight_offset: float
 
     def is_of(self, norm: nn.Module, x: torch.Tensor) -> bool:
         """Whether the module still has this form, and a weight of the dtype and on the device of ``x``."""
@@ -56,30 +55,31 @@ def _eps_name(module: nn.Module) -> str | None:
 
 
 def form_of(norm: nn.Module) -> NormForm | None:
-    """Return the form of an RMSNorm, or None for other modules."""
+    """Return the form of an RMSNorm, or None for other modules.
+
+    Norms by 1 + weight have none: ``rms_norm`` takes a weight of the input's dtype, to which the sum would be rounded.
+    """
     eps_name = _eps_name(norm)
     if eps_name is None or not may_be_norm(norm):
         return None
     eps = float(getattr(norm, eps_name))
-    for offset in (0.0, 1.0):
-        form = NormForm(type(norm), eps_name, eps, offset)
-        # Inputs of the size of sqrt(eps) show where eps is added.
-        cases = itertools.product((1.0, eps**0.5), (False, True))
-        if all(_has_form(norm, form, scale, training) for scale, training in cases) and _keeps_dtype(norm):
-            probed_forwards[type(norm)] = type(norm).forward
-            return form
-    return None
+    # Inputs of the size of sqrt(eps) show where eps is added.
+    cases = itertools.product((1.0, eps**0.5), (False, True))
+    if not all(_is_rms_norm(norm, eps, scale, training) for scale, training in cases) or not _keeps_dtype(norm):
+        return None
+    probed_forwards[type(norm)] = type(norm).forward
+    return NormForm(type(norm), eps_name, eps)
 
 
-def _has_form(norm: nn.Module, form: NormForm, scale: float, training: bool) -> bool:
+def _is_rms_norm(norm: nn.Module, eps: float, scale: float, training: bool) -> bool:
     """Compare in float32 and with random weights.
 
     In fewer bits, or with trained weights, norms that subtract the mean or add 1 to their weight can look alike.
     """
     x, weight = _probe_inputs(norm)
     got = _run_copy(norm, scale * x, weight, training)
-    x, exact_weight = (scale * x).double(), weight.double() + form.weight_offset
-    want = x * (x.square().mean(-1, keepdim=True) + form.eps).rsqrt() * exact_weight
+    x = (scale * x).double()
+    want = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
     return got is not None and agree(got, want)
 
 

@@ -1,9 +1,9 @@
 """RMSNorms of a patched model by torch's fused kernel.
 
 The RMSNorms of transformers are written in elementwise ops: run eagerly, each takes half a dozen kernels or more, all
-bandwidth-bound, and rounds twice. ``torch.nn.functional.rms_norm`` is one kernel and rounds once. What can change after
-the patch is checked in every call, which then falls back to the model's own code: eps, the class's forward, sharded
-weights or weights of another dtype.
+bandwidth-bound, and rounds twice. ``torch.nn.functional.rms_norm`` is one kernel and rounds once. Every call checks
+what may have changed since the patch (eps, the class's forward, dtype and sharding of the weight) and falls back to the
+model's own code where it has.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class FusedNorms:
             if kind not in forms:
                 forms[kind] = form_of(module)
             form = forms[kind]
-            # rms_norm takes a weight of the input's dtype, in which 1 + weight would be rounded.
-            if form is not None and form.weight_offset == 0:
+            if form is not None:
                 yield module, form
 
     def apply(self, module: nn.Module, state: NormForm) -> None:

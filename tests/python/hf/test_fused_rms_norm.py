@@ -455,21 +455,21 @@ def with_weights(norm: nn.Module, value: float) -> nn.Module:
 
 
 NORMS = {
-    "the mean taken away": (lambda: CohereLayerNorm(4096), None),
-    "the mean taken away, by torch": (lambda: nn.LayerNorm(4096, bias=False), None),
-    "large weights": (lambda: with_weights(LlamaRMSNorm(4096), 60.0), 0.0),
-    "large weights, and 1": (lambda: with_weights(Gemma3RMSNorm(4096), 60.0), 1.0),
-    "weights of zero": (lambda: with_weights(LlamaRMSNorm(4096), 0.0), 0.0),
-    "weights of zero, and 1": (lambda: with_weights(Gemma3RMSNorm(4096), 0.0), 1.0),
-    "weights kept elsewhere": (lambda: LlamaRMSNorm(0), None),
-    "not to be called": (lambda: Uncallable(4096), None),
-    "more bits than it is given": (lambda: Widening(4096), None),
-    "integers": (lambda: Quantising(4096), None),
-    "another shape": (lambda: Flattening(4096), None),
-    "another device": (lambda: Moving(4096), None),
-    "something else in training": (lambda: OfItsMode(4096), None),
-    "not to be copied": (lambda: Uncopyable(4096), None),
-    "no shape yet": (lambda: nn.LazyBatchNorm1d(), None),
+    "the mean taken away": (lambda: CohereLayerNorm(4096), False),
+    "the mean taken away, by torch": (lambda: nn.LayerNorm(4096, bias=False), False),
+    "large weights": (lambda: with_weights(LlamaRMSNorm(4096), 60.0), True),
+    "large weights, and 1": (lambda: with_weights(Gemma3RMSNorm(4096), 60.0), False),
+    "weights of zero": (lambda: with_weights(LlamaRMSNorm(4096), 0.0), True),
+    "weights of zero, and 1": (lambda: with_weights(Gemma3RMSNorm(4096), 0.0), False),
+    "weights kept elsewhere": (lambda: LlamaRMSNorm(0), False),
+    "not to be called": (lambda: Uncallable(4096), False),
+    "more bits than it is given": (lambda: Widening(4096), False),
+    "integers": (lambda: Quantising(4096), False),
+    "another shape": (lambda: Flattening(4096), False),
+    "another device": (lambda: Moving(4096), False),
+    "something else in training": (lambda: OfItsMode(4096), False),
+    "not to be copied": (lambda: Uncopyable(4096), False),
+    "no shape yet": (lambda: nn.LazyBatchNorm1d(), False),
 }
 
 
@@ -511,11 +511,10 @@ class Widening(LlamaRMSNorm):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", NORMS)
 def test_norms_are_told_apart_whatever_their_weights(kind: str, dtype: torch.dtype) -> None:
-    make, offset = NORMS[kind]
+    make, is_rms_norm = NORMS[kind]
     norm = make().to(dtype)
     before = dict(norm.named_parameters())
-    form = form_of(norm)
-    assert (form and form.weight_offset) == offset
+    assert (form_of(norm) is not None) == is_rms_norm
     assert dict(norm.named_parameters()) == before
 
 
