@@ -32,19 +32,21 @@ from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, resolve_table
 
 Model = TypeVar("Model", bound=nn.Module)
 
-PATCHES: tuple[ModulePatch[Any], ...] = (
-    FusedRotary(),
-    SwappedTable(),
-    AutoScale(),
-    AnnouncedLengths(),
-    FusedNorms(),
-)
-"""Every kind of change that :func:`patch` makes, in the order in which it makes them."""
-
 Settings = dict[str | None, rope_config.RopeSettings]
 """The settings of a stock rotary embedding, by layer type."""
 Ladders = dict[str | None, Ladder]
 """The tables of a rotary embedding, by layer type."""
+
+
+def module_patches(
+    rotations: Sequence[Rotation] = (), ladders: dict[nn.Module, Ladders] | None = None
+) -> tuple[ModulePatch[Any], ...]:
+    """Return every kind of change that :func:`patch` makes, in the order in which it makes them."""
+    return FusedRotary(rotations), SwappedTable(rotations), AutoScale(ladders), AnnouncedLengths(), FusedNorms()
+
+
+PATCHES = module_patches()
+"""The patches that find and undo the changes of a model."""
 
 
 def patch(
@@ -237,7 +239,6 @@ def _apply(
     for rotary, by_layer in ladders.items():
         tables = {layer_type: ladder.tables for layer_type, ladder in by_layer.items()}
         rotations.append(plan_rotation(model, rotary, RotaryTables(settings[rotary], tables)))
-    patches: list[ModulePatch[Any]]
-    patches = [FusedRotary(rotations), SwappedTable(rotations), AutoScale(ladders), AnnouncedLengths()]
-    apply_all(model, [*patches, FusedNorms()] if fuse_norms else patches)
+    patches = module_patches(rotations, ladders)
+    apply_all(model, [patch for patch in patches if fuse_norms or not isinstance(patch, FusedNorms)])
     return rotations

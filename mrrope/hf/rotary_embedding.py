@@ -122,16 +122,19 @@ class InstalledFunctions:
     def __init__(self) -> None:
         self._users: dict[InstalledFunction, weakref.WeakSet[TableRotaryEmbedding]] = {}
         self._with_finalizer: weakref.WeakSet[TableRotaryEmbedding] = weakref.WeakSet()
+        self._is_installing = False
 
     def install_for(self, user: TableRotaryEmbedding) -> None:
         """Install the fused functions of a rotary embedding, unless they are installed already."""
+        # The garbage collector may run the finalizer of another model here, while functions have no user yet.
+        self._is_installing = True
         try:
             user.installed = [self._install(found) for found in user.functions]
-        except BaseException:
+            for function in user.installed:
+                self._users[function].add(user)
+        finally:
+            self._is_installing = False
             self._restore_unused()
-            raise
-        for function in user.installed:
-            self._users[function].add(user)
         # A patched model may be dropped without unpatch.
         if user not in self._with_finalizer:
             weakref.finalize(user, self._restore_unused).atexit = False
@@ -155,15 +158,16 @@ class InstalledFunctions:
 
     def release(self, user: TableRotaryEmbedding) -> None:
         """Restore the original functions that no other patched model needs fused."""
-        for users in self._users.values():
+        for users in list(self._users.values()):
             users.discard(user)
         self._restore_unused()
 
     def _restore_unused(self) -> None:
+        if self._is_installing:
+            return
         for function, users in list(self._users.items()):
-            if next(iter(users), None) is not None:
+            if next(iter(users), None) is not None or self._users.pop(function, None) is None:
                 continue
-            del self._users[function]
             # A function that another library installed over it stays.
             if getattr(function.module, function.name) is function.fused:
                 setattr(function.module, function.name, function.fused.__wrapped__)

@@ -123,6 +123,24 @@ def test_a_function_that_cannot_be_installed_leaves_no_other(monkeypatch: pytest
     assert modeling_llama.apply_rotary_pos_emb is stock
 
 
+def test_a_finalizer_while_functions_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may collect another patched model at any allocation."""
+    install = installed_functions._install
+
+    def interrupted(*args: Any) -> Any:
+        function = install(*args)
+        installed_functions._restore_unused()
+        return function
+
+    monkeypatch.setattr(installed_functions, "_install", interrupted)
+    model = tiny_model("llama")
+    before = Snapshot(model)
+    mrrope.patch(model, "mrrope_pro", scale=4.0)
+    logits(model)
+    mrrope.unpatch(model)
+    before.assert_untouched()
+
+
 def test_a_generate_of_the_instance_is_called_and_restored() -> None:
     model = tiny_model("llama")
     calls = []
