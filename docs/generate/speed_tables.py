@@ -20,8 +20,6 @@ COLUMN_TITLES = {
     "nothing to turn": "nothing to re-rotate",
     "copy": "copy of the bytes",
 }
-REMOVED_KINDS = {"with fuse_projection"}
-"""Kinds of patched model that older results have and patch no longer offers."""
 
 
 def time_and_error(row: Row, name: str) -> str:
@@ -127,9 +125,7 @@ def model(file: str, mode: str) -> list[str]:
     rows = [row for row in rows_of(file) if f", {mode}" in row["name"]]
     if not rows:
         return NOT_MEASURED
-    others = [
-        kind for kind in keys_in_order(row["seconds"] for row in rows) if kind != "stock" and kind not in REMOVED_KINDS
-    ]
+    others = [kind for kind in keys_in_order(row["seconds"] for row in rows) if kind != "stock"]
     kinds = ["stock", *others]
 
     def shown(values: Row, kind: str, form: str) -> str:

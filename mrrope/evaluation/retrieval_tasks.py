@@ -61,7 +61,7 @@ def token_match_score(expected: list[int]) -> Callable[[list[int]], float]:
 
 
 def retrieval_trial(haystack: Haystack, prompt: list[int], depth: float, *wanted: str) -> Trial:
-    """A trial that asks for some strings; the answer may be twice as long plus 4 tokens, for words between them."""
+    """A trial whose answer contains some strings; it may be twice as long plus 4 tokens, for words between them."""
     expected = " ".join(wanted)
     answer_tokens = 2 * len(encode(haystack.tokenizer, f" {expected}")) + 4
     return Trial(prompt, expected, depth, answer_tokens, contains_score(haystack.tokenizer, *wanted))
@@ -111,7 +111,7 @@ def multikey(haystack: Haystack, length: int, trial: int, count: int) -> Trial:
 
 
 def tracking(haystack: Haystack, length: int, trial: int, count: int) -> Trial:
-    """A chain of variable assignments; the question asks for all variables with the value."""
+    """A chain of variable assignments; the answer is all variables with the value."""
     rng = random.Random(f"tracking {length} {trial}")
     names = ["".join(rng.choices(string.ascii_uppercase, k=5)) for _ in range(CHAIN)]
     value = five_digits(rng)

@@ -84,8 +84,8 @@ def ladder_for(
     if len({reach[table] for table in longer}) < len(longer):
         raise ValueError(f"method must give one table for each length, got two that reach as far: {longer!r}")
     if not longer:
-        raise ValueError(
-            f"max_scale must reach past the {native_length:g} tokens that the model reads as it is, got "
-            f"{max_scale if max_scale is not None else steps!r}"
-        )
+        past = f"past the {native_length:g} tokens that the model reads as it is"
+        if max_scale is None:
+            raise ValueError(f"method must hold a table that reaches {past}, got {steps!r}")
+        raise ValueError(f"max_scale must reach {past}, got {max_scale}")
     return Ladder((native, *longer), (native_length, *(reach[table] for table in longer)))
