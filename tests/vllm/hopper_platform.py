@@ -1,0 +1,44 @@
+"""Make vLLM believe in a Hopper GPU, so that its CUDA code is configured and compiled on a machine without one."""
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import torch
+
+
+def pretend() -> None:
+    """Install the platform; before anything else of vLLM is imported. A machine with a GPU needs none of it."""
+    if torch.cuda.is_available():
+        return
+    # The extension modules link the driver, which the toolkit has a stub of; nothing calls it.
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    for stub in sorted(Path(nvcc).resolve().parents[1].rglob("stubs/libcuda.so"))[:1]:
+        ctypes.CDLL(str(stub), mode=ctypes.RTLD_GLOBAL)
+    import vllm.platforms
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+
+    class Hopper(CudaPlatformBase):
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(9, 0)
+
+        @classmethod
+        def has_device_capability(cls, capability: "tuple[int, int] | int", device_id: int = 0) -> bool:
+            number = capability if isinstance(capability, int) else 10 * capability[0] + capability[1]
+            return number <= 90
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "NVIDIA H200"
+
+        @classmethod
+        def get_device_total_memory(cls, device_id: int = 0) -> int:
+            return 141 << 30
+
+        @classmethod
+        def device_count(cls) -> int:
+            return 1
+
+    vllm.platforms._current_platform = Hopper()
