@@ -1,0 +1,185 @@
+"""Rotation and KV-cache write in one launch: a pass over the traced graph, before vLLM splits it at attention.
+
+vLLM traces ``q, k = rotary(q, k)``, ``unified_kv_cache_update(k, v)``, ``attention(q, k, v)``. Attention of the
+FlashAttention backend reads keys from the cache only, so the rotated k need not exist outside of it.
+"""
+
+from __future__ import annotations
+
+import operator
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from mrrope.vllm import hooks
+
+OP = "mrrope_rotary_and_cache"
+VIEWS = ("view", "reshape", "unflatten", "flatten")
+
+
+def install() -> None:
+    """Register the op, and rewrite the graph before it is split at its ops of attention."""
+    import vllm.compilation.backends as backends
+    from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op, vllm_lib
+
+    if not hasattr(torch.ops.vllm, OP):
+        # The schema is inferred from annotations, and the type of layer names depends on torch.
+        annotations = {**typing.get_type_hints(rotary_and_cache), "layer_name": LayerNameType}
+        rotary_and_cache.__annotations__ = annotations
+        direct_register_custom_op(OP, rotary_and_cache, mutates_args=[], fake_impl=rotary_and_cache_fake)
+        vllm_lib.impl(OP, rotary_and_cache, dispatch_key="CPU")
+    hooks.wrap(backends, "split_graph", split_fused_graph)
+
+
+def split_fused_graph(split_graph: Any, graph: fx.GraphModule, splitting_ops: list[str]) -> Any:
+    """Fuse, then split: the op reads the forward context, so it is one that pieces of the graph are split at."""
+    # Without this split, vLLM leaves the order of cache write and attention to Inductor.
+    is_split = "vllm::unified_kv_cache_update" in splitting_ops
+    if is_split and _attention_is_supported() and fuse(graph.graph):
+        graph.recompile()
+        splitting_ops = [*splitting_ops, f"vllm::{OP}"]
+    return split_graph(graph, splitting_ops)
+
+
+def fuse(graph: fx.Graph) -> int:
+    """Replace every rotation whose keys only go to the cache and to attention; return how many there were."""
+    count = 0
+    for write in list(_calls(graph, "vllm.unified_kv_cache_update")):
+        count += _fuse_one(graph, write)
+    if count:
+        graph.eliminate_dead_code()
+        graph.lint()
+    return count
+
+
+def _calls(graph: fx.Graph, name: str) -> Iterator[fx.Node]:
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target).removesuffix(".default") == name:
+            yield node
+
+
+def _fuse_one(graph: fx.Graph, write: fx.Node) -> bool:
+    key, value, layer = write.args
+    rotated_key = _behind_views(key)
+    rotation = _rotation_of(rotated_key, index=1)
+    attention = [user for user in write.users if str(user.target).startswith("vllm.unified_attention")]
+    if rotation is None or len(attention) != 1 or len(write.users) != 1:
+        return False
+    (attention,) = attention
+    query, attention_key = attention.args[:2]
+    if _rotation_of(_behind_views(query), index=0) is not rotation or _behind_views(attention_key) is not rotated_key:
+        return False
+    (q, k), positions, tables, layout, pairing = rotation.args
+    # Norms of q and k are fused with the rotation instead: the same number of launches, and fewer bytes.
+    if layout != "thd" or any("rms_norm" in str(_behind_views(x).target) for x in (q, k)):
+        return False
+    others = [user for user in _final_users(rotation) if user not in (write, attention)]
+    if others:
+        return False
+    with graph.inserting_before(write):
+        fused = graph.call_function(
+            getattr(torch.ops.vllm, OP).default,
+            (q, k, value, positions, tables, pairing, rotation.kwargs.get("table_index"), layer),
+        )
+    attention.args = (fused, k, *attention.args[2:])
+    attention.kwargs = {**attention.kwargs, "kv_cache_dummy_dep": fused}
+    graph.erase_node(write)
+    return True
+
+
+def _behind_views(node: Any) -> Any:
+    while node.op == "call_method" and node.target in VIEWS:
+        node = node.args[0]
+    return node
+
+
+def _rotation_of(node: fx.Node, index: int) -> fx.Node | None:
+    """Return the call of ``mrrope::rotary`` that ``node`` is an output of."""
+    if node.op == "call_function" and node.target is operator.getitem and node.args[1] == index:
+        source = node.args[0]
+        if isinstance(source, fx.Node) and source.target is torch.ops.mrrope.rotary.default:
+            return source
+    return None
+
+
+def _final_users(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the users of a node's outputs, behind views."""
+    for user in node.users:
+        if user.target is operator.getitem or (user.op == "call_method" and user.target in VIEWS):
+            yield from _final_users(user)
+        else:
+            yield user
+
+
+def _attention_is_supported() -> bool:
+    """Whether attention reads keys from a cache of the model's dtype only, in all layers."""
+    from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    config = get_current_vllm_config()
+    layers = get_layers_from_vllm_config(config, Attention).values()
+    return config.parallel_config.decode_context_parallel_size == 1 and all(
+        layer.attn_backend.get_name() == "FLASH_ATTN"
+        and layer.kv_cache_dtype in ("auto", "bfloat16", "float16")
+        and not layer.calculate_kv_scales
+        for layer in layers
+    )
+
+
+def rotary_and_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+    pairing: str,
+    table_index: torch.Tensor | None,
+    layer_name: str,
+) -> torch.Tensor:
+    """Return the rotated q; write rotated k and v to the cache of a layer, at the slots of the forward context."""
+    from vllm.model_executor.layers.attention.attention import get_attention_context
+    from vllm.utils.torch_utils import _resolve_layer_name
+
+    _, _, kv_cache, slots = get_attention_context(_resolve_layer_name(layer_name))
+    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if slots is None:  # a profiling run, without a cache
+        return q_out.copy_(q)
+    # q, k, v and positions are padded to a size of CUDA graphs; slots may not be.
+    tokens = slots.shape[0]
+    key_cache, value_cache = kv_cache.unbind(1)
+    torch.ops.mrrope.rotary_and_cache_.into(
+        q[:tokens],
+        q_out[:tokens],
+        k[:tokens],
+        v[:tokens],
+        positions[:tokens],
+        tables,
+        key_cache,
+        value_cache,
+        slots,
+        True,
+        "thd",
+        "nhd",
+        pairing,
+        None,
+        None,
+        None if table_index is None else table_index[:tokens],
+    )
+    return q_out
+
+
+def rotary_and_cache_fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+    pairing: str,
+    table_index: torch.Tensor | None,
+    layer_name: str,
+) -> torch.Tensor:
+    """Return an empty tensor of the op's result."""
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
