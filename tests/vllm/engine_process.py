@@ -13,12 +13,12 @@ import torch
 
 
 def save_smollm2(folder: Path) -> Path:
-    """Write SmolLM2 in bfloat16 and its tokenizer as a folder that vLLM loads; a model read from GGUF cannot be saved."""
+    """Write SmolLM2 in bfloat16, and its tokenizer, as a folder that vLLM loads."""
     from transformers import LlamaForCausalLM
 
     model, tokenizer = smollm2.model_and_tokenizer()
     config = model.config
-    del config.quantization_config
+    del config.quantization_config  # transformers refuses to save a model that it read from GGUF
     saved = LlamaForCausalLM(config).to(torch.bfloat16)
     saved.load_state_dict(model.state_dict())
     saved.save_pretrained(folder)
@@ -39,12 +39,12 @@ class Answer:
 
 
 class Engine:
-    """An engine in another process; it ends with the context."""
+    """An engine in another process, which starts at once and is waited for by its first call; ends with the context."""
 
     def __init__(self, model: Path, environment: dict[str, str] | None = None, **options: Any) -> None:
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "mrrope", **(environment or {})}
-        self._pool.submit(_start, str(model), environment, options).result()
+        self._started = self._pool.submit(_start, str(model), environment, options)
 
     def __enter__(self) -> "Engine":
         return self
@@ -56,6 +56,7 @@ class Engine:
         self, prompts: Sequence[Sequence[int]], each: Sequence[dict[str, Any]] | None = None, **params: Any
     ) -> list[Answer]:
         """Send prompts at once; ``each`` holds sampling parameters per request besides those of all."""
+        self._started.result()
         return self._pool.submit(_ask, prompts, each, params).result()
 
     def state(self) -> dict[str, Any]:
@@ -68,7 +69,8 @@ def _start(model: str, environment: dict[str, str], options: dict[str, Any]) -> 
     global llm
     from vllm import LLM
 
-    defaults = {"gpu_memory_utilization": 0.4, "disable_log_stats": False, "seed": 0, "dtype": "bfloat16"}
+    # A given size of the cache lets several engines start at once: none measures the free memory.
+    defaults = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 4 << 30, "disable_log_stats": False}
     llm = LLM(model, **(defaults | options))
 
 

@@ -53,10 +53,9 @@ def patched_nll(model: Path, tokens: list[int]) -> tuple[float, ...]:
 def test_nll_is_that_of_the_patched_model(model, text, enforce_eager, runner):
     if not enforce_eager and runner == "0":
         pytest.skip("the V1 runner compiles as the V2 runner does")
-    want = quarters(patched_nll(model, text[:LENGTH]))
-    torch.cuda.empty_cache()
     environment = {"VLLM_USE_V2_MODEL_RUNNER": runner}
     with Engine(model, environment, hf_overrides=MRROPE_PRO, enforce_eager=enforce_eager) as engine:
+        want = quarters(patched_nll(model, text[:LENGTH]))
         got = quarters(engine.ask([text[:LENGTH]], prompt_logprobs=0)[0].nll)
     print(f"vLLM {got}, transformers {want}")
     assert got == pytest.approx(want, abs=SAME_NLL, rel=0)
@@ -72,9 +71,9 @@ def test_a_scale_for_every_request(model, text, runner, enforce_eager):
     lengths = [300, 4000, 9000, 14_000, 20_000, 40_000]
     starts = itertools.accumulate(lengths, initial=0)
     prompts = [text[start : start + length] for start, length in zip(starts, lengths, strict=False)]
-    with Engine(model, environment, max_model_len=smollm2.NATIVE_LENGTH, enforce_eager=enforce_eager) as stock:
+    stock = Engine(model, environment, max_model_len=smollm2.NATIVE_LENGTH, enforce_eager=enforce_eager)
+    with stock, Engine(model, environment, hf_overrides=AUTO, enforce_eager=enforce_eager) as engine:
         short = stock.ask(prompts[:2], prompt_logprobs=0)
-    with Engine(model, environment, hf_overrides=AUTO, enforce_eager=enforce_eager) as engine:
         together = engine.ask(prompts, prompt_logprobs=0)
         alone = [engine.ask([prompt], prompt_logprobs=0)[0] for prompt in prompts]
         forced = engine.ask([prompts[1]], extra_args={"mrrope_scale": 8}, prompt_logprobs=0)[0]
