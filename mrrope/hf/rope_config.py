@@ -134,7 +134,7 @@ def settings(module: nn.Module, layer_type: str | None, length: int | None = Non
     module = in_full_precision(module, layer_type)
     trained_length = parameters.get("original_max_position_embeddings")
     stated = getattr(config, "max_position_embeddings", None)
-    native_length = _native_length(parameters, stated)
+    native_length = length_read(parameters, stated)
     reached = length or native_length
     rows = position_row(module, layer_type, getattr(module, own).numel())
     now = module if reached is None else _at_length(module, layer_type, int(reached), rows)
@@ -170,8 +170,13 @@ def settings(module: nn.Module, layer_type: str | None, length: int | None = Non
     )
 
 
-def _native_length(parameters: dict[str, Any], stated: float | None) -> float | None:
-    """Return how many tokens the unpatched model reads."""
+def length_read(parameters: dict[str, Any], stated: float | None) -> float | None:
+    """Return how many tokens the unpatched model reads.
+
+    Args:
+        parameters: The ``rope_parameters`` of a layer type.
+        stated: The configuration's ``max_position_embeddings``.
+    """
     factor = parameters.get("factor") or 1.0
     trained: float | None = parameters.get("original_max_position_embeddings")
     if trained is None and parameters.get("rope_type") == "dynamic":
