@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -98,7 +99,7 @@ class ServedRope:
         )
         # Set afterwards: transformers has validated these parameters, and warned, when it loaded the model's own.
         config.rope_parameters = _as_transformers_reads(self.native)
-        with torch.device("cpu"):  # vLLM builds models under the device of their weights
+        with torch.device("cpu"), _float32_by_default():  # vLLM builds models under the defaults of their weights
             return settings(LlamaRotaryEmbedding(config), None)
 
     def ladder(self, rotary_dim: int) -> Ladder:
@@ -242,6 +243,16 @@ def _checked_native(native: Mapping[str, Any]) -> dict[str, Any]:
             f"{', '.join(unknown)}"
         )
     return own
+
+
+@contextlib.contextmanager
+def _float32_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _as_transformers_reads(native: Mapping[str, Any]) -> dict[str, Any]:
