@@ -61,7 +61,8 @@ def expect_rope_parameters() -> None:
 
 def _register(rope_utils: ModuleType) -> None:
     mixin = getattr(rope_utils, MIXIN, None)
-    if mixin is None:  # transformers 4 must still import
+    # transformers 4 must still import. Registered again, the types would lose what others have wrapped around them.
+    if mixin is None or rope_utils.ROPE_INIT_FUNCTIONS.get(ROPE_TYPES[0]) is _compute_parameters:
         return
     for rope_type in ROPE_TYPES:
         rope_utils.ROPE_INIT_FUNCTIONS[rope_type] = _compute_parameters
