@@ -59,34 +59,41 @@ def _get_config(
     **kwargs: Any,
 ) -> Any:
     """Load a configuration, with parameters that its file or a function of the user sets."""
-    function = None if hf_overrides_fn is None else _merging(hf_overrides_fn)
+    function = None if hf_overrides_fn is None else _OverrideFunction(hf_overrides_fn)
     config = original(model, *args, hf_overrides_fn=function, **kwargs)
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None)
     if parameters is not None and _asks(parameters):
         text.rope_parameters = _of_file(parameters, text, Path(model) if Path(model).is_dir() else None)
+    if function is not None and function.given is not None:
+        _extend(text, function.given)
     return config
 
 
-def _merging(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap a function that overrides a configuration: parameters of mrrope that it sets are merged."""
+class _OverrideFunction:
+    """A function of the user that overrides a configuration. Parameters of mrrope that it sets are taken out again.
 
-    def override(config: Any) -> Any:
+    They are merged after vLLM has standardized and validated the model's own.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+        self.given: Mapping[str, Any] | None = None
+
+    def __call__(self, config: Any) -> Any:
         before = copy.deepcopy(getattr(config.get_text_config(), "rope_parameters", None))
-        config = function(config)
+        config = self.function(config)
         text = config.get_text_config()
         given = getattr(config, "rope_parameters", None)
         if text is not config and _asks(given):
             config.rope_parameters = None  # meant for the text model
         else:
             given = getattr(text, "rope_parameters", None)
-        # vLLM also calls it for a dummy that has no RoPE. Such a configuration is read like a file.
+        # vLLM also calls the function for a dummy, which has no RoPE.
         if before and given != before and _asks(given):
             text.rope_parameters = before
-            _extend(text, _changes(before, given))
+            self.given = _changes(before, given)
         return config
-
-    return override
 
 
 def _changes(before: Any, after: Any) -> Any:
@@ -150,6 +157,11 @@ def _is_by_layer_type(parameters: Mapping[str, Any]) -> bool:
 def _extend(text: Any, given: Mapping[str, Any]) -> None:
     """Merge the user's parameters into those of a text model, by layer type where it has several."""
     own = getattr(text, "rope_parameters", None) or {}
+    if not own and "rope_theta" not in given:
+        raise ValueError(
+            f"rope_parameters must come with rope_theta for {text.model_type}, whose configuration has no RoPE, got "
+            f"{given!r}"
+        )
     stated = getattr(text, "max_position_embeddings", None)
     if not _is_by_layer_type(own):
         if _is_by_layer_type(given):

@@ -15,16 +15,15 @@ from mrrope.tables import METHODS, FrequencyTable
 ROPE_TYPE = "mrrope"
 """The ``rope_type`` that comes with a table or a method."""
 
-VLLM_TYPES = frozenset(
-    {"default", "linear", "ntk", "dynamic", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "longrope", "su"}
-    | {"llama3", "mllama4", "proportional", "xdrope", "mrope"}
-)
-"""Values of ``rope_type`` that vLLM computes itself, unless a key of mrrope comes with them."""
+SHARED_TYPES = frozenset({"ntk", "yarn", "longrope", "llama3"})
+"""Methods that vLLM computes itself, unless a key of mrrope comes with them."""
 
 METHOD_OF_TYPE = {"linear": "pi"}
 """Methods whose name differs from that of their ``rope_type``."""
 
-OWN_TYPES = frozenset({ROPE_TYPE, *METHODS} - VLLM_TYPES)
+OWN_TYPES = frozenset({ROPE_TYPE, *METHODS} - SHARED_TYPES)
+"""Values of ``rope_type`` that vLLM does not know."""
+
 OWN_KEYS = frozenset({"method", "table", "max_factor", "reserve"})
 
 OPTIONS = {

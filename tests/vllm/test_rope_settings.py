@@ -341,7 +341,7 @@ def test_bad_values_are_refused(given, message):
 
 
 def test_a_missing_table_is_named():
-    with pytest.raises(FileNotFoundError, match="there is no nowhere/table.json"):
+    with pytest.raises(FileNotFoundError, match=r"there is no nowhere/table.json"):
         merged({"rope_type": "mrrope", "table": "nowhere/table.json"}, NATIVES["plain"], STATED)
 
 
