@@ -105,14 +105,15 @@ def _norm_before(rotated: fx.Node) -> HeadNorm | None:
     if over is None or _value(weight).dtype != _value(x).dtype:
         return None
     settings = weight, weight_offset, arguments["epsilon"], over
-    before = [node for node in _sources(x) if _value(node).stride(-1) == 1]
     # The farthest source skips copies, such as that of the half of a gated projection (Qwen3-Next).
-    for node in reversed(before):
+    before = [node for node in reversed(_sources(x)) if _value(node).stride(-1) == 1]
+    for node in before:
         if _has_shape(node, (tokens, head_count, head_dim)):
             return HeadNorm(node, None, *settings)
-    for reshape in (*reshapes, *before):
+    flat = next((node for node in before if _has_shape(node, (tokens, head_count * head_dim))), x)
+    for reshape in reshapes:
         if reshape.target in RESHAPES and _has_shape(reshape, (tokens, head_count, head_dim)):
-            return HeadNorm(x, reshape.args[1], *settings)
+            return HeadNorm(flat, reshape.args[1], *settings)
     return None
 
 

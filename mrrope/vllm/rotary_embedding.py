@@ -156,7 +156,7 @@ class ServedRotaryEmbedding(nn.Module):
         if self._cos_sin_cache is None:
             if not self.ladder.is_fixed:
                 raise NotImplementedError(
-                    f"cos_sin_cache holds one table, and this layer has {len(self.ladder.tables)}: a kernel of the model "
+                    f"cos_sin_cache holds one table, and this layer has {len(self.ladder.tables)}: the model's kernel "
                     'reads the cache, so factor must be a number in rope_parameters, got "auto"'
                 )
             self._cos_sin_cache = self._computed_cache()
@@ -177,9 +177,10 @@ class ServedRotaryEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the settings as ``print(model)`` shows them."""
+        tables = ", ".join(f"{table.method} {table.scale:g}" for table in self.ladder.tables)
         return (
-            f"head_size={self.head_size}, rotary_dim={self.rotary_dim}, is_neox_style={self.is_neox_style}, "
-            f"tables={self.ladder.tables}"
+            f"head_size={self.head_size}, rotary_dim={self.rotary_dim}, base={self.base:g}, "
+            f"is_neox_style={self.is_neox_style}, tables=[{tables}]"
         )
 
 
