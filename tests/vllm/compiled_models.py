@@ -44,13 +44,9 @@ def recorded(monkeypatch) -> Iterator[Compiled]:
         yield compiled
 
 
-def vllm_config() -> VllmConfig:
+def vllm_config(mode: CompilationMode = CompilationMode.VLLM_COMPILE) -> VllmConfig:
     """Return a configuration that compiles as a server does, without CUDA graphs."""
-    return VllmConfig(
-        compilation_config=CompilationConfig(
-            mode=CompilationMode.VLLM_COMPILE, cudagraph_mode="NONE", custom_ops=["none"]
-        )
-    )
+    return VllmConfig(compilation_config=CompilationConfig(mode=mode, cudagraph_mode="NONE", custom_ops=["none"]))
 
 
 def model_of(make: Callable[[], nn.Module], config: VllmConfig) -> nn.Module:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from rotary_reference import TOLERANCES, assert_rotated, rotated
 from torch import nn
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.compilation.counter import compilation_counter
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+from vllm.model_executor.model_loader.utils import initialize_model
 
 from mrrope.hf.auto_scale.ladder import Ladder
 from mrrope.tables import frequency_table
@@ -358,3 +360,47 @@ def test_compiled_with_rows_of_positions(monkeypatch, is_interleaved):
             assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
     assert compiled.calls["mrrope.rotary.default"] == 1
     assert "cpp_fused" not in compiled.code
+
+
+def test_compiled_graphs_are_reloaded(monkeypatch, tmp_path):
+    """The second engine loads what the first compiled, and reads its own index and tables."""
+    torch.manual_seed(0)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    hidden_states, positions = torch.randn(9, 32), random_positions(9)
+    loaded = []
+    for ladder in (ladder_of(1.0, 4.0), ladder_of(1.0, 8.0)):
+        config = compiled_models.vllm_config()
+        before = compilation_counter.num_aot_artifacts_loaded
+        model = compiled_models.model_of(lambda ladder=ladder: Projection(ladder), config)
+        for layer in served_layers(model):
+            layer.table_index = torch.randint(2, (64,), dtype=torch.int32)
+        for tokens in (9, 5):
+            got = compiled_models.run(model, config, positions[:tokens], hidden_states[:tokens])
+            with torch.no_grad():
+                expected = model.body(positions[:tokens], hidden_states[:tokens])
+            assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+        loaded.append(compilation_counter.num_aot_artifacts_loaded - before)
+    assert loaded == [0, 1]
+
+
+# --- kernels of models ---
+
+
+class Fused(nn.Module):
+    """A model whose attention would call a kernel with cosines instead of the layer."""
+
+    use_fused_qk_norm_rope_gate = True
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.rotary_emb = get_rope(16, LENGTH, rope_parameters=vllm_config.additional_config["rope"])
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_kernels_that_read_cosines_are_switched_off(is_ours):
+    rope = parameters() if is_ours else {"rope_type": "default", "rope_theta": BASE}
+    config = VllmConfig(
+        additional_config={"rope": rope}, compilation_config=CompilationConfig(mode=CompilationMode.NONE)
+    )
+    assert initialize_model(config, model_class=Fused).use_fused_qk_norm_rope_gate is not is_ours
