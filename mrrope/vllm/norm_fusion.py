@@ -101,8 +101,9 @@ def _norm_before(rotated: fx.Node) -> HeadNorm | None:
     x = arguments["x"]
     weight, weight_offset = _weight_and_offset(arguments["weight"])
     tokens, head_count, head_dim = _token_shape(rotated)
-    over = {head_count * head_dim: "all_heads", head_dim: "head"}.get(_value(x).shape[-1])
-    if over is None or _value(weight).dtype != _value(x).dtype:
+    width = _value(x).shape[-1]
+    over = {head_count * head_dim: "all_heads", head_dim: "head"}.get(width)
+    if over is None or _value(weight).dtype != _value(x).dtype or not _has_shape(weight, (width,)):
         return None
     settings = weight, weight_offset, arguments["epsilon"], over
     # The farthest source skips copies, such as that of the half of a gated projection (Qwen3-Next).
