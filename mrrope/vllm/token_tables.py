@@ -1,0 +1,156 @@
+"""In the workers: the table of every token of a step, in a buffer that all rope layers of the model read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mrrope.vllm.hooks import wrap
+from mrrope.vllm.request_scale import EXTRA_ARG
+from mrrope.vllm.rope_settings import served_rope
+from mrrope.vllm.rotary_embedding import served_layers
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class TokenTables:
+    """Table index per token slot. CUDA graphs read the buffer in place, so it is filled before each forward."""
+
+    def __init__(self, max_num_tokens: int, device: torch.device) -> None:
+        self.index = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+        self._held = np.zeros(max_num_tokens, dtype=np.int32)  # host copy of self.index
+
+    def fill(self, tables_of_requests: npt.ArrayLike, num_scheduled_tokens: npt.NDArray[np.int32]) -> None:
+        """Write the tables of a step. Slots past the step keep valid indices; a padded token may read any of them.
+
+        Args:
+            tables_of_requests: Table of each request, in batch order.
+            num_scheduled_tokens: Number of tokens of each request in this step.
+        """
+        tables = np.repeat(np.asarray(tables_of_requests, dtype=np.int32), num_scheduled_tokens)
+        held = self._held[: len(tables)]
+        # Steps of decoding repeat the last one, and so do all steps while only one table is in use.
+        if np.array_equal(tables, held):
+            return
+        held[:] = tables
+        source = torch.from_numpy(tables)
+        if self.index.is_cuda:
+            # Fresh pinned memory: PyTorch's host allocator reuses it only after the copy, whatever step that is in.
+            source = source.pin_memory()
+        self.index[: len(tables)].copy_(source, non_blocking=True)
+
+
+def attach(model: torch.nn.Module, max_num_tokens: int, device: torch.device) -> TokenTables | None:
+    """Give all rope layers with several tables one index buffer. Return None where there is no such layer."""
+    layers = [layer for layer in served_layers(model) if not layer.ladder.is_fixed]
+    if not layers:
+        return None
+    token_tables = TokenTables(max_num_tokens, device)
+    for layer in layers:
+        layer.table_index = token_tables.index
+    return token_tables
+
+
+def require_served(model: torch.nn.Module) -> None:
+    """Raise ValueError where an attention layer of the text model does not rotate by one of mrrope's layers.
+
+    Vision towers have attention layers of another class, and layers with a sliding window keep the model's own RoPE.
+    """
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+    sees_all = False
+    for name, module in model.named_modules():
+        children = list(module.children())
+        attention = [child for child in children if isinstance(child, (Attention, MLAAttention))]
+        if not any(getattr(layer, "sliding_window", None) is None for layer in attention):
+            continue
+        sees_all = True
+        for rope in children:
+            if isinstance(rope, (RotaryEmbedding, RotaryEmbeddingBase)):
+                raise ValueError(
+                    f"rope_parameters must be honoured by the model's implementation in vLLM, but {name} of "
+                    f"{type(model).__name__} rotates by {type(rope).__name__}: it cannot be served with mrrope"
+                )
+    # A pipeline rank may hold no layer that sees the whole text.
+    if sees_all and next(iter(served_layers(model)), None) is None:
+        raise ValueError(
+            f"rope_parameters must be honoured by the model's implementation in vLLM, but {type(model).__name__} holds "
+            "no rotary embedding of mrrope: it cannot be served with mrrope"
+        )
+
+
+def _table_of(sampling_params: SamplingParams | None) -> int:
+    # Warm-up steps of the V2 runner schedule requests that no engine admitted; any table will do.
+    extra_args = (sampling_params.extra_args if sampling_params else None) or {}
+    table: int = extra_args.get(EXTRA_ARG, 0)
+    return table
+
+
+def _attach_to_runner(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+    original(runner, *args, **kwargs)
+    runner.mrrope_tables = None
+    if served_rope(runner.model_config.hf_config) is None:
+        return
+    model = runner.get_model()
+    require_served(model)
+    runner.mrrope_tables = attach(model, runner.max_num_tokens, runner.device)
+    # V2 runner: the table of each slot of its request states. Slots are reused, so there is nothing to free.
+    runner.mrrope_slots = np.zeros(runner.max_num_reqs, dtype=np.int32)
+
+
+def _add_requests(original: Any, runner: Any, scheduler_output: SchedulerOutput) -> None:
+    """Note the tables of new requests. The V2 runner adds preempted requests anew when they resume."""
+    original(runner, scheduler_output)
+    if runner.mrrope_tables is not None:
+        for request in scheduler_output.scheduled_new_reqs:
+            slot = runner.req_states.req_id_to_index[request.req_id]
+            runner.mrrope_slots[slot] = _table_of(request.sampling_params)
+
+
+def _prepare_inputs_v2(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    batch = original(runner, *args, **kwargs)
+    if runner.mrrope_tables is not None:
+        runner.mrrope_tables.fill(runner.mrrope_slots[batch.idx_mapping_np], batch.num_scheduled_tokens)
+    return batch
+
+
+def _prepare_inputs_v1(
+    original: Any, runner: Any, scheduler_output: SchedulerOutput, num_scheduled_tokens: npt.NDArray[np.int32]
+) -> Any:
+    prepared = original(runner, scheduler_output, num_scheduled_tokens)
+    if runner.mrrope_tables is not None:
+        # runner.requests outlives preemption.
+        tables = [_table_of(runner.requests[request].sampling_params) for request in runner.input_batch.req_ids]
+        runner.mrrope_tables.fill(tables, num_scheduled_tokens)
+    return prepared
+
+
+def hook_runners() -> None:
+    """Hook both model runners."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+
+    wrap(RunnerV2, "load_model", _attach_to_runner)
+    wrap(RunnerV2, "add_requests", _add_requests)
+    wrap(RunnerV2, "prepare_inputs", _prepare_inputs_v2)
+    wrap(RunnerV1, "load_model", _attach_to_runner)
+    wrap(RunnerV1, "_prepare_inputs", _prepare_inputs_v1)
+
+
+def _hook_runners_of_worker(original: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
+    hook_runners()
+    original(worker, *args, **kwargs)
+
+
+def install() -> None:
+    """Hook the model runners as soon as this process makes a worker; the front end never imports them."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    wrap(WorkerBase, "__init__", _hook_runners_of_worker)
