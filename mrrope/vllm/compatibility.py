@@ -16,6 +16,9 @@ DRAFTERS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 CONNECTORS_OF_ONE_ENGINE = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 """KV connectors that keep blocks in this engine's host memory, under their salted hashes."""
 
+OWN_ROPE_TYPES = ("gpt_oss",)
+"""Model types whose implementation in vLLM reads ``rope_parameters`` as those of YaRN, whatever their type."""
+
 
 def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
     """Yield a sentence for each option that mrrope, as configured, cannot serve."""
@@ -25,6 +28,11 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         return
     if model.using_transformers_backend():
         yield "model_impl must not be 'transformers': that backend rotates by the model's own code in transformers"
+    if model.is_deepseek_mla or model.hf_text_config.model_type in OWN_ROPE_TYPES:
+        yield (
+            f"the model must rotate by its rope_parameters, got {model.hf_text_config.model_type}: its implementation "
+            "in vLLM replaces their rope_type"
+        )
     if served.is_auto:
         yield from _conflicts_of_auto(vllm_config)
 

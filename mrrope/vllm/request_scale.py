@@ -91,6 +91,8 @@ def choose(
             )
         candidates = possible
     table = candidates[0]
+    if reaches[table] >= max_model_len:
+        return Choice(table, max_tokens)
     return Choice(table, int(min(max_tokens, reaches[table] - prompt_tokens)))
 
 
@@ -202,7 +204,7 @@ def _announce(original: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
     original(processor, *args, **kwargs)
     if admission := _admission_of(processor):
         _logger().info(
-            "mrrope chooses a table for each request: %s. A request without max_tokens is given room for %d new tokens.",
+            "mrrope chooses a table for each request: %s. A request without max_tokens gets room for %d new tokens.",
             admission.steps,
             admission.steps.reserve,
         )

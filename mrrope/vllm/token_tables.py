@@ -50,6 +50,11 @@ def attach(model: torch.nn.Module, max_num_tokens: int, device: torch.device) ->
     layers = [layer for layer in served_layers(model) if not layer.ladder.is_fixed]
     if not layers:
         return None
+    if len({layer.ladder.reaches for layer in layers}) > 1:
+        raise ValueError(
+            "rope_parameters must give all layers tables of the same lengths, got "
+            f"{sorted({layer.ladder.reaches for layer in layers})}"
+        )
     token_tables = TokenTables(max_num_tokens, device)
     for layer in layers:
         layer.table_index = token_tables.index
@@ -61,9 +66,8 @@ def require_served(model: torch.nn.Module) -> None:
 
     Vision towers have attention layers of another class, and layers with a sliding window keep the model's own RoPE.
     """
+    from vllm.model_executor.layers import rotary_embedding as stock
     from vllm.model_executor.layers.attention import Attention, MLAAttention
-    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
     sees_all = False
     for name, module in model.named_modules():
@@ -73,7 +77,7 @@ def require_served(model: torch.nn.Module) -> None:
             continue
         sees_all = True
         for rope in children:
-            if isinstance(rope, (RotaryEmbedding, RotaryEmbeddingBase)):
+            if type(rope).__module__.startswith(stock.__name__):
                 raise ValueError(
                     f"rope_parameters must be honoured by the model's implementation in vLLM, but {name} of "
                     f"{type(model).__name__} rotates by {type(rope).__name__}: it cannot be served with mrrope"

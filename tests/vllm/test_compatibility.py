@@ -1,0 +1,136 @@
+"""What is refused when an engine is configured."""
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_engine import AUTO, engine_config
+from vllm.config import KVTransferConfig, VllmConfig
+
+from mrrope.vllm.compatibility import conflicts
+
+FIXED = {"rope_type": "mrrope_pro", "factor": 4.0}
+DEEPSEEK = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def transfer(connector: str, **extra: Any) -> KVTransferConfig:
+    return KVTransferConfig(kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra)
+
+
+REFUSED_WITH_AUTO = {
+    "dual batch overlap": ({"enable_dbo": True, "all2all_backend": "deepep_low_latency"}, "enable_dbo must be off"),
+    "microbatches": (
+        {"ubatch_size": 2, "all2all_backend": "deepep_low_latency"},
+        "ubatch_size at most 1, got .* and 2",
+    ),
+    "fast prefill": ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill must be off"),
+    "disaggregation": ({"kv_transfer_config": transfer("NixlConnector")}, "kv_connector .*, got 'NixlConnector'"),
+    "shared tier": (
+        {"kv_transfer_config": transfer("OffloadingConnector", spec_name="TieringOffloadingSpec")},
+        "without spec_name, got 'OffloadingConnector' with .*Tiering",
+    ),
+    "pooling": ({"runner": "pooling", "convert": "embed"}, "runner must be 'generate', got 'pooling'"),
+}
+
+
+@pytest.mark.parametrize(("options", "reason"), REFUSED_WITH_AUTO.values(), ids=REFUSED_WITH_AUTO)
+def test_auto_refuses(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s)cannot be served: .*{reason}"):
+        engine_config(tmp_path, AUTO, **options)
+
+
+@pytest.mark.parametrize("options", [options for options, _ in REFUSED_WITH_AUTO.values()], ids=REFUSED_WITH_AUTO)
+@pytest.mark.parametrize("rope_parameters", [FIXED, None], ids=["fixed", "stock"])
+def test_one_table_allows(tmp_path: Path, rope_parameters: dict[str, Any] | None, options: dict[str, Any]) -> None:
+    engine_config(tmp_path, rope_parameters, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+        {"kv_transfer_config": transfer("OffloadingConnector", cpu_bytes_to_use=1 << 20)},
+        {"kv_offloading_size": 1.0},
+        {"enable_lora": True},
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+        {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+    ],
+    ids=str,
+)
+def test_auto_allows(tmp_path: Path, options: dict[str, Any]) -> None:
+    config = engine_config(tmp_path, AUTO, **options)
+    assert list(conflicts(config)) == []
+
+
+def test_auto_refuses_a_draft_model(tmp_path: Path) -> None:
+    engine_config(tmp_path / "draft")
+    draft = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="must be one of ngram, ngram_gpu, suffix, got 'draft_model'"):
+        engine_config(tmp_path / "target", AUTO, speculative_config=draft)
+    engine_config(tmp_path / "target", FIXED, speculative_config=draft)
+
+
+def test_auto_refuses_context_parallel_prefill_and_encoder_decoders(tmp_path: Path) -> None:
+    """vLLM configures neither for a small model of text, so the options are set afterwards."""
+    config = engine_config(tmp_path, AUTO)
+    config.parallel_config.prefill_context_parallel_size = 2
+    (reason,) = conflicts(config)
+    assert reason.startswith("prefill_context_parallel_size must be 1, got 2")
+    config.parallel_config.prefill_context_parallel_size = 1
+    config.model_config.model_arch_config.is_encoder_decoder = True
+    config.model_config.hf_config.is_encoder_decoder = True
+    config.model_config.__dict__.pop("is_encoder_decoder", None)
+    (reason,) = conflicts(config)
+    assert "encoder-decoder" in reason
+
+
+@pytest.mark.parametrize("rope_parameters", [AUTO, FIXED], ids=["auto", "fixed"])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"model_impl": "transformers"}, "model_impl must not be 'transformers'"),
+        ({"config": DEEPSEEK}, "must rotate by its rope_parameters, got deepseek_v2"),
+        ({"config": GPT_OSS}, "must rotate by its rope_parameters, got gpt_oss"),
+    ],
+    ids=["transformers", "deepseek", "gpt_oss"],
+)
+def test_models_with_a_rope_of_their_own_are_refused(
+    tmp_path: Path, rope_parameters: dict[str, Any], options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        engine_config(tmp_path, rope_parameters, **options)
+
+
+def test_all_reasons_are_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"(?s)kv_sharing_fast_prefill must be off.*got 'NixlConnector'"):
+        engine_config(tmp_path, AUTO, kv_sharing_fast_prefill=True, kv_transfer_config=transfer("NixlConnector"))
+
+
+def test_configuration_without_model_is_left_alone() -> None:
+    assert VllmConfig().model_config is None
+    assert list(conflicts(SimpleNamespace(model_config=None))) == []  # type: ignore[arg-type]
+
+
+def test_configuration_survives_pickling(tmp_path: Path) -> None:
+    config = pickle.loads(pickle.dumps(engine_config(tmp_path, AUTO)))
+    assert config.model_config.max_model_len == 1024
+    assert list(conflicts(config)) == []
