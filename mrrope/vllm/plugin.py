@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import logging
+import re
 
 KNOWN_VERSIONS = ("0.25",)
 """Minor versions of vLLM whose internals the hooks were written for and tested with."""
+
+logger = logging.getLogger("mrrope.vllm")
 
 
 def register() -> None:
     """Install the hooks of this package in vLLM. Called by vLLM in each of its processes.
 
-    Raises:
-        RuntimeError: vLLM's version is not known.
+    In a version that is not known nothing is installed, and an error is logged: vLLM goes on for models that do not
+    need the plugin, and refuses configurations that name one of mrrope's types as unknown.
     """
-    require_known_version(importlib.metadata.version("vllm"))
+    from vllm import __version__
+
+    log_as_vllm_does()
+    if not is_known(__version__):
+        logger.error(
+            "mrrope's plugin knows vLLM %s, got %s: it installs nothing, and mrrope's rope types stay unknown to vLLM. "
+            "Install a known version, or serve a configuration written by `mrrope export --engine vllm`; "
+            "VLLM_PLUGINS without mrrope silences this message",
+            ", ".join(f"{minor}.x" for minor in KNOWN_VERSIONS),
+            __version__,
+        )
+        return
     from mrrope.vllm import compatibility, model_config, norm_fusion, request_scale, rotary_embedding, token_tables
 
     for concept in (model_config, rotary_embedding, norm_fusion, request_scale, token_tables, compatibility):
         concept.install()
 
 
-def require_known_version(version: str) -> None:
-    """Raise RuntimeError unless ``version`` is one of ``KNOWN_VERSIONS``."""
-    if ".".join(version.split(".")[:2]) not in KNOWN_VERSIONS:
-        known = ", ".join(f"{minor}.x" for minor in KNOWN_VERSIONS)
-        raise RuntimeError(
-            f"mrrope's plugin knows vLLM {known}, got {version}: install a known version, or exclude the plugin by "
-            "VLLM_PLUGINS and serve a configuration made by `mrrope export --engine vllm`"
-        )
+def is_known(version: str) -> bool:
+    """Return whether a version's internals are known: a release, candidate or local build of ``KNOWN_VERSIONS``.
+
+    A development build (``0.25.1rc1.dev7+g1a2b3c4``) is a state of the main branch and has the internals of no release.
+    """
+    release = re.match(r"v?(\d+\.\d+)(?!\d)", version)
+    is_development = re.search(r"\.?dev\d*", version.partition("+")[0]) is not None
+    return release is not None and release[1] in KNOWN_VERSIONS and not is_development
+
+
+def log_as_vllm_does() -> None:
+    """Write messages of this package where vLLM writes its own, in its format and from its level on."""
+    vllm = logging.getLogger("vllm")
+    if vllm.handlers and not logger.handlers:
+        logger.handlers = list(vllm.handlers)
+        logger.setLevel(vllm.level)
+        logger.propagate = vllm.propagate

@@ -1,6 +1,11 @@
 """Prepares vLLM for tests of the plugin: no network, no usage statistics, a GPU where there is none."""
 
+import logging
 import os
+import warnings
+
+import hopper_platform
+import pytest
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -9,10 +14,16 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
-import hopper_platform
 
-hopper_platform.pretend()
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the plugin, before test files import vLLM."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # xdist's controller runs no tests: importing vLLM takes 8 s
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit.script, used on import
+        hopper_platform.pretend()
+        from mrrope.vllm import plugin
 
-from mrrope.vllm import plugin
-
-plugin.register()
+        plugin.register()
+    # Where caplog listens.
+    logging.getLogger("mrrope.vllm").propagate = True

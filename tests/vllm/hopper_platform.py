@@ -1,7 +1,10 @@
 """Make vLLM believe in a Hopper GPU, so that its CUDA code is configured and compiled on a machine without one."""
 
 import ctypes
-import shutil
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -11,10 +14,7 @@ def pretend() -> None:
     """Install the platform; before anything else of vLLM is imported. A machine with a GPU needs none of it."""
     if torch.cuda.is_available():
         return
-    # The extension modules link the driver, which the toolkit has a stub of; nothing calls it.
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    for stub in sorted(Path(nvcc).resolve().parents[1].rglob("stubs/libcuda.so"))[:1]:
-        ctypes.CDLL(str(stub), mode=ctypes.RTLD_GLOBAL)
+    load_empty_driver()
     import vllm.platforms
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
@@ -42,3 +42,14 @@ def pretend() -> None:
             return 1
 
     vllm.platforms._current_platform = Hopper()
+
+
+def load_empty_driver() -> None:
+    """Load a libcuda.so.1 without functions: vLLM's extension modules link the driver, and nothing here calls it."""
+    with tempfile.TemporaryDirectory() as folder:
+        driver = Path(folder) / "libcuda.so.1"
+        command = ["g++", "-shared", "-Wl,-soname,libcuda.so.1", "-x", "c++", "/dev/null", "-o", driver]
+        subprocess.run(command, check=True)
+        ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)
+    # The modules' functions of the driver are looked up when they are called, and not on import.
+    sys.setdlopenflags(os.RTLD_LAZY)

@@ -26,6 +26,7 @@ PACKAGE_LAYERS = [
     {"mrrope.hf.patch"},
     {"mrrope.export"},
     {"mrrope"},  # mrrope/__init__.py, the public names
+    {"mrrope.vllm"},  # vLLM imports it; nothing of the package does
     {"mrrope.reporting"},
     {"mrrope.evaluation", "mrrope.theory", "mrrope.benchmark"},
     {"mrrope.calibration"},
@@ -104,7 +105,9 @@ def test_the_package_imports_torch_and_the_standard_library_only() -> None:
     files = list((ROOT / "mrrope").rglob("*.py"))
     assert files
     for path in files:
-        foreign = imports_at_module_level(path) - set(sys.stdlib_module_names) - {"torch", "mrrope"}
+        # vLLM imports its plugin, with numpy and its other packages at hand.
+        plugins = {"numpy", "prometheus_client", "vllm"} if path.parent == ROOT / "mrrope" / "vllm" else set()
+        foreign = imports_at_module_level(path) - set(sys.stdlib_module_names) - {"torch", "mrrope"} - plugins
         assert foreign == set(), path
 
 
@@ -150,6 +153,11 @@ def test_modules_import_downwards() -> None:
     assert sorted(upward) == []
 
 
+def test_no_module_imports_the_plugin_of_vllm() -> None:
+    outside = {name: others for name, others in package_imports().items() if not name.startswith("mrrope.vllm")}
+    assert [name for name, others in outside.items() if any(other.startswith("mrrope.vllm") for other in others)] == []
+
+
 def levels(package: str) -> dict[str, int]:
     """Return the level of each module and folder directly in a package: one above the highest that it imports.
 
@@ -190,7 +198,7 @@ def test_imports_are_read_from_every_form(tmp_path: Path) -> None:
 
 def test_tests_share_code_through_support_only() -> None:
     """No test file imports another test file or conftest.py, nor a private name of a module in tests."""
-    files = [path for folder in ("python", "fuzz") for path in (ROOT / "tests" / folder).rglob("*.py")]
+    files = [path for folder in ("python", "fuzz", "vllm") for path in (ROOT / "tests" / folder).rglob("*.py")]
     own = {path.stem for path in files}
     wrong = []
     for path in files:

@@ -1,0 +1,307 @@
+"""Registration: vLLM finds the entry point, hooks fit the functions they wrap, and other vLLM is left alone."""
+
+import importlib
+import importlib.metadata
+import inspect
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import vllm
+
+import mrrope
+from mrrope.vllm import hooks, plugin
+
+# The functions that hooks wrap, with the parameters that the hooks rely on. A version of vLLM in which this table does
+# not hold is a version that the plugin does not know.
+TARGETS = {
+    "vllm.compilation.passes.pass_manager.PostGradPassManager.configure": "self config",
+    "vllm.config.model.ModelConfig._apply_dict_overrides": "self config overrides",
+    "vllm.config.model._get_and_verify_max_len": "hf_config model_arch_config tokenizer_config max_model_len "
+    "disable_sliding_window sliding_window spec_target_max_model_len encoder_config",
+    "vllm.config.vllm.VllmConfig.__post_init__": "self",
+    "vllm.model_executor.layers.rotary_embedding.get_rope": "head_size max_position is_neox_style "
+    "rope_parameters dtype dual_chunk_attention_config",
+    "vllm.model_executor.model_loader.utils.initialize_model": "vllm_config prefix model_class model_config",
+    "vllm.transformers_utils.config.get_config": "model trust_remote_code revision code_revision config_format "
+    "hf_overrides_kw hf_overrides_fn kwargs",
+    "vllm.v1.engine.core.EngineCore.preprocess_add_request": "self request",
+    "vllm.v1.engine.input_processor.InputProcessor.__init__": "self vllm_config renderer mm_registry",
+    "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "self request_id prompt params supported_tasks "
+    "arrival_time lora_request tokenization_kwargs trace_headers priority data_parallel_rank resumable",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.add_requests": "self scheduler_output",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.load_model": "self load_dummy_weights args kwargs",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_inputs": "self scheduler_output batch_desc",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner._prepare_inputs": "self scheduler_output num_scheduled_tokens",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.load_model": "self load_dummy_weights",
+    "vllm.v1.worker.worker_base.WorkerBase.__init__": "self vllm_config local_rank rank distributed_init_method "
+    "is_driver_worker",
+}
+
+
+def run_in_fresh_process(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script that imports vLLM as these tests do, with the package under test."""
+    paths = [str(Path(__file__).parent), str(Path(mrrope.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+    outside = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
+    return subprocess.run(
+        [sys.executable, "-c", script], env=outside | environment, capture_output=True, text=True, check=False
+    )
+
+
+# What vLLM does on its own: load the plugins, then build a rope layer.
+LOAD_PLUGINS = """
+import json, sys
+import hopper_platform
+hopper_platform.pretend()
+import vllm
+vllm.__version__ = {version!r}
+from vllm.model_executor.layers import rotary_embedding
+from vllm.plugins import load_general_plugins
+own = rotary_embedding.get_rope
+load_general_plugins()
+def error_of_building_our_type():
+    try:
+        own(64, 128, rope_parameters={{"rope_type": "mrrope_pro", "rope_theta": 1e4, "factor": 4.0}})
+    except ValueError as error:
+        return str(error)
+print(json.dumps({{
+    "imported": sorted(name for name in sys.modules if name.startswith("mrrope")),
+    "wrapped": sorted(sys.modules["mrrope.vllm.hooks"].INSTALLED) if "mrrope.vllm.hooks" in sys.modules else [],
+    "get_rope is vLLM's": rotary_embedding.get_rope is own,
+    "error": error_of_building_our_type(),
+}}))
+"""
+
+
+def after_loading_plugins(version: str = vllm.__version__, **environment: str) -> tuple[dict[str, Any], str]:
+    """Return what a process of vLLM looks like once it has loaded its plugins, and what it logged."""
+    run = run_in_fresh_process(LOAD_PLUGINS.format(version=version), **environment)
+    assert run.returncode == 0, run.stderr
+    *log, result = run.stdout.strip().splitlines()
+    return json.loads(result), "\n".join(log) + run.stderr
+
+
+# The installed package
+
+
+def test_the_installed_package_has_the_entry_point() -> None:
+    (entry_point,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="mrrope")
+    assert entry_point.dist.name == "mrrope"
+    assert entry_point.load() is plugin.register
+
+
+def test_only_the_extra_asks_for_vllm() -> None:
+    requirements = importlib.metadata.metadata("mrrope").get_all("Requires-Dist")
+    assert [line.split(";")[1].strip() for line in requirements if line.startswith("vllm")] == ['extra == "vllm"']
+    assert [line for line in requirements if "extra" not in line and not line.startswith("torch==")] == []
+
+
+def test_the_extra_is_the_versions_that_are_known() -> None:
+    (known,) = plugin.KNOWN_VERSIONS
+    major, minor = map(int, known.split("."))
+    (requirement,) = (r for r in importlib.metadata.metadata("mrrope").get_all("Requires-Dist") if r.startswith("vllm"))
+    assert set(requirement.split(";")[0].removeprefix("vllm").split(",")) == {f">={known}", f"<{major}.{minor + 1}"}
+
+
+def test_importing_mrrope_imports_no_vllm() -> None:
+    run = run_in_fresh_process("import sys, mrrope, mrrope.cli; print([m for m in sys.modules if 'vllm' in m])")
+    assert run.stdout.strip() == "[]", run.stderr
+
+
+# Registration
+
+
+def test_vllm_loads_the_plugin() -> None:
+    found, log = after_loading_plugins()
+    assert found["wrapped"] == sorted(hooks.INSTALLED)
+    assert not found["get_rope is vLLM's"]
+    assert "ERROR" not in log
+
+
+def test_without_the_plugin_vllm_is_untouched() -> None:
+    found, _ = after_loading_plugins(VLLM_PLUGINS="")
+    assert found["imported"] == []
+    assert found["get_rope is vLLM's"]
+    assert "Unknown RoPE scaling type mrrope_pro" in found["error"]
+
+
+def test_an_unknown_version_is_left_alone_with_one_message() -> None:
+    found, log = after_loading_plugins("0.26.0")
+    assert found["wrapped"] == []
+    assert found["get_rope is vLLM's"]
+    assert "Unknown RoPE scaling type mrrope_pro" in found["error"]
+    (message,) = (line for line in log.splitlines() if "mrrope" in line)
+    assert message.startswith("ERROR")  # in vLLM's format, though the logger is not vLLM's
+    for part in ("knows vLLM 0.25.x, got 0.26.0", "mrrope export --engine vllm", "VLLM_PLUGINS"):
+        assert part in message
+
+
+def test_an_unknown_version_is_an_error_of_our_logger(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "1.0.0")
+    plugin.register()
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("mrrope.vllm", logging.ERROR)
+
+
+@pytest.mark.parametrize(
+    "version", ["0.25.0", "0.25.1", "0.25.1rc2", "0.25.2.post1", "0.25.1+cu129", "0.25.1+empty.dev", "v0.25.1", "0.25"]
+)
+def test_known_versions(version: str) -> None:
+    assert plugin.is_known(version)
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        *("0.24.9", "0.26.0", "0.26.0rc1", "0.2.5", "0.250.0", "1.25.1", "0.25.1.dev0", "0.25.1rc1.dev7+g1a2b3c4"),
+        *("0.25.1dev", "0.1.dev1+g1a2b3c4", "dev", "unknown", ""),
+    ],
+)
+def test_unknown_versions(version: str) -> None:
+    assert not plugin.is_known(version)
+
+
+def resolve(dotted: str) -> tuple[Any, str]:
+    """Return the module or class that holds a dotted name, and the last part of it."""
+    parts = dotted.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        try:
+            owner = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:-1]:
+            owner = getattr(owner, part)
+        return owner, parts[-1]
+    raise AssertionError(f"{dotted} does not exist")
+
+
+@pytest.mark.parametrize("dotted", TARGETS)
+def test_hooked_functions_have_the_parameters_that_hooks_rely_on(dotted: str) -> None:
+    owner, name = resolve(dotted)
+    # Through the hook, if it is installed: functools.wraps keeps the signature.
+    assert list(inspect.signature(getattr(owner, name)).parameters) == TARGETS[dotted].split()
+
+
+def test_every_hook_is_in_the_table() -> None:
+    # Less, where some are installed later, by a worker's process.
+    assert {dotted for dotted in hooks.INSTALLED if dotted.startswith("vllm.")} <= TARGETS.keys()
+
+
+def test_registering_again_changes_nothing() -> None:
+    def functions() -> dict[str, Any]:
+        return {dotted: getattr(*resolve(dotted)) for dotted in hooks.INSTALLED}
+
+    before = functions()
+    plugin.register()
+    assert functions() == before
+    assert before
+
+
+# Wrapping
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """An empty list of hooks, for functions that are not vLLM's."""
+    monkeypatch.setattr(hooks, "INSTALLED", {})
+    return hooks.INSTALLED
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch, installed: dict[str, Any]) -> ModuleType:
+    """A module with a function ``double``, which another module imported by name."""
+    module, importer, namesake = (ModuleType(f"hooked_{name}") for name in ("module", "importer", "namesake"))
+
+    def double(x: int, *, plus: int = 0) -> int:
+        """Return twice x."""
+        return 2 * x + plus
+
+    module.double = importer.double = double
+    module.importer, module.namesake = importer, namesake
+    namesake.double = len
+    for each in (module, importer, namesake):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    return module
+
+
+def add_one(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs) + 1
+
+
+def negate(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return -original(*args, **kwargs)
+
+
+def test_a_wrapped_function_is_called_through_the_hook(module: ModuleType, installed: dict[str, Any]) -> None:
+    own = module.double
+    hooks.wrap(module, "double", add_one)
+    assert module.double(3, plus=1) == 8
+    assert (module.double.__name__, module.double.__doc__) == ("double", "Return twice x.")
+    assert inspect.signature(module.double) == inspect.signature(own)
+    assert module.importer.double(3) == 6
+    assert installed == {"hooked_module.double": own}
+
+
+def test_the_same_hook_is_installed_once_and_another_is_added(module: ModuleType, installed: dict[str, Any]) -> None:
+    own = module.double
+    for _ in range(2):
+        hooks.wrap(module, "double", add_one)
+        hooks.wrap(module, "double", negate)
+    assert module.double(3) == -7
+    assert installed == {"hooked_module.double": own}
+
+
+def test_a_function_is_wrapped_wherever_it_was_imported(module: ModuleType) -> None:
+    for around in (add_one, negate, add_one):
+        hooks.wrap_everywhere(module, "double", around)
+    assert module.double(3) == module.importer.double(3) == -7
+    assert module.namesake.double is len
+
+
+class Engine:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def length(self, extra: int) -> int:
+        return self.size + extra
+
+    @staticmethod
+    def default() -> int:
+        return 1
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.__name__
+
+
+def test_methods_are_wrapped_with_self(monkeypatch: pytest.MonkeyPatch, installed: dict[str, Any]) -> None:
+    monkeypatch.setattr(Engine, "length", Engine.length)  # restores it
+
+    class Derived(Engine):
+        pass
+
+    hooks.wrap(Engine, "length", add_one)
+    assert Engine(3).length(extra=4) == Derived(3).length(4) == 8
+    hooks.wrap(Derived, "length", negate)
+    assert (Engine(3).length(4), Derived(3).length(4)) == (8, -8)
+    assert len(installed) == 2
+
+
+@pytest.mark.parametrize("name", ["default", "name"])
+def test_methods_that_a_function_cannot_replace_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"plain method, got test_plugin\.Engine\.{name}"):
+        hooks.wrap(Engine, name, add_one)
+
+
+def test_a_name_that_does_not_exist_is_an_error(module: ModuleType) -> None:
+    with pytest.raises(AttributeError):
+        hooks.wrap(module, "triple", add_one)
