@@ -8,7 +8,8 @@ import re
 KNOWN_VERSIONS = ("0.25",)
 """Minor versions of vLLM whose internals the hooks were written for and tested with."""
 
-logger = logging.getLogger("mrrope.vllm")
+logger = logging.getLogger("vllm.mrrope")
+"""Below vLLM's own logger, which writes in its format and from its level on."""
 
 
 def register() -> None:
@@ -19,7 +20,6 @@ def register() -> None:
     """
     from vllm import __version__
 
-    log_as_vllm_does()
     if not is_known(__version__):
         logger.error(
             "mrrope's plugin knows vLLM %s, got %s: it installs nothing, and mrrope's rope types stay unknown to vLLM. "
@@ -41,14 +41,5 @@ def is_known(version: str) -> bool:
     A development build (``0.25.1rc1.dev7+g1a2b3c4``) is a state of the main branch and has the internals of no release.
     """
     release = re.match(r"v?(\d+\.\d+)(?!\d)", version)
-    is_development = re.search(r"\.?dev\d*", version.partition("+")[0]) is not None
+    is_development = "dev" in version.partition("+")[0]
     return release is not None and release[1] in KNOWN_VERSIONS and not is_development
-
-
-def log_as_vllm_does() -> None:
-    """Write messages of this package where vLLM writes its own, in its format and from its level on."""
-    vllm = logging.getLogger("vllm")
-    if vllm.handlers and not logger.handlers:
-        logger.handlers = list(vllm.handlers)
-        logger.setLevel(vllm.level)
-        logger.propagate = vllm.propagate

@@ -1,6 +1,5 @@
 """Prepares vLLM for tests of the plugin: no network, no usage statistics, a GPU where there is none."""
 
-import logging
 import os
 import warnings
 
@@ -25,5 +24,3 @@ def pytest_configure(config: pytest.Config) -> None:
         from mrrope.vllm import plugin
 
         plugin.register()
-    # Where caplog listens.
-    logging.getLogger("mrrope.vllm").propagate = True

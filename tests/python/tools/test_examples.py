@@ -1,4 +1,7 @@
-"""Every Python example runs and prints what it states; the C++ ones are the ctests consumer.*."""
+"""Every Python example runs and prints what it states; the C++ ones are the ctests consumer.*.
+
+``serve_with_vllm`` runs in tests/vllm/test_serving_page.py.
+"""
 
 import os
 import subprocess
@@ -23,7 +26,7 @@ NEEDS = {
 
 
 def test_every_example_is_tested_and_listed() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == EXPECTED.keys()
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == EXPECTED.keys() | {"serve_with_vllm"}
     page = (EXAMPLES / "README.md").read_text()
     for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("cpp/*.cpp")):
         assert f"`examples/{path.relative_to(EXAMPLES).as_posix()}`" in page
