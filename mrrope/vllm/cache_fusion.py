@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import fx
 
+import mrrope.ops  # noqa: F401 (registers the ops)
 from mrrope.vllm import hooks
 
 OP = "mrrope_rotary_and_cache"
+ROTARY = torch.ops.mrrope.rotary.default
 VIEWS = ("view", "reshape", "unflatten", "flatten")
 
 
 def install() -> None:
     """Register the op, and rewrite the graph before it is split at its ops of attention."""
-    import vllm.compilation.backends as backends
+    from vllm.compilation.backends import VllmBackend
     from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op, vllm_lib
 
     if not hasattr(torch.ops.vllm, OP):
@@ -31,26 +33,27 @@ def install() -> None:
         rotary_and_cache.__annotations__ = annotations
         direct_register_custom_op(OP, rotary_and_cache, mutates_args=[], fake_impl=rotary_and_cache_fake)
         vllm_lib.impl(OP, rotary_and_cache, dispatch_key="CPU")
-    hooks.wrap(backends, "split_graph", split_fused_graph)
+    hooks.wrap(VllmBackend, "__call__", compile_fused)
 
 
-def split_fused_graph(split_graph: Any, graph: fx.GraphModule, splitting_ops: list[str]) -> Any:
-    """Fuse, then split: the op reads the forward context, so it is one that pieces of the graph are split at."""
+def compile_fused(compile_graph: Any, backend: Any, graph: fx.GraphModule, example_inputs: Any) -> Any:
+    """Fuse, then compile: the op reads the forward context, so it is one that pieces of the graph are split at."""
+    splitting_ops = backend.compilation_config.splitting_ops or []
     # Without this split, vLLM leaves the order of cache write and attention to Inductor.
     is_split = "vllm::unified_kv_cache_update" in splitting_ops
-    if is_split and _attention_is_supported() and fuse(graph.graph):
+    if is_split and _attention_is_supported(backend.vllm_config) and fuse(graph.graph):
         graph.recompile()
-        splitting_ops = [*splitting_ops, f"vllm::{OP}"]
-    return split_graph(graph, splitting_ops)
+        if f"vllm::{OP}" not in splitting_ops:
+            splitting_ops.append(f"vllm::{OP}")
+    return compile_graph(backend, graph, example_inputs)
 
 
 def fuse(graph: fx.Graph) -> int:
     """Replace every rotation whose keys only go to the cache and to attention; return how many there were."""
-    count = 0
-    for write in list(_calls(graph, "vllm.unified_kv_cache_update")):
-        count += _fuse_one(graph, write)
+    count = sum(_fuse_one(graph, write) for write in list(_calls(graph, "vllm.unified_kv_cache_update")))
     if count:
-        graph.eliminate_dead_code()
+        # Only what is known to be pure: torch.fx takes attention, which writes to an argument, for dead code.
+        graph.eliminate_dead_code(is_impure_node=lambda node: not _is_view(node) and node.target is not ROTARY)
         graph.lint()
     return count
 
@@ -90,6 +93,10 @@ def _fuse_one(graph: fx.Graph, write: fx.Node) -> bool:
     return True
 
 
+def _is_view(node: fx.Node) -> bool:
+    return node.target is operator.getitem or (node.op == "call_method" and node.target in VIEWS)
+
+
 def _behind_views(node: Any) -> Any:
     while node.op == "call_method" and node.target in VIEWS:
         node = node.args[0]
@@ -100,7 +107,7 @@ def _rotation_of(node: fx.Node, index: int) -> fx.Node | None:
     """Return the call of ``mrrope::rotary`` that ``node`` is an output of."""
     if node.op == "call_function" and node.target is operator.getitem and node.args[1] == index:
         source = node.args[0]
-        if isinstance(source, fx.Node) and source.target is torch.ops.mrrope.rotary.default:
+        if isinstance(source, fx.Node) and source.target is ROTARY:
             return source
     return None
 
@@ -108,18 +115,17 @@ def _rotation_of(node: fx.Node, index: int) -> fx.Node | None:
 def _final_users(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the users of a node's outputs, behind views."""
     for user in node.users:
-        if user.target is operator.getitem or (user.op == "call_method" and user.target in VIEWS):
+        if _is_view(user):
             yield from _final_users(user)
         else:
             yield user
 
 
-def _attention_is_supported() -> bool:
+def _attention_is_supported(config: Any) -> bool:
     """Whether attention reads keys from a cache of the model's dtype only, in all layers."""
-    from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+    from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
-    config = get_current_vllm_config()
     layers = get_layers_from_vllm_config(config, Attention).values()
     return config.parallel_config.decode_context_parallel_size == 1 and all(
         layer.attn_backend.get_name() == "FLASH_ATTN"

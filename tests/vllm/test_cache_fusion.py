@@ -1,0 +1,172 @@
+"""Rotation and cache write in one op: vLLM's own attention layers and compiler, on the CPU."""
+
+import compiled_models
+import pytest
+import torch
+from rotary_reference import assert_rotated
+from torch import nn
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.utils.torch_utils import _resolve_layer_name
+
+from mrrope.vllm import cache_fusion
+from mrrope.vllm.rope_settings import merged
+
+LAYER = "layers.0.attn"
+LENGTH, HEADS, KV_HEADS, HEAD_SIZE = 128, 4, 2, 64
+Q_SIZE, KV_SIZE = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE
+BLOCKS, BLOCK_SIZE, MAX_TOKENS = 6, 16, 64
+UNWRITTEN = 7.0
+
+
+class Block(nn.Module):
+    """The attention of a Llama: projection, rotation, attention."""
+
+    normed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj = nn.Linear(32, Q_SIZE + 2 * KV_SIZE, bias=False)
+        own = {"rope_type": "default", "rope_theta": 1e4}
+        parameters = merged({"rope_type": "mrrope_pro", "factor": "auto"}, own, LENGTH)
+        self.rotary_emb = get_rope(HEAD_SIZE, LENGTH, rope_parameters=parameters)
+        self.rotary_emb.table_index = torch.zeros(MAX_TOKENS, dtype=torch.int32)
+        self.norm = RMSNorm(HEAD_SIZE)
+        self.attn = Attention(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, num_kv_heads=KV_HEADS, prefix=LAYER)
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv_proj(x).split([Q_SIZE, KV_SIZE, KV_SIZE], dim=-1)
+        if self.normed:
+            q, k = (self.norm(part.unflatten(-1, (-1, HEAD_SIZE))).view(part.shape) for part in (q, k))
+        q, k = self.rotary_emb(positions, q, k)
+        return self.attention(q, k, v)
+
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.attn(q, k, v)
+
+
+class NormedBlock(Block):
+    normed = True
+
+
+class BlockThatUsesItsKeys(Block):
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.attn(q, k, v) + k.sum()
+
+
+@pytest.fixture(autouse=True)
+def bfloat16():
+    """The dtype that vLLM chooses FlashAttention for."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def attention_on_the_cpu():
+    """Attention returns its query, so that outputs show what reached it; the cache write is vLLM's arithmetic."""
+
+    def attend(query, key, value, output, layer_name, *_, **__):
+        output.copy_(query)
+
+    def write(key, value, layer_name):
+        layer = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
+        slots = get_forward_context().slot_mapping[_resolve_layer_name(layer_name)].long()
+        for kind, heads in enumerate((key, value)):
+            flat = layer.kv_cache[:, kind].flatten(0, 1)
+            written = flat.index_copy(0, slots[slots >= 0], heads[: len(slots)][slots >= 0])
+            layer.kv_cache[:, kind] = written.unflatten(0, (BLOCKS, BLOCK_SIZE))
+        return key.new_empty(0)
+
+    library = torch.library.Library("vllm", "IMPL")
+    library.impl("unified_attention_with_output", attend, "CPU")
+    library.impl("unified_kv_cache_update", write, "CPU")
+    yield
+    library._destroy()
+
+
+def run(make, monkeypatch):
+    """Compile a block by vLLM, run it on batches of two sizes, and return what it wrote and what was compiled."""
+    torch._dynamo.reset()
+    config = VllmConfig(
+        compilation_config=CompilationConfig(
+            mode=CompilationMode.VLLM_COMPILE, cudagraph_mode="PIECEWISE", custom_ops=["none"]
+        )
+    )
+    config.compilation_config.cudagraph_mode = type(config.compilation_config.cudagraph_mode).NONE
+    pieces = []
+    results = []
+    with compiled_models.recorded(monkeypatch) as compiled, monkeypatch.context() as patch:
+        import vllm.compilation.backends as backends
+
+        split = backends.split_graph
+
+        def recorded_split(*arguments):
+            gm, items = split(*arguments)
+            pieces.extend(items)
+            return gm, items
+
+        patch.setattr(backends, "split_graph", recorded_split)
+        torch.manual_seed(3)
+        model = compiled_models.model_of(make, config)
+        block = model.body
+        for tokens, slots in ((5, 5), (9, 7)):
+            # The last of nine tokens are padding, which has no slots in piecewise graphs, and -1 in whole ones.
+            x = torch.randn(tokens, 32)
+            positions = torch.randint(0, 1000, (tokens,))
+            block.rotary_emb.table_index[:tokens] = torch.arange(tokens) % len(block.rotary_emb.ladder.tables)
+            block.attn.kv_cache = torch.full((BLOCKS, 2, BLOCK_SIZE, KV_HEADS, HEAD_SIZE), UNWRITTEN)
+            mapping = torch.randperm(BLOCKS * BLOCK_SIZE)[:slots]
+            mapping[1] = -1
+            with torch.inference_mode(), set_forward_context({LAYER: None}, config, slot_mapping={LAYER: mapping}):
+                output = model(positions, x)
+            results.append((block, x, positions, mapping, output, block.attn.kv_cache.clone()))
+    return results, pieces, compiled
+
+
+def ops_of(pieces) -> list[str]:
+    return [str(node.target) for piece in pieces for node in piece.graph.graph.nodes if node.op == "call_function"]
+
+
+def assert_right(results) -> None:
+    for block, x, positions, slots, output, cache in results:
+        q, k, v = block.qkv_proj(x).detach().split([Q_SIZE, KV_SIZE, KV_SIZE], dim=-1)
+        if block.normed:
+            q, k = (block.norm.forward_native(part.unflatten(-1, (-1, HEAD_SIZE))).flatten(1) for part in (q, k))
+        tables = block.rotary_emb.ladder.tables
+        by_slot = cache.unbind(1)[0].flatten(0, 1), cache.unbind(1)[1].flatten(0, 1)
+        for token, slot in enumerate(slots.tolist()):
+            table, position = tables[token % len(tables)], positions[token : token + 1]
+            got = output[token].view(1, HEADS, HEAD_SIZE)
+            assert_rotated(got, q[token].view(1, HEADS, HEAD_SIZE), position, table, "thd")
+            if slot < 0:
+                continue
+            assert_rotated(by_slot[0][slot][None], k[token].view(1, KV_HEADS, HEAD_SIZE), position, table, "thd")
+            torch.testing.assert_close(by_slot[1][slot].flatten(), v[token], rtol=0, atol=0)
+        written = slots[slots >= 0]
+        others = torch.ones(BLOCKS * BLOCK_SIZE, dtype=torch.bool)
+        others[written] = False
+        assert (by_slot[0][others] == UNWRITTEN).all()
+        assert (by_slot[1][others] == UNWRITTEN).all()
+
+
+def test_one_op_rotates_and_writes(monkeypatch):
+    results, pieces, _ = run(Block, monkeypatch)
+    ops = ops_of(pieces)
+    print(ops)
+    assert sum(cache_fusion.OP in op for op in ops) == 1
+    assert not any("unified_kv_cache_update" in op or "mrrope.rotary" in op for op in ops)
+    # Cache write and attention are one piece, as they are in stock vLLM.
+    assert [piece.is_splitting_graph for piece in pieces] == [False, True, False][: len(pieces)]
+    assert_right(results)
+
+
+@pytest.mark.parametrize("make", [NormedBlock, BlockThatUsesItsKeys])
+def test_left_apart(make, monkeypatch):
+    _, pieces, _ = run(make, monkeypatch)
+    ops = ops_of(pieces)
+    assert not any(cache_fusion.OP in op for op in ops)
+    assert sum("unified_kv_cache_update" in op for op in ops) == 1
