@@ -318,9 +318,11 @@ class TestCore:
         config = engine_config(tmp_path, AUTO)
         core = bare_core(config)
         core.preprocess_add_request(engine_request(10))
-        config.model_config.max_model_len = 100
-        admitted, _ = core.preprocess_add_request(engine_request(70, params={"max_tokens": 30}))
-        assert admitted.sampling_params.extra_args == {EXTRA_ARG: 1}
+        config.model_config.max_model_len = 300
+        # What vLLM makes of a left-out max_tokens then.
+        admitted, _ = core.preprocess_add_request(engine_request(200, params={"max_tokens": 100}))
+        assert admitted.sampling_params.extra_args == {EXTRA_ARG: 2}
+        assert admitted.max_tokens == 56
 
 
 class TestVideo:

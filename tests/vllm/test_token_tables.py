@@ -34,6 +34,16 @@ from mrrope.vllm.token_tables import TokenTables, attach, require_served
 
 CPU = torch.device("cpu")
 FIXED = {"rope_type": "mrrope_pro", "factor": 4.0}
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "sliding_window": 32,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 16,
+    "rope_local_base_freq": 10000.0,
+}
 
 
 def build(rope_parameters: dict[str, Any] | None, config: dict[str, Any] | None = None) -> tuple[Any, nn.Module]:
@@ -142,10 +152,10 @@ class TestRequireServed:
             require_served(model)
 
     def test_stock_rope_of_a_sliding_window_passes(self) -> None:
-        config, model = build(AUTO)
-        attention = model.model.layers[1].self_attn
-        attention.rotary_emb = stock_rope(config)
-        attention.attn.sliding_window = 16
+        _, model = build(AUTO, GEMMA)
+        local, seeing_all = (layer.self_attn for layer in model.model.layers)
+        assert type(local.rotary_emb).__module__.startswith("vllm.")
+        assert list(served_layers(model)) == [seeing_all.rotary_emb]
         require_served(model)
 
     def test_stock_rope_of_a_vision_tower_passes(self) -> None:
