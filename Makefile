@@ -51,10 +51,10 @@ quick: cpp-tests
 # A script's folder comes first in sys.path, and not the checkout's, whose package need not be compiled.
 ifeq ($(TORCH),$(DEFAULT_TORCH))
 vllm: install $(VLLM_VENV)/.packages
-	OMP_NUM_THREADS=1 $(VLLM_PYTHON) $(BIN)/pytest $(PYTEST_OPTIONS) tests/vllm
+	OMP_NUM_THREADS=1 $(VLLM_PYTHON) $(BIN)/pytest $(PYTEST_OPTIONS) tests/serving
 else
 vllm:
-	@echo "tests/vllm skipped: vLLM $$(sed -n 's/^vllm==//p' tests/vllm/requirements.txt) needs torch $(DEFAULT_TORCH), not $(TORCH)"
+	@echo "tests/serving skipped: vLLM $$(sed -n 's/^vllm==//p' tests/serving/requirements.txt) needs torch $(DEFAULT_TORCH), not $(TORCH)"
 endif
 
 demo: install $(VENV)/.model
@@ -101,9 +101,9 @@ $(VENV)/.packages: tests/requirements.txt docs/requirements.txt tests/install-sy
 	touch $@
 
 # Made anew each time: the packages of .venv come last, so that pip does not see them and installs every pin.
-$(VLLM_VENV)/.packages: $(VENV)/.packages tests/vllm/requirements.txt
+$(VLLM_VENV)/.packages: $(VENV)/.packages tests/serving/requirements.txt
 	$(BIN)/python -m venv --clear --without-pip $(VLLM_VENV)
-	$(BIN)/pip --python $(VLLM_PYTHON) install --quiet --no-deps --only-binary :all: -r tests/vllm/requirements.txt
+	$(BIN)/pip --python $(VLLM_PYTHON) install --quiet --no-deps --only-binary :all: -r tests/serving/requirements.txt
 	echo "import site; site.addsitedir('$$($(call SITE_PACKAGES,$(BIN)/python))')" \
 		> "$$($(call SITE_PACKAGES,$(VLLM_PYTHON)))/main_environment.pth"
 	touch $@

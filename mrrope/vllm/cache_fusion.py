@@ -54,33 +54,32 @@ def fuse(graph: fx.Graph) -> int:
     if count:
         # Only what is known to be pure: torch.fx takes attention, which writes to an argument, for dead code.
         graph.eliminate_dead_code(is_impure_node=lambda node: not _is_view(node) and node.target is not ROTARY)
-        graph.lint()
+        graph.lint()  # type: ignore[no-untyped-call]
     return count
 
 
-def _calls(graph: fx.Graph, name: str) -> Iterator[fx.Node]:
+def _calls(graph: fx.Graph, name: str) -> Iterator[Any]:
     for node in graph.nodes:
         if node.op == "call_function" and str(node.target).removesuffix(".default") == name:
             yield node
 
 
-def _fuse_one(graph: fx.Graph, write: fx.Node) -> bool:
+def _fuse_one(graph: fx.Graph, write: Any) -> bool:
+    """Fuse one cache write with the rotation of its keys; return False where the graph allows no fusion."""
     key, value, layer = write.args
     rotated_key = _behind_views(key)
-    rotation = _rotation_of(rotated_key, index=1)
-    attention = [user for user in write.users if str(user.target).startswith("vllm.unified_attention")]
-    if rotation is None or len(attention) != 1 or len(write.users) != 1:
+    rotation = _rotation_of(rotated_key, output=1)
+    attention: Any = next(iter(write.users), None)
+    if rotation is None or attention is None or not str(attention.target).startswith("vllm.unified_attention"):
         return False
-    (attention,) = attention
     query, attention_key = attention.args[:2]
-    if _rotation_of(_behind_views(query), index=0) is not rotation or _behind_views(attention_key) is not rotated_key:
+    if _rotation_of(_behind_views(query), output=0) is not rotation or _behind_views(attention_key) is not rotated_key:
+        return False
+    if any(user not in (write, attention) for user in (*write.users, *_final_users(rotation))):
         return False
     (q, k), positions, tables, layout, pairing = rotation.args
     # Norms of q and k are fused with the rotation instead: the same number of launches, and fewer bytes.
     if layout != "thd" or any("rms_norm" in str(_behind_views(x).target) for x in (q, k)):
-        return False
-    others = [user for user in _final_users(rotation) if user not in (write, attention)]
-    if others:
         return False
     with graph.inserting_before(write):
         fused = graph.call_function(
@@ -93,7 +92,7 @@ def _fuse_one(graph: fx.Graph, write: fx.Node) -> bool:
     return True
 
 
-def _is_view(node: fx.Node) -> bool:
+def _is_view(node: Any) -> bool:
     return node.target is operator.getitem or (node.op == "call_method" and node.target in VIEWS)
 
 
@@ -103,16 +102,14 @@ def _behind_views(node: Any) -> Any:
     return node
 
 
-def _rotation_of(node: fx.Node, index: int) -> fx.Node | None:
-    """Return the call of ``mrrope::rotary`` that ``node`` is an output of."""
-    if node.op == "call_function" and node.target is operator.getitem and node.args[1] == index:
-        source = node.args[0]
-        if isinstance(source, fx.Node) and source.target is ROTARY:
-            return source
+def _rotation_of(node: Any, output: int) -> Any:
+    """Return the call of ``mrrope::rotary`` that ``node`` is an output of, or None."""
+    if node.target is operator.getitem and node.args[1] == output and node.args[0].target is ROTARY:
+        return node.args[0]
     return None
 
 
-def _final_users(node: fx.Node) -> Iterator[fx.Node]:
+def _final_users(node: Any) -> Iterator[Any]:
     """Yield the users of a node's outputs, behind views."""
     for user in node.users:
         if _is_view(user):
@@ -129,6 +126,7 @@ def _attention_is_supported(config: Any) -> bool:
     layers = get_layers_from_vllm_config(config, Attention).values()
     return config.parallel_config.decode_context_parallel_size == 1 and all(
         layer.attn_backend.get_name() == "FLASH_ATTN"
+        and layer.attn_type == "decoder"
         and layer.kv_cache_dtype in ("auto", "bfloat16", "float16")
         and not layer.calculate_kv_scales
         for layer in layers

@@ -29,8 +29,15 @@ def register() -> None:
             __version__,
         )
         return
-    from mrrope.vllm import cache_fusion, compatibility, model_config, norm_fusion
-    from mrrope.vllm import request_scale, rotary_embedding, token_tables
+    from mrrope.vllm import (
+        cache_fusion,
+        compatibility,
+        model_config,
+        norm_fusion,
+        request_scale,
+        rotary_embedding,
+        token_tables,
+    )
 
     rotation = (model_config, rotary_embedding, norm_fusion, cache_fusion)
     for concept in (*rotation, request_scale, token_tables, compatibility):

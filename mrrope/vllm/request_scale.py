@@ -132,7 +132,7 @@ class Admission:
         served = served_rope(vllm_config.model_config.hf_config)
         if served is None or not served.is_auto:
             return None
-        ladder = served.ladder(served._some_rotary_dim)  # neither lengths nor scales depend on it
+        ladder = served.ladder(served.some_rotary_dim)  # neither lengths nor scales depend on it
         reaches = tuple(math.floor(reach) for reach in ladder.reaches)
         scales = (1.0, *(table.scale for table in ladder.tables[1:]))
         return Admission(vllm_config, ScaleSteps(reaches, scales, served.reserve))

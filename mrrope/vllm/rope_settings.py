@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import mrrope
 from mrrope.export.hf_config import REPLACED
 from mrrope.hf.auto_scale.ladder import Ladder, ladder_for
 from mrrope.hf.rope_config import UNTRAINED, RopeSettings, is_local, length_read, settings
@@ -73,7 +74,7 @@ class ServedRope:
     @cached_property
     def reaches(self) -> tuple[float, ...]:
         """Number of tokens that each table reaches, which does not depend on ``rotary_dim``."""
-        ladder = self.ladder(self._some_rotary_dim)
+        ladder = self.ladder(self.some_rotary_dim)
         last = ladder.tables[-1]
         return (*ladder.reaches[:-1], last.original_max_position * last.scale)
 
@@ -143,7 +144,7 @@ class ServedRope:
         return own
 
     @property
-    def _some_rotary_dim(self) -> int:
+    def some_rotary_dim(self) -> int:
         """A rotary_dim that the settings allow, where the model's is not known yet. No length depends on it."""
         if self.request.tables:
             return int(self.request.tables[0]["rotary_dim"])
@@ -218,6 +219,8 @@ def merged(
     kept = {key: value for key, value in own.items() if key not in EXTENSION_KEYS}
     kept |= {key: value for key, value in given.items() if key in model_keys or key == "rope_theta"}
     written = {"request": request.to_dict(), "native": own, "stated_length": stated_length}
+    # vLLM hashes the configuration for its cache of compiled graphs, which the passes of another version made.
+    written["version"] = mrrope.__version__
     parameters = {**kept, "rope_type": ROPE_TYPE, KEY: written}
     served = ServedRope.of(parameters)
     assert served is not None

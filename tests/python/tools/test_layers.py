@@ -198,7 +198,7 @@ def test_imports_are_read_from_every_form(tmp_path: Path) -> None:
 
 def test_tests_share_code_through_support_only() -> None:
     """No test file imports another test file or conftest.py, nor a private name of a module in tests."""
-    files = [path for folder in ("python", "fuzz", "vllm") for path in (ROOT / "tests" / folder).rglob("*.py")]
+    files = [path for folder in ("python", "fuzz", "serving") for path in (ROOT / "tests" / folder).rglob("*.py")]
     own = {path.stem for path in files}
     wrong = []
     for path in files:

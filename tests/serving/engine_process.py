@@ -60,7 +60,7 @@ class Engine:
         return self._pool.submit(_ask, prompts, each, params).result()
 
     def state(self) -> dict[str, Any]:
-        """Return counters of the engine: preemptions, blocks in use, requests the worker remembers."""
+        """Return counters of the engine: preemptions, cached prompt tokens, requests and blocks in use."""
         return self._pool.submit(_state).result()
 
 
@@ -96,15 +96,12 @@ def _answer(output: Any) -> Answer:
 
 
 def _state() -> dict[str, Any]:
-    core = llm.llm_engine.engine_core.engine_core
-    scheduler = core.scheduler
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
-    metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-    runner = core.model_executor.driver_worker.model_runner if hasattr(core.model_executor, "driver_worker") else None
+    counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     return {
-        "preemptions": metrics.get("vllm:num_preemptions"),
+        "preemptions": counters["vllm:num_preemptions"],
+        "cached": counters["vllm:prompt_tokens_cached"],
         "requests": len(scheduler.requests),
         "blocks_in_use": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-        "metrics": metrics,
-        "runner": type(runner).__module__ if runner is not None else None,
     }

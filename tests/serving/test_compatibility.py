@@ -74,7 +74,7 @@ def test_one_table_allows(tmp_path: Path, rope_parameters: dict[str, Any] | None
         {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
         {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
     ],
-    ids=str,
+    ids=lambda options: "-".join(options) or "nothing",
 )
 def test_auto_allows(tmp_path: Path, options: dict[str, Any]) -> None:
     config = engine_config(tmp_path, AUTO, **options)

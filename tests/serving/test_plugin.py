@@ -19,6 +19,7 @@ from mrrope.vllm import hooks, plugin
 # The functions that hooks wrap, with the parameters that the hooks rely on. A version of vLLM in which this table does
 # not hold is a version that the plugin does not know.
 TARGETS = {
+    "vllm.compilation.backends.VllmBackend.__call__": "self graph example_inputs",
     "vllm.compilation.passes.pass_manager.PostGradPassManager.configure": "self config",
     "vllm.config.model.ModelConfig._apply_dict_overrides": "self config overrides",
     "vllm.config.model._get_and_verify_max_len": "hf_config model_arch_config tokenizer_config max_model_len "
