@@ -1,6 +1,6 @@
 """An 8B-shaped model served by vLLM: mrrope's plugin beside stock vLLM, prefill and decode.
 
-    python benchmarks/serving.py [--shape llama3-8b|qwen3-8b ...] [--contenders NAME ...] [--layers N] [--rounds 9]
+    python benchmarks/serving.py [--shape llama3-8b|qwen3-8b ...] [--contenders NAME ...] [--layers N]
         [--output benchmarks/results/serving_cuda]
 
 Dummy weights, bfloat16, one GPU, compiled with CUDA graphs. Every contender is an engine in a process of its own; all
@@ -17,7 +17,7 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,16 @@ RESULTS = Path(__file__).parent / "results"
 STOCK = "stock"
 NATIVE_LENGTH = 8192
 MAX_LENGTH = 40960
-PREFILL_TOKENS = (8192, 32768)
+PREFILL_ROUNDS = {8192: 9, 32768: 5}
+"""Rounds by the number of tokens."""
 DECODE_BATCHES = (1, 16, 64, 256)
-DECODE_STEPS = 24
+DECODE_ROUNDS = 11
+DECODE_STEPS = 16
 """Steps of one timing; batches stay in the cache from round to round."""
 CONTEXT = 128
 WARM_UP_ROUNDS = 2
-KV_CACHE_BYTES = 12 << 30
+KV_CACHE_BYTES = 13 << 30
+"""Four engines of 16 GB weights share the GPU; 256 texts of CONTEXT tokens and all their steps take 12 GB."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": {
@@ -92,13 +95,36 @@ def overrides(contender: str, shape: dict[str, Any]) -> dict[str, Any]:
 CONTENDERS = (STOCK, "longrope", "mrrope", "mrrope auto")
 
 
+def config_of(shape: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    """Return the ``config.json`` of a shape."""
+    config = {**shape, "max_position_embeddings": NATIVE_LENGTH, "torch_dtype": "bfloat16"}
+    return config if layers is None else {**config, "num_hidden_layers": layers}
+
+
+def engine_arguments(contender: str, shape: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an engine besides its model."""
+    return {
+        "hf_overrides": overrides(contender, shape),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": MAX_LENGTH,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": max(DECODE_BATCHES),
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.24,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        "compilation_config": {"cudagraph_capture_sizes": list(DECODE_BATCHES)},
+        "disable_log_stats": True,
+    }
+
+
 @dataclass
 class Engine:
     """An engine in this process, which runs a step when told to."""
 
     llm: Any
     vocabulary: int
-    batch: tuple[str, ...] = ()
+    batch: list[str] = field(default_factory=list)
 
     @staticmethod
     def start(contender: str, shape: dict[str, Any], layers: int | None) -> Engine:
@@ -106,30 +132,15 @@ class Engine:
         from vllm import LLM
 
         with tempfile.TemporaryDirectory() as folder:
-            config = {**shape, "max_position_embeddings": NATIVE_LENGTH, "torch_dtype": "bfloat16"}
-            config |= {} if layers is None else {"num_hidden_layers": layers}
-            (Path(folder) / "config.json").write_text(json.dumps(config))
-            llm = LLM(
-                folder,
-                hf_overrides=overrides(contender, shape),
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                max_model_len=MAX_LENGTH,
-                max_num_batched_tokens=8192,
-                max_num_seqs=max(DECODE_BATCHES),
-                enable_prefix_caching=False,
-                gpu_memory_utilization=0.24,
-                kv_cache_memory_bytes=KV_CACHE_BYTES,
-                compilation_config={"cudagraph_capture_sizes": list(DECODE_BATCHES)},
-                disable_log_stats=True,
-            )
+            (Path(folder) / "config.json").write_text(json.dumps(config_of(shape, layers)))
+            llm = LLM(folder, **engine_arguments(contender, shape))
         return Engine(llm, shape["vocab_size"])
 
     def _add(self, name: str, tokens: int, new_tokens: int) -> str:
         import numpy as np
         from vllm import SamplingParams
 
-        prompt = np.random.default_rng(len(name)).integers(0, self.vocabulary, tokens).tolist()
+        prompt = np.random.default_rng(tokens).integers(0, self.vocabulary, tokens).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         return str(self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params))
 
@@ -147,8 +158,8 @@ class Engine:
 
     def start_decode(self, batch: int) -> None:
         """Fill the cache with a batch of texts and decode until all of them do."""
-        steps = (self.rounds + 2) * DECODE_STEPS * 2
-        self.batch = tuple(self._add(f"decode {i}", CONTEXT, steps) for i in range(batch))
+        steps = 2 * DECODE_STEPS * (DECODE_ROUNDS + WARM_UP_ROUNDS)
+        self.batch = [self._add(f"decode {i}", CONTEXT, steps) for i in range(batch)]
         decoding: set[str] = set()
         while len(decoding) < batch:
             decoding |= {output.request_id for output in self.llm.llm_engine.step()}
@@ -166,20 +177,17 @@ class Engine:
 
     def stop_decode(self) -> None:
         """Drop the batch."""
-        self.llm.llm_engine.abort_request(list(self.batch), internal=True)
+        self.llm.llm_engine.abort_request(self.batch, internal=True)
         while self.llm.llm_engine.has_unfinished_requests():
             self.llm.llm_engine.step()
 
-    rounds: int = 9
 
-
-def serve(pipe: Any, contender: str, shape: dict[str, Any], layers: int | None, rounds: int) -> None:
+def serve(pipe: Any, contender: str, shape: dict[str, Any], layers: int | None) -> None:
     """Run in a process of its own: start an engine, then call its methods by name."""
     # Stepping by hand keeps an engine idle while others are timed.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     engine = Engine.start(contender, shape, layers)
-    engine.rounds = rounds
     pipe.send("ready")
     while True:
         name, arguments = pipe.recv()
@@ -234,20 +242,20 @@ def interleaved(engines: dict[str, EngineProcess], method: str, arguments: tuple
     }
 
 
-def measure(shape: str, contenders: list[str], layers: int | None, rounds: int) -> list[dict[str, Any]]:
+def measure(shape: str, contenders: list[str], layers: int | None) -> list[dict[str, Any]]:
     """Return the rows of one shape."""
-    engines = {name: EngineProcess(name, SHAPES[shape], layers, rounds) for name in contenders}
+    engines = {name: EngineProcess(name, SHAPES[shape], layers) for name in contenders}
     rows = []
     try:
         for engine in tqdm(engines.values(), desc=f"{shape}: start engines"):
             engine.wait()
-        for tokens in tqdm(PREFILL_TOKENS, desc="prefill"):
+        for tokens, rounds in tqdm(PREFILL_ROUNDS.items(), desc="prefill"):
             found = interleaved(engines, "prefill", (tokens,), rounds)
             rows.append({"shape": shape, "name": f"prefill {tokens}", "tokens": tokens, **found})
         for batch in tqdm(DECODE_BATCHES, desc="decode"):
             for engine in engines.values():
                 engine.call("start_decode", batch)
-            found = interleaved(engines, "decode", (), rounds)
+            found = interleaved(engines, "decode", (), DECODE_ROUNDS)
             rows.append({"shape": shape, "name": f"decode batch {batch}", "tokens": batch, **found})
             for engine in engines.values():
                 engine.call("stop_decode")
@@ -293,7 +301,6 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--layers", type=int, help="if not given, those of the shape")
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path, default=RESULTS / "serving_cuda", help="where to write, without ending")
     options = parser.parse_args()
     import torch
@@ -305,7 +312,7 @@ def main() -> None:
     contenders = [STOCK, *(name for name in options.contenders if name != STOCK)]
     rows: list[dict[str, Any]] = []
     for shape in options.shape:
-        rows += measure(shape, contenders, options.layers, options.rounds)
+        rows += measure(shape, contenders, options.layers)
         import vllm
 
         written = record.write(options.output.with_suffix(".json"), "cuda", rows, vllm=vllm.__version__)

@@ -145,11 +145,30 @@ def model(file: str, mode: str) -> list[str]:
     )
 
 
+def serving() -> list[str]:
+    """Return time and throughput of stock vLLM, and the throughput of the others relative to it."""
+    rows = rows_of("serving_cuda.json")
+    if not rows:
+        return NOT_MEASURED
+    others = [name for name in keys_in_order(row["seconds"] for row in rows) if name != "stock"]
+    return table(
+        ["", "stock, ms", "stock, tokens/s", *(f"{name} / stock" for name in others)],
+        [
+            [
+                f"{row['shape']}, {row['name']}",
+                f"{1e3 * row['seconds']['stock']:.2f}",
+                f"{row['tokens'] / row['seconds']['stock']:.0f}",
+                *(f"{row['throughput_of_stock'][name]:.3f}" for name in others),
+            ]
+            for row in rows
+        ],
+    )
+
+
+OF_OPS = (rotary, rotary_ratios, host, rotary_and_cache, qk_norm_rotary, qkv_rotary, rescale_cache)
+
 TABLES: dict[str, Callable[[], list[str]]] = {
-    **{
-        function.__name__: function
-        for function in (rotary, rotary_ratios, host, rotary_and_cache, qk_norm_rotary, qkv_rotary, rescale_cache)
-    },
+    **{function.__name__: function for function in (*OF_OPS, serving)},
     **{
         f"{name}_{mode}": partial(model, f"{name}_cuda.json", mode)
         for name in ("model", "model_qwen3")
