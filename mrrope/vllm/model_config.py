@@ -109,34 +109,32 @@ def _apply_dict_overrides(
     original: Callable[..., None], model_config: Any, config: Any, overrides: dict[str, Any]
 ) -> None:
     """Apply the user's overrides; vLLM would replace the model's own parameters by those of mrrope."""
-    rest, given = _split(overrides, config, config.get_text_config(), "hf_overrides")
-    original(model_config, config, rest)
-    if given is not None:
-        _extend(config.get_text_config(), given)
-
-
-def _split(
-    overrides: Mapping[str, Any], config: Any, text: Any, path: str
-) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-    """Return overrides without the parameters of mrrope, and those."""
-    rest: dict[str, Any] = {}
+    text = config.get_text_config()
     found: dict[str, Mapping[str, Any]] = {}
-    for name, value in overrides.items():
-        if name in NAMES and _asks(value):
-            if not hasattr(config, "get_text_config") or config.get_text_config() is not text:
-                raise ValueError(
-                    f"{path}.{name} must be that of the text model to name a type of mrrope, got {value!r}"
-                )
-            found[f"{path}.{name}"] = value
-        elif isinstance(value, Mapping):
-            rest[name], inner = _split(value, getattr(config, name, None), text, f"{path}.{name}")
-            if inner is not None:
-                found[f"{path}.{name}"] = inner
-        else:
-            rest[name] = value
+    rest = _without_mrrope(overrides, config, text, "hf_overrides", found)
     if len(found) > 1:
         raise ValueError(f"hf_overrides must set rope_parameters once, got {' and '.join(found)}")
-    return rest, next(iter(found.values()), None)
+    original(model_config, config, rest)
+    for given in found.values():
+        _extend(text, given)
+
+
+def _without_mrrope(
+    overrides: Mapping[str, Any], config: Any, text: Any, path: str, found: dict[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return overrides of a configuration or one of its parts; parameters of mrrope go to ``found``, by their path."""
+    rest: dict[str, Any] = {}
+    for name, value in overrides.items():
+        inner = f"{path}.{name}"
+        if name in NAMES and _asks(value):
+            if not hasattr(config, "get_text_config") or config.get_text_config() is not text:
+                raise ValueError(f"{inner} must be that of the text model to name a type of mrrope, got {value!r}")
+            found[inner] = value
+        elif isinstance(value, Mapping):
+            rest[name] = _without_mrrope(value, getattr(config, name, None), text, inner, found)
+        else:
+            rest[name] = value
+    return rest
 
 
 def _asks(parameters: Any) -> bool:
@@ -148,14 +146,10 @@ def _asks(parameters: Any) -> bool:
     )
 
 
-def _is_by_layer_type(parameters: Mapping[str, Any]) -> bool:
-    from vllm.transformers_utils.config import is_rope_parameters_nested
-
-    return bool(is_rope_parameters_nested(parameters))
-
-
 def _extend(text: Any, given: Mapping[str, Any]) -> None:
     """Merge the user's parameters into those of a text model, by layer type where it has several."""
+    from vllm.transformers_utils.config import is_rope_parameters_nested
+
     own = getattr(text, "rope_parameters", None) or {}
     if not own and "rope_theta" not in given:
         raise ValueError(
@@ -163,25 +157,25 @@ def _extend(text: Any, given: Mapping[str, Any]) -> None:
             f"{given!r}"
         )
     stated = getattr(text, "max_position_embeddings", None)
-    if not _is_by_layer_type(own):
-        if _is_by_layer_type(given):
+    if not is_rope_parameters_nested(own):
+        if not asks_for_mrrope(given):
             raise ValueError(
                 f"rope_parameters must be one dict for {text.model_type}, whose layers share one RoPE, got "
                 f"{', '.join(given)}"
             )
         parameters = merged(given, own, stated)
     else:
-        if not _is_by_layer_type(given):
+        if asks_for_mrrope(given):
             given = {layer: given for layer, settings in own.items() if settings is not None and not is_local(layer)}
-            if not given:
-                raise ValueError(
-                    f"rope_parameters must name the layer types of {text.model_type}, all of which see a window only: "
-                    f"{', '.join(own)}"
-                )
         if unknown := sorted(given.keys() - own.keys()):
             raise ValueError(
                 f"rope_parameters must be of the layer types {', '.join(own)} of {text.model_type}, got "
                 f"{', '.join(unknown)}"
+            )
+        if all(is_local(layer) or not asks_for_mrrope(new) for layer, new in given.items()):
+            raise ValueError(
+                f"rope_parameters must name a type of mrrope for layers of {text.model_type} that see the whole text "
+                f"(of {', '.join(own)}), got {given!r}"
             )
         parameters = own | {
             layer: merged(new, own[layer] or {}, stated) if asks_for_mrrope(new) else new

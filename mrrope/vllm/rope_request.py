@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,8 +49,10 @@ def asks_for_mrrope(parameters: Any) -> bool:
     if not isinstance(parameters, Mapping):
         return False
     rope_type = parameters.get("rope_type", parameters.get("type"))
-    is_own_type = isinstance(rope_type, str) and rope_type in OWN_TYPES
-    return is_own_type or parameters.get("factor") == "auto" or not OWN_KEYS.isdisjoint(parameters)
+    # A misspelt mrrope_... is refused here, with a list of methods: vLLM would accept it until it builds the model.
+    is_own_type = isinstance(rope_type, str) and (rope_type in OWN_TYPES or rope_type.startswith(ROPE_TYPE))
+    has_own_key = any(parameters.get(key) is not None for key in OWN_KEYS)
+    return is_own_type or has_own_key or parameters.get("factor") == "auto"
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,10 @@ class RopeRequest:
     def starts_over(self) -> bool:
         """Whether the extension starts from plain RoPE instead of the model's own."""
         return not PLAIN_ROPE_OPTIONS.isdisjoint(self.options)
+
+    def without(self, options: Collection[str]) -> RopeRequest:
+        """Return the request without some arguments of :func:`mrrope.frequency_table`."""
+        return replace(self, options={name: value for name, value in self.options.items() if name not in options})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the request as a JSON-serializable dict."""

@@ -204,10 +204,11 @@ def merged(
         # The file states the extended length beside an original one, and a base that is the model's own.
         native = {key: value for key, value in given.items() if key == "rope_theta" or key in model_keys}
         stated_length = request.options.get("original_max_position", stated_length)
-        request = replace(
-            request, options={key: request.options[key] for key in request.options.keys() - PLAIN_ROPE_OPTIONS}
-        )
-    elif (of_file := ServedRope.of(native)) is not None:
+        request = request.without(PLAIN_ROPE_OPTIONS)
+    elif request.options.get("base") == native.get("rope_theta"):
+        # vLLM's own overrides have to repeat the base, so the model's own does not start over from plain RoPE.
+        request = request.without({"base"})
+    if (of_file := ServedRope.of(native)) is not None:
         native, stated_length = of_file._seen_by_transformers(request.starts_over), of_file.stated_length
     own = _checked_native(native)
     stated_length = stated_length or length_read(own, None) or request.options.get("original_max_position")

@@ -261,6 +261,7 @@ def test_an_override_extends_a_file_and_says_so(tmp_path, caplog, monkeypatch):
     [
         ({"rope_parameters": PRO | {"fator": 4}}, "got 'fator'"),
         ({"rope_parameters": {"rope_type": "mrrope_pro"}}, "factor must be given"),
+        ({"rope_parameters": {"rope_type": "mrrope_prof", "factor": 4}}, "must be 'mrrope' or a .* got 'mrrope_prof'"),
         (
             {"rope_parameters": PRO, "rope_scaling": PRO},
             "must set rope_parameters once, got hf_overrides.rope_parameters",
@@ -270,6 +271,7 @@ def test_an_override_extends_a_file_and_says_so(tmp_path, caplog, monkeypatch):
             "hf_overrides.text_config.rope_parameters must be that of the text",
         ),
         ({"rope_parameters": {"full_attention": PRO}}, "must be one dict for llama, .* got full_attention"),
+        ({"rope_parameters": {"full": PRO}}, "must be one dict for llama, .* got full"),
     ],
 )
 def test_bad_overrides_are_refused(tmp_path, overrides, message):
@@ -337,8 +339,11 @@ def test_layer_types_of_gemma3(tmp_path):
     assert ServedRope.of(fixed.hf_config.rope_parameters["sliding_attention"]).max_length == 16 * 8192
     with pytest.raises(ValueError, match="must be a number for sliding_attention, which sees a window, got 'auto'"):
         configure(hf_overrides={"rope_parameters": {"sliding_attention": AUTO, "full_attention": AUTO}})
-    with pytest.raises(ValueError, match=r"of the layer types .* of gemma3_text, got chunked_attention"):
-        configure(hf_overrides={"rope_parameters": {"chunked_attention": PRO}})
+    for unknown in ("chunked_attention", "ful_attention"):
+        with pytest.raises(ValueError, match=f"of the layer types .* of gemma3_text, got {unknown}"):
+            configure(hf_overrides={"rope_parameters": {unknown: PRO}})
+    with pytest.raises(ValueError, match=r"layers of gemma3_text that see the whole text .* got {'sliding_attention'"):
+        configure(hf_overrides={"rope_parameters": {"sliding_attention": PRO}})
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "rope_theta": 1e4}
     mixed = configure(hf_overrides={"rope_parameters": {"full_attention": PRO, "sliding_attention": yarn}})
     assert mixed.hf_config.rope_parameters["sliding_attention"] == yarn
@@ -369,8 +374,11 @@ def test_qwen2_vl(tmp_path, overrides):
     assert config.hf_config.vision_config.to_dict() == stock.hf_config.vision_config.to_dict()
 
 
-def test_a_vision_model_is_not_extended(tmp_path):
+def test_only_the_text_model_is_extended_and_once(tmp_path):
     hf_config = Gemma3Config(text_config=gemma_text(), architectures=TEXT_ONLY)
+    both = {"rope_parameters": PRO, "text_config": {"rope_scaling": PRO}}
+    with pytest.raises(ValueError, match=r"got hf_overrides.rope_parameters and hf_overrides.text_config.rope_scaling"):
+        configured(saved(hf_config, tmp_path), hf_overrides=both)
     with pytest.raises(ValueError, match=r"hf_overrides.vision_config.rope_parameters must be that of the text model"):
         configured(saved(hf_config, tmp_path), hf_overrides={"vision_config": {"rope_parameters": PRO}})
 
