@@ -25,14 +25,13 @@ VIEWS = ("view", "reshape", "unflatten", "flatten")
 def install() -> None:
     """Register the op, and rewrite the graph before it is split at its ops of attention."""
     from vllm.compilation.backends import VllmBackend
-    from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op, vllm_lib
+    from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 
     if not hasattr(torch.ops.vllm, OP):
         # The schema is inferred from annotations, and the type of layer names depends on torch.
         annotations = {**typing.get_type_hints(rotary_and_cache), "layer_name": LayerNameType}
         rotary_and_cache.__annotations__ = annotations
         direct_register_custom_op(OP, rotary_and_cache, mutates_args=[], fake_impl=rotary_and_cache_fake)
-        vllm_lib.impl(OP, rotary_and_cache, dispatch_key="CPU")
     hooks.wrap(VllmBackend, "__call__", compile_fused)
 
 

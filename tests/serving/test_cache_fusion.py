@@ -84,6 +84,7 @@ def attention_on_the_cpu():
     library = torch.library.Library("vllm", "IMPL")
     library.impl("unified_attention_with_output", attend, "CPU")
     library.impl("unified_kv_cache_update", write, "CPU")
+    library.impl(cache_fusion.OP, cache_fusion.rotary_and_cache, "CPU")
     yield
     library._destroy()
 

@@ -127,6 +127,23 @@ def test_vllm_loads_the_plugin() -> None:
     assert "ERROR" not in log
 
 
+REGISTER_WITHOUT_A_GPU = """
+import hopper_platform
+hopper_platform.load_empty_driver()
+import vllm.platforms
+from vllm.platforms.cpu import CpuPlatform
+vllm.platforms._current_platform = CpuPlatform()
+from mrrope.vllm import plugin
+plugin.register()
+"""
+
+
+def test_registers_on_a_machine_without_a_gpu() -> None:
+    # An error in a plugin ends vLLM, whatever the model.
+    run = run_in_fresh_process(REGISTER_WITHOUT_A_GPU, VLLM_PLUGINS="")
+    assert run.returncode == 0, run.stderr
+
+
 def test_an_unknown_version_is_left_alone_with_one_message() -> None:
     found, log = after_loading_plugins("0.26.0")
     assert found["wrapped"] == []
