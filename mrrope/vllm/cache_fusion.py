@@ -42,8 +42,9 @@ def compile_fused(compile_graph: Any, backend: Any, graph: fx.GraphModule, examp
     is_split = "vllm::unified_kv_cache_update" in splitting_ops
     if is_split and _attention_is_supported(backend.vllm_config) and fuse(graph.graph):
         graph.recompile()
-        if f"vllm::{OP}" not in splitting_ops:
-            splitting_ops.append(f"vllm::{OP}")
+    # Not only where this call fused: the graph that vLLM keeps for its next start is fused already.
+    if f"vllm::{OP}" not in splitting_ops and any(_calls(graph.graph, f"vllm.{OP}")):
+        splitting_ops.append(f"vllm::{OP}")
     return compile_graph(backend, graph, example_inputs)
 
 

@@ -1,5 +1,7 @@
 """Rotation and cache write in one op: vLLM's own attention layers and compiler, on the CPU."""
 
+from contextlib import nullcontext
+
 import compiled_models
 import pytest
 import torch
@@ -89,8 +91,11 @@ def attention_on_the_cpu():
     library._destroy()
 
 
-def run(make, monkeypatch):
-    """Compile a block by vLLM, run it on batches of two sizes, and return what it wrote and the pieces of its graph."""
+def run(make, monkeypatch, cache=None):
+    """Compile a block by vLLM, run it on batches of two sizes, and return what it wrote, its pieces and the model.
+
+    Compiled graphs are kept in the folder ``cache``, where there is one.
+    """
     torch._dynamo.reset()
     config = VllmConfig(
         compilation_config=CompilationConfig(
@@ -100,8 +105,12 @@ def run(make, monkeypatch):
     config.compilation_config.cudagraph_mode = type(config.compilation_config.cudagraph_mode).NONE
     pieces = []
     results = []
-    with compiled_models.recorded(monkeypatch), monkeypatch.context() as patch:
+    with nullcontext() if cache else compiled_models.recorded(monkeypatch), monkeypatch.context() as patch:
         import vllm.compilation.backends as backends
+
+        if cache:
+            patch.setenv("VLLM_CACHE_ROOT", str(cache))
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))  # vLLM sets it too; here it is unset afterwards
 
         split = backends.split_graph
 
@@ -126,7 +135,7 @@ def run(make, monkeypatch):
                 output = model(positions, x)
             output = output[0] if isinstance(output, tuple) else output
             results.append((block, x, positions, mapping, output, block.attn.kv_cache.clone()))
-    return results, pieces
+    return results, pieces, model
 
 
 def ops_of(pieces) -> list[str]:
@@ -154,7 +163,7 @@ def assert_right(results) -> None:
 
 
 def test_one_op_rotates_and_writes(monkeypatch):
-    results, pieces = run(Block, monkeypatch)
+    results, pieces, _ = run(Block, monkeypatch)
     ops = ops_of(pieces)
     assert sum(cache_fusion.OP in op for op in ops) == 1
     assert not any("unified_kv_cache_update" in op or "mrrope.rotary" in op for op in ops)
@@ -165,9 +174,20 @@ def test_one_op_rotates_and_writes(monkeypatch):
 
 @pytest.mark.parametrize("make", [NormedBlock, BlockThatUsesItsKeys])
 def test_left_apart(make, monkeypatch):
-    results, pieces = run(make, monkeypatch)
+    results, pieces, _ = run(make, monkeypatch)
     ops = ops_of(pieces)
     assert not any(cache_fusion.OP in op for op in ops)
     assert sum("unified_kv_cache_update" in op for op in ops) == 1
     if make is not NormedBlock:  # whose fused norms test_norm_fusion.py checks
         assert_right(results)
+
+
+@pytest.mark.parametrize("artifacts", ["graph", "pieces"])
+def test_a_second_start_takes_the_fused_graph_from_the_cache(artifacts, monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "1" if artifacts == "pieces" else "0")
+    run(Block, monkeypatch, cache=tmp_path)
+    results, pieces, model = run(Block, monkeypatch, cache=tmp_path)
+    assert model.was_aot_compile_fn_loaded_from_disk
+    # Only the cached graph is split again.
+    assert [piece.is_splitting_graph for piece in pieces] == ([False, True, False] if artifacts == "graph" else [])
+    assert_right(results)
