@@ -32,6 +32,7 @@ def register() -> None:
     from mrrope.vllm import (
         cache_fusion,
         compatibility,
+        compile_cache,
         model_config,
         norm_fusion,
         request_scale,
@@ -39,7 +40,7 @@ def register() -> None:
         token_tables,
     )
 
-    rotation = (model_config, rotary_embedding, norm_fusion, cache_fusion)
+    rotation = (model_config, rotary_embedding, norm_fusion, cache_fusion, compile_cache)
     for concept in (*rotation, request_scale, token_tables, compatibility):
         concept.install()
 

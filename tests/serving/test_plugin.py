@@ -25,6 +25,7 @@ TARGETS = {
     "vllm.config.model._get_and_verify_max_len": "hf_config model_arch_config tokenizer_config max_model_len "
     "disable_sliding_window sliding_window spec_target_max_model_len encoder_config",
     "vllm.config.vllm.VllmConfig.__post_init__": "self",
+    "vllm.config.vllm.VllmConfig.compute_hash": "self",
     "vllm.model_executor.layers.rotary_embedding.get_rope": "head_size max_position is_neox_style "
     "rope_parameters dtype dual_chunk_attention_config",
     "vllm.model_executor.model_loader.utils.initialize_model": "vllm_config prefix model_class model_config",
