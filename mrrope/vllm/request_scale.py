@@ -214,11 +214,29 @@ def _announce(original: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
 def _admit_in_front_end(original: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
     request = original(processor, *args, **kwargs)
     if admission := _admission_of(processor):
-        choice = admission.admit(request)
+        try:
+            choice = admission.admit(request)
+        except ValueError:
+            _forget_unsent_media(processor, request)
+            raise
         scale = f"{admission.steps.scales[choice.table]:g}"
         _logger().debug("mrrope: request %s at scale %s, max_tokens %d", request.request_id, scale, choice.max_tokens)
         request_counter().labels(admission.model_config.served_model_name, scale).inc()
     return request
+
+
+def _forget_unsent_media(processor: Any, request: EngineCoreRequest) -> None:
+    """Drop the media of a refused request from the cache of those that the engine core holds, as it never got them.
+
+    Otherwise the next request with the same image or video would come without its data, and fail.
+    """
+    from vllm.multimodal.cache import MultiModalProcessorSenderCache
+
+    cache = processor.renderer.mm_processor_cache
+    if isinstance(cache, MultiModalProcessorSenderCache):
+        for feature in request.mm_features or ():
+            if feature.data is not None:  # else the core has it from a former request
+                cache._cache.pop(feature.mm_hash, None)
 
 
 def _admit_in_core(original: Any, core: Any, request: EngineCoreRequest) -> Any:

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from prometheus_client import REGISTRY, generate_latest
 from tiny_engine import AUTO, engine_config
 from vllm import PoolingParams, SamplingParams
 from vllm.entrypoints.serve.utils.error_response import create_error_response
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.cache import MultiModalProcessorSenderCache, MultiModalReceiverCache
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -339,6 +341,34 @@ class TestVideo:
             admission.admit(self.request("video"))
         assert admission.admit(self.request("image")).table == 0
         assert admission.admit(self.request("video", extra_args={OVERRIDE_ARG: 4})).table == 2
+
+    def test_media_of_a_refused_request_can_be_sent_again(
+        self, front_end: InputProcessor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        settings = SimpleNamespace(get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=1))
+        sent, held = MultiModalProcessorSenderCache(settings), MultiModalReceiverCache(settings)
+        monkeypatch.setattr(front_end.renderer, "mm_processor", SimpleNamespace(cache=sent))
+        monkeypatch.setattr(front_end, "mm_encoder_cache_size", 100)
+
+        def process(scale: int, **media: Any) -> EngineCoreRequest:
+            prompt = {
+                "type": "multimodal",
+                "prompt_token_ids": [1] * 20,
+                "mm_hashes": {"video": list(media)},
+                # What vLLM's renderer does.
+                "mm_kwargs": {"video": [sent.get_and_update_item((item, []), key)[0] for key, item in media.items()]},
+                "mm_placeholders": {"video": [PlaceholderRange(4 * i + 1, 4) for i in range(len(media))]},
+            }
+            params = SamplingParams(max_tokens=8, extra_args={OVERRIDE_ARG: scale})
+            return front_end.process_inputs("request", prompt, params, ("generate",))
+
+        media = {name: MultiModalKwargsItem.dummy() for name in ("former", "new")}
+        held.get_and_update_features(process(4, former=media["former"]).mm_features)
+        with pytest.raises(ValueError, match=OVERRIDE_ARG):
+            process(3, **media)
+        features = process(4, **media).mm_features
+        assert [feature.data for feature in features] == [None, media["new"]]
+        assert [feature.data for feature in held.get_and_update_features(features)] == list(media.values())
 
     def test_models_that_scale_time_are_known(self) -> None:
         from transformers import Qwen2_5_VLConfig, Qwen2_5OmniConfig, Qwen2VLConfig, Qwen3VLConfig
