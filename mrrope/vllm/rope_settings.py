@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-import mrrope
 from mrrope.export.hf_config import REPLACED
 from mrrope.hf.auto_scale.ladder import Ladder, ladder_for
 from mrrope.hf.rope_config import UNTRAINED, RopeSettings, is_local, length_read, settings
@@ -220,8 +219,6 @@ def merged(
     kept = {key: value for key, value in own.items() if key not in EXTENSION_KEYS}
     kept |= {key: value for key, value in given.items() if key in model_keys or key == "rope_theta"}
     written = {"request": request.to_dict(), "native": own, "stated_length": stated_length}
-    # vLLM hashes the configuration for its cache of compiled graphs, which the passes of another version made.
-    written["version"] = mrrope.__version__
     parameters = {**kept, "rope_type": ROPE_TYPE, KEY: written}
     served = ServedRope.of(parameters)
     assert served is not None
