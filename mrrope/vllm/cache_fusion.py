@@ -127,7 +127,7 @@ def _attention_is_supported(config: Any) -> bool:
     return config.parallel_config.decode_context_parallel_size == 1 and all(
         layer.attn_backend.get_name() == "FLASH_ATTN"
         and layer.attn_type == "decoder"
-        and layer.kv_cache_torch_dtype == layer.dtype
+        and layer.kv_cache_dtype == "auto"
         and not layer.calculate_kv_scales
         for layer in layers
     )

@@ -141,7 +141,7 @@ plugin.register()
 
 def test_registers_on_a_machine_without_a_gpu() -> None:
     # An error in a plugin ends vLLM, whatever the model.
-    run = run_in_fresh_process(REGISTER_WITHOUT_A_GPU, VLLM_PLUGINS="")
+    run = run_in_fresh_process(REGISTER_WITHOUT_A_GPU)
     assert run.returncode == 0, run.stderr
 
 
