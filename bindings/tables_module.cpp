@@ -1,9 +1,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "mrrope/frequency_table.h"
+#include <sstream>
 
-// Python module mrrope._core: frequency tables. It does not link torch; the ops are in libmrrope_torch.
+#include "build_info.h"
+#include "mrrope/frequency_table.h"
+#include "mrrope/instruction_set.h"
+
+// Python module mrrope._core: frequency tables, and what the package was built with. It does not link torch; the ops
+// are in libmrrope_torch.
 
 namespace py = pybind11;
 
@@ -45,12 +50,35 @@ FrequencyTable assemble(const std::string& method, int rotary_dim, double base, 
     return table;
 }
 
+std::optional<std::string> value_or_none(const std::string& value) {
+    return value.empty() ? std::nullopt : std::optional(value);
+}
+
+std::vector<std::string> items(const std::string& list) {
+    std::vector<std::string> found;
+    std::istringstream stream(list);
+    for (std::string item; std::getline(stream, item, ';');) found.push_back(item);
+    return found;
+}
+
+py::dict build_info() {
+    return py::dict(py::arg("torch") = value_or_none(built::torch), py::arg("compiler") = built::compiler,
+                    py::arg("instruction_sets") = items(built::instruction_sets),
+                    py::arg("nvcc") = value_or_none(built::nvcc),
+                    py::arg("without_cuda") = value_or_none(built::without_cuda),
+                    py::arg("machine_code") = items(built::machine_code), py::arg("ptx") = items(built::ptx),
+                    py::arg("cutlass") = value_or_none(built::cutlass), py::arg("wgmma") = built::wgmma);
+}
+
 }  // namespace
 }  // namespace mrrope
 
 PYBIND11_MODULE(_core, m) {
     using namespace mrrope;
     m.doc() = "Frequency tables of rotary position embeddings.";
+
+    m.def("build_info", &build_info);
+    m.def("cpu_instruction_set", &cpu_instruction_set);
 
     py::class_<FrequencyTable>(m, "Table")
         .def(py::init(&assemble), py::kw_only(), py::arg("method"), py::arg("rotary_dim"), py::arg("base"),

@@ -1,5 +1,5 @@
 # LibTorch::cpu; where torch was built with CUDA, LibTorch::cuda and LibTorch_CUDA_MAJOR too; LibTorch_GOMP, where it brings an
-# OpenMP runtime. torch's own TorchConfig.cmake is not used: with a CUDA build it insists on a whole CUDA toolkit, and appends
+# OpenMP runtime; LibTorch_VERSION. torch's own TorchConfig.cmake is not used: with a CUDA build it insists on a whole CUDA toolkit, and appends
 # flags for architectures that newer nvcc no longer has.
 #
 # Looked for in LibTorch_ROOT, in CMAKE_PREFIX_PATH (torch.utils.cmake_prefix_path too), and in the Python in use.
@@ -26,9 +26,17 @@ endforeach()
 # The OpenMP runtime that it brings, by whatever name: those for x86-64 have libgomp-<hash>.so.1.
 file(GLOB LibTorch_GOMP ${libtorch_root}/lib/libgomp*.so*)
 
+set(libtorch_version_header "${LibTorch_INCLUDE_DIR}/torch/headeronly/version.h")
+if(EXISTS ${libtorch_version_header})
+  file(STRINGS ${libtorch_version_header} libtorch_numbers REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) [0-9]+")
+  list(TRANSFORM libtorch_numbers REPLACE "^.*[A-Z] ([0-9]+).*$" "\\1")
+  list(JOIN libtorch_numbers "." LibTorch_VERSION)
+endif()
+
 include(FindPackageHandleStandardArgs)
 find_package_handle_standard_args(
-  LibTorch REQUIRED_VARS LibTorch_INCLUDE_DIR LibTorch_torch_LIBRARY LibTorch_torch_cpu_LIBRARY LibTorch_c10_LIBRARY)
+  LibTorch REQUIRED_VARS LibTorch_INCLUDE_DIR LibTorch_torch_LIBRARY LibTorch_torch_cpu_LIBRARY LibTorch_c10_LIBRARY
+  VERSION_VAR LibTorch_VERSION)
 
 if(LibTorch_FOUND AND NOT TARGET LibTorch::cpu)
   add_library(LibTorch::cpu INTERFACE IMPORTED)

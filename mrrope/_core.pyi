@@ -1,6 +1,18 @@
 """Types of the compiled module in bindings/tables_module.cpp."""
 
 from collections.abc import Sequence
+from typing import TypedDict
+
+class BuildInfo(TypedDict):
+    torch: str | None
+    compiler: str
+    instruction_sets: list[str]
+    nvcc: str | None
+    without_cuda: str | None
+    machine_code: list[str]
+    ptx: list[str]
+    cutlass: str | None
+    wgmma: bool
 
 class Table:
     def __init__(
@@ -70,3 +82,5 @@ def build_table(
 def relative(*, to: Table, from_: Table) -> Table: ...
 def inverse(table: Table) -> Table: ...
 def methods() -> list[MethodTraits]: ...
+def build_info() -> BuildInfo: ...
+def cpu_instruction_set() -> str: ...

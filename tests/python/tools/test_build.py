@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,14 @@ import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
 import mrrope
+from mrrope import _core
 
 LIBRARY = Path(mrrope.__file__).with_name("libmrrope_torch.so")
 ROOT = Path(__file__).parents[3]
 CMAKE = shutil.which("cmake", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+# torch's CUDA builds come with triton, which brings one.
+TRITON_PROGRAMS = Path(sysconfig.get_path("purelib")) / "triton" / "backends" / "nvidia" / "bin"
+CUOBJDUMP = shutil.which("cuobjdump", path=os.pathsep.join([os.environ["PATH"], str(TRITON_PROGRAMS)]))
 needs_readelf = pytest.mark.skipif(shutil.which("readelf") is None, reason="there is no readelf")
 needs_cmake = pytest.mark.skipif(CMAKE is None, reason="there is no cmake")
 
@@ -30,6 +35,30 @@ needs_cmake = pytest.mark.skipif(CMAKE is None, reason="there is no cmake")
 )
 def test_cuda_kernels_are_compiled_where_nvcc_is() -> None:
     assert b".nv_fatbin" in LIBRARY.read_bytes(), f"{LIBRARY} has no CUDA code, though {CUDA_HOME} has nvcc"
+
+
+def test_the_build_is_that_of_the_running_torch() -> None:
+    build = _core.build_info()
+    assert build["torch"] is not None
+    assert build["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
+    assert _core.cpu_instruction_set() in build["instruction_sets"]
+    has_kernels = b".nv_fatbin" in LIBRARY.read_bytes()
+    assert has_kernels == (build["without_cuda"] is None) == (build["nvcc"] is not None)
+    assert bool(build["machine_code"] or build["ptx"]) == has_kernels
+    assert build["wgmma"] == ("90a" in build["machine_code"])
+
+
+@pytest.mark.skipif(CUOBJDUMP is None, reason="there is no cuobjdump")
+@pytest.mark.skipif(_core.build_info()["without_cuda"] is not None, reason="the build has no CUDA kernels")
+def test_the_architectures_are_those_in_the_library() -> None:
+    build = _core.build_info()
+    for option, pattern, listed in (
+        ("-lelf", r"\.sm_(\d+)\w?\.cubin", build["machine_code"]),
+        ("-lptx", r"\.sm_(\d+)\w?\.ptx", build["ptx"]),
+    ):
+        output = subprocess.run([CUOBJDUMP, option, LIBRARY], capture_output=True, text=True, check=False).stdout
+        # A cuobjdump older than nvcc prints sm_90 for sm_90a.
+        assert set(re.findall(pattern, output)) == {name.rstrip("af") for name in listed}
 
 
 def dynamic_section(library: Path, tag: str) -> list[str]:
