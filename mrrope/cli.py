@@ -15,6 +15,7 @@ from mrrope import __version__
 from mrrope.benchmark import command as benchmark_command
 from mrrope.calibration import command as calibration_command
 from mrrope.demo import command as demo_command
+from mrrope.environment import command as environment_command
 from mrrope.evaluation import command as evaluation_command
 from mrrope.evaluation.results import EvaluationStoppedError
 from mrrope.export.gguf import export_gguf
@@ -28,6 +29,7 @@ PACKAGE_COMMANDS: tuple[tuple[str, Any, str], ...] = (
     ("calibrate", calibration_command, "search for the best table for a model, on your text"),
     ("plot", theory_command, "draw the theory of the methods' tables, and of a model's heads"),
     ("demo", demo_command, "let a real model read past its native length, with several methods"),
+    ("env", environment_command, "report versions, build, kernels and GPU, and what to fix: for bug reports"),
 )
 """Name, module with ``add_options`` and ``run``, and help text of every command that is a package."""
 

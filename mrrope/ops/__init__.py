@@ -10,12 +10,26 @@ from pathlib import Path
 
 import torch
 
+import mrrope._core as _core
 from mrrope.tables import FrequencyTable, _require_table, packed_stack
 
 Tables = FrequencyTable | Sequence[FrequencyTable]
 """One table for all sequences, or several."""
 
-torch.ops.load_library(Path(__file__).parents[1] / "libmrrope_torch.so")  # type: ignore[no-untyped-call]
+
+def _load(package: Path) -> None:
+    """Load the library that registers the ops; the error of one for another torch names both versions."""
+    try:
+        torch.ops.load_library(package / "libmrrope_torch.so")  # type: ignore[no-untyped-call]
+    except OSError as error:
+        built, cause = _core.build_info()["torch"], error.__cause__ or error
+        raise ImportError(
+            f"mrrope's ops do not load: built against torch {built}, and torch {torch.__version__} runs. "
+            f"`python {package / 'environment'}` reports what to fix ({cause})"
+        ) from error
+
+
+_load(Path(__file__).parents[1])
 
 
 def require_tensors(**arguments: object) -> None:

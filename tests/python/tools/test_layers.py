@@ -28,7 +28,7 @@ PACKAGE_LAYERS = [
     {"mrrope"},  # mrrope/__init__.py, the public names
     {"mrrope.vllm"},  # vLLM imports it; nothing of the package does
     {"mrrope.reporting"},
-    {"mrrope.evaluation", "mrrope.theory", "mrrope.benchmark"},
+    {"mrrope.evaluation", "mrrope.theory", "mrrope.benchmark", "mrrope.environment"},
     {"mrrope.calibration"},
     {"mrrope.demo"},
     {"mrrope.cli"},

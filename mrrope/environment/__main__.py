@@ -1,0 +1,18 @@
+"""``python FOLDER/mrrope/environment``: the report of ``mrrope env`` where ``import mrrope`` fails."""
+
+import argparse
+import sys
+from pathlib import Path
+from types import ModuleType
+
+if "mrrope" not in sys.modules:  # run by its path, and not as a module of the package
+    package = ModuleType("mrrope")
+    package.__path__ = [str(Path(__file__).resolve().parents[1])]
+    sys.modules["mrrope"] = package
+    del sys.path[0]  # this folder, whose modules are not top-level ones
+
+from mrrope.environment import command
+
+parser = argparse.ArgumentParser(description="Report versions, build, kernels and GPU, and what to fix.")
+command.add_options(parser)
+command.run(parser.parse_args())
