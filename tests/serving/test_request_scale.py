@@ -269,7 +269,10 @@ def test_counter_works_in_multiprocess_mode(tmp_path: Path) -> None:
         "print(generate_latest(get_prometheus_registry()).decode())"
     )
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    # Not in the checkout, whose package need not be compiled.
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
     assert 'mrrope:requests_total{model_name="m",scale="4"} 3.0' in ran.stdout
 
 
