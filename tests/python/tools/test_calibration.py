@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -600,6 +600,15 @@ def test_the_sweep_is_of_the_bounds(folder: Path, unbroken: Path) -> None:
             assert math.log(sweep["perplexity"][i][j]) == pytest.approx(sum(halves) / 3, rel=64 * FLOAT32_EPS)
 
 
+@pytest.fixture
+def sigint() -> Iterator[None]:
+    """Let processes get SIGINT: a shell that runs the tests in the background makes them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT], ids=lambda kill: kill.name)
 def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_read_twice(
     folder: Path, unbroken: Path, tmp_path: Path, kill: signal.Signals
