@@ -2,7 +2,8 @@
 
 vLLM traces ``q, k = rotary(q, k)``, ``unified_kv_cache_update(k, v)``, ``attention(q, k, v)``. Attention of the
 FlashAttention backend reads keys from the cache only, so the rotated k need not exist outside of it. It is one launch
-less per layer: 1.2 % more decode throughput of a Llama-3-8B at batch 16, 0.5 % at batch 1 (H200).
+less per layer. One run of a Llama-3-8B on an H200 gained 0.2 to 1.1 % in five rows, 1.1 % at decode batch 16, where
+a fixed scale and one per request differed by up to 0.9 %; vLLM's own cache write is 1.4 % of a decode step at batch 1.
 """
 
 from __future__ import annotations

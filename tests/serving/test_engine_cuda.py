@@ -27,9 +27,10 @@ ENGINES = {
     "stock": (V2, {"max_model_len": smollm2.NATIVE_LENGTH}),
 }
 SAME_MEAN = 0.0015
-"""Difference of mean log-probabilities over thousands of tokens, where the roundings of bfloat16 cancel."""
+"""Difference of mean log-probabilities over ten texts. For one text it is too strict: there, compiled and eager graphs
+of the same model differ by up to 0.0019 in a quarter."""
 ROUNDING = 0.06
-"""Mean absolute difference per token of two engines that round differently."""
+"""Mean absolute difference per token. Stock and mrrope differ by 0.033 to 0.037 as measured, a wrong scale by 0.47."""
 
 
 @pytest.fixture(scope="module")
