@@ -56,7 +56,7 @@ def fuse(graph: fx.Graph) -> int:
     if count:
         # Only what is known to be pure: torch.fx takes attention, which writes to an argument, for dead code.
         graph.eliminate_dead_code(is_impure_node=lambda node: not _is_view(node) and node.target is not ROTARY)
-        graph.lint()  # type: ignore[no-untyped-call]
+        graph.lint()  # type: ignore[no-untyped-call, unused-ignore]
     return count
 
 
