@@ -40,12 +40,12 @@ __device__ inline double sum_over_warp(double value) {
     return value;
 }
 
-// What a thread reads and writes for one head of a token.
+// Where one head of a token lies.
 template <class Element>
 struct LearnablePointers {
-    const Element* in = nullptr;
-    const Element* gradient = nullptr;
-    Element* out = nullptr;
+    const Element* in;
+    const Element* gradient;
+    Element* out;
 
     __device__ LearnablePointers(const LearnableRotaryGradientArgs& args, const LearnableItem& item,
                                  const LearnableHead& head) {
@@ -55,8 +55,8 @@ struct LearnablePointers {
             return item.batch * strides.batch + item.token * strides.token + head.head * strides.head;
         };
         in = static_cast<const Element*>(view.in) + offset(view.in_strides);
-        if (rotated.data != nullptr) gradient = static_cast<const Element*>(rotated.data) + offset(rotated.strides);
-        if (view.out != nullptr) out = static_cast<Element*>(view.out) + offset(view.out_strides);
+        gradient = static_cast<const Element*>(rotated.data) + offset(rotated.strides);
+        out = static_cast<Element*>(view.out) + offset(view.out_strides);
     }
 };
 
@@ -126,7 +126,8 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
     const auto& map = launch.map;
     const LearnableRotaryPlan& plan = map.plan;
     const int half = args.rotary_dim / 2;
-    const bool copies_tail = args.rotary_dim < args.head_dim;
+    const bool writes = (args.q.heads > 0 ? args.q : args.k).out != nullptr;
+    const bool copies_tail = writes && args.rotary_dim < args.head_dim;
     const LearnableBlock block = map.block(blockIdx.x);
     int slot, lane_of_pass;
     map.thread(slot, lane_of_pass, threadIdx.x);
@@ -137,14 +138,16 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
     pdl_wait();
     pdl_trigger();
 
+    CUTLASS_PRAGMA_NO_UNROLL
     for (int first_lane = 0; first_lane < plan.lanes; first_lane += plan.lanes_per_pass) {
         const Layout layout{first_lane + lane_of_pass, half};
         if constexpr (gradient) sums.clear_frequencies();
         if (slot < plan.slots && layout.lane < plan.lanes) {
             LearnablePairs<Real, Vector> pairs;
             pairs.load(call, block.table, layout);
-            for (int64_t number = map.first_item(block, slot); number < map.items; number += map.item_step()) {
-                const LearnableItem item = map.item(static_cast<int>(number));
+            CUTLASS_PRAGMA_NO_UNROLL
+            for (uint32_t number = map.first_item(block, slot); number < map.items; number += map.item_step()) {
+                const LearnableItem item = map.item(number);
                 const auto pointers = [&](int j) {
                     return LearnablePointers<Element>(launch.args, item, map.head(block.table, item.first_head + j));
                 };
@@ -154,25 +157,17 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
                 CUTLASS_PRAGMA_UNROLL
                 for (int j = 0; j < HeadsPerThread; ++j) {
                     if (j >= item.heads) break;
-                    const LearnablePointers<Element> head = pointers(j);
-                    x[j].load(head.in, layout);
-                    if constexpr (gradient) rotated_gradient[j].load(head.gradient, layout);
+                    x[j].load(pointers(j).in, layout);
+                    if constexpr (gradient) rotated_gradient[j].load(pointers(j).gradient, layout);
                 }
                 CosSin<Real> by[Vector];
                 if constexpr (gradient) {
                     pairs.cos_sin(by, position, Real(1), -direction);
-                } else {
-                    pairs.cos_sin(by, position, pairs.gain, direction);
-                }
-                [[maybe_unused]] Real cross[Vector] = {};
-                [[maybe_unused]] Real dot = 0;
-                CUTLASS_PRAGMA_UNROLL
-                for (int j = 0; j < HeadsPerThread; ++j) {
-                    if (j >= item.heads) break;
-                    const LearnablePointers<Element> head = pointers(j);
-                    const Element* source = head.in;
-                    if constexpr (gradient) {
-                        source = head.gradient;
+                    Real cross[Vector] = {};
+                    Real dot = 0;
+                    CUTLASS_PRAGMA_UNROLL
+                    for (int j = 0; j < HeadsPerThread; ++j) {
+                        if (j >= item.heads) break;
                         Wide v = rotated_gradient[j].widened();
                         v.template rotate<Layout::crosses_vectors>(by);
                         Wide wide = x[j].widened();
@@ -186,14 +181,24 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
                             b *= pairs.gain;
                         });
                         x[j].narrow(v);
-                    } else {
-                        x[j].template rotate<Layout::crosses_vectors>(by);
+                        if (writes) x[j].store(pointers(j).out, layout);
                     }
-                    if (head.out == nullptr) continue;
-                    x[j].store(head.out, layout);
-                    if (copies_tail) copy_tail<Vector>(source, head.out, layout.lane, plan.lanes, args);
+                    sums.add(static_cast<double>(direction) * position, cross, dot);
+                } else {
+                    pairs.cos_sin(by, position, pairs.gain, direction);
+                    CUTLASS_PRAGMA_UNROLL
+                    for (int j = 0; j < HeadsPerThread; ++j) {
+                        if (j >= item.heads) break;
+                        x[j].template rotate<Layout::crosses_vectors>(by);
+                        x[j].store(pointers(j).out, layout);
+                    }
                 }
-                if constexpr (gradient) sums.add(static_cast<double>(direction) * position, cross, dot);
+                if (!copies_tail) continue;
+                CUTLASS_PRAGMA_NO_UNROLL
+                for (int j = 0; j < item.heads; ++j) {
+                    copy_tail<Vector>(gradient ? pointers(j).gradient : pointers(j).in, pointers(j).out, layout.lane,
+                                      plan.lanes, args);
+                }
             }
             if constexpr (gradient) {
                 CUTLASS_PRAGMA_UNROLL

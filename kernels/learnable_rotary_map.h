@@ -41,7 +41,7 @@ struct LearnableRotaryMap {
     Divmod tokens;
     int q_heads;  // per table
     int k_heads;
-    int items;  // per table
+    uint32_t items;  // per table; below 2^31, so that item_step more do not overflow
 
     static LearnableRotaryMap of(const LearnableRotaryPlan& plan, const LearnableRotaryShape& shape) {
         return {.plan = plan,
@@ -51,7 +51,7 @@ struct LearnableRotaryMap {
                 .tokens = Divmod{static_cast<int>(shape.tokens)},
                 .q_heads = shape.q_heads / plan.tables,
                 .k_heads = shape.k_heads / plan.tables,
-                .items = static_cast<int>(shape.batch * shape.tokens * plan.head_groups)};
+                .items = static_cast<uint32_t>(shape.batch * shape.tokens * plan.head_groups)};
     }
 
     MRROPE_HOST_DEVICE LearnableBlock block(int block) const {
@@ -63,15 +63,15 @@ struct LearnableRotaryMap {
     // The slot of a thread and its lane in the pass. Slots from plan.slots on are idle.
     MRROPE_HOST_DEVICE void thread(int& slot, int& lane, int thread) const { lanes_per_pass(slot, lane, thread); }
 
-    MRROPE_HOST_DEVICE int64_t first_item(const LearnableBlock& block, int slot) const {
-        return int64_t{block.number} * plan.slots + slot;
+    MRROPE_HOST_DEVICE uint32_t first_item(const LearnableBlock& block, int slot) const {
+        return block.number * plan.slots + slot;
     }
-    MRROPE_HOST_DEVICE int64_t item_step() const { return int64_t{plan.blocks_per_table} * plan.slots; }
+    MRROPE_HOST_DEVICE uint32_t item_step() const { return plan.blocks_per_table * plan.slots; }
 
-    MRROPE_HOST_DEVICE LearnableItem item(int number) const {
+    MRROPE_HOST_DEVICE LearnableItem item(uint32_t number) const {
         LearnableItem found;
         int sequence_token, group;
-        head_groups(sequence_token, group, number);
+        head_groups(sequence_token, group, static_cast<int>(number));
         tokens(found.batch, found.token, sequence_token);
         found.first_head = group * learnable_heads_per_thread;
         const int left = q_heads + k_heads - found.first_head;

@@ -24,13 +24,13 @@ struct LearnableRotaryShape {
 LearnableRotaryShape shape_of(const LearnableRotaryArgs& args);
 LearnableRotaryShape shape_of(const LearnableRotaryGradientArgs& args);
 
-inline constexpr int learnable_block_threads = 256;
+inline constexpr int learnable_block_threads = 128;
 // Heads of one table and token that share cos/sin.
 inline constexpr int learnable_heads_per_thread = 2;
 // Blocks per SM: the persistent grid, and the registers that __launch_bounds__ leaves. A thread of the backward pass
 // holds twice the vectors and the sums.
 constexpr int learnable_blocks_per_sm(bool gradient) {
-    return gradient ? 2 : 3;
+    return gradient ? 4 : 5;
 }
 
 // A persistent grid. A block belongs to one table, and a thread to the same pairs of it throughout: it converts their
