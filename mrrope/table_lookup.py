@@ -1,15 +1,27 @@
-"""Resolve a method, a table or a file to the frequency table for one model."""
+"""Resolve a method, tables or a file to the tables for one model."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrrope import calibrated_tables
+from mrrope import calibrated_tables, table_json
+from mrrope.head_tables import HeadTables
+from mrrope.table_set import TableSet
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
+
+Tables = FrequencyTable | HeadTables | TableSet
+"""All kinds of tables that a model can read with."""
+READERS: dict[str, Callable[[dict[str, Any]], Tables]] = {
+    table_json.TABLE_FORMAT: FrequencyTable.from_dict,
+    table_json.HEADS_FORMAT: HeadTables.from_dict,
+    table_json.SET_FORMAT: TableSet.from_dict,
+}
+"""What reads a dict of tables, by its format."""
 
 PLAIN_ROPE_OPTIONS = frozenset({"base", "original_max_position"})
 """Options that override the model's configuration; with one of them a method extends plain RoPE."""
@@ -48,27 +60,51 @@ class NativeRope:
 
 
 def is_saved_table(name: str) -> bool:
-    """Whether ``name`` is the path of a table's JSON or the name of a shipped calibrated table."""
+    """Whether ``name`` is the path of tables' JSON or the name of shipped calibrated tables."""
     return name.endswith(".json") or name in calibrated_tables.names()
+
+
+def load_tables(path: str | Path) -> Tables:
+    """Read a table, head tables or a set, from the path of their JSON or by a shipped name.
+
+    Raises:
+        FileNotFoundError: there is no such file or shipped name.
+        ValueError: the file holds no tables.
+    """
+    data = table_json.read_object(calibrated_tables.file_of(path))
+    # FrequencyTable's own error names what is wrong with a format that is none of these.
+    return READERS.get(data.get("format", ""), FrequencyTable.from_dict)(data)
 
 
 def resolve_table(
     trained: NativeRope, method: str | FrequencyTable | Path, scale: float, options: dict[str, Any]
 ) -> FrequencyTable:
-    """Return the table that ``method`` means for a model.
+    """Return the one table that ``method`` means for a model, as :func:`resolve_tables` does.
+
+    Raises:
+        ValueError: as :func:`resolve_tables`; or ``method`` means tables per head or layer.
+    """
+    tables = resolve_tables(trained, method, scale, options)
+    if not isinstance(tables, FrequencyTable):
+        raise ValueError(f"method must be one table for all heads and layers here, got {tables!r}")
+    return tables
+
+
+def resolve_tables(trained: NativeRope, method: str | Tables | Path, scale: float, options: dict[str, Any]) -> Tables:
+    """Return the tables that ``method`` means for a model.
 
     Args:
         trained: the unpatched model's RoPE.
-        method: a method's name, a table, the path of a table's JSON, or the name of a shipped calibrated table.
-        scale: by how much to extend the context; must be 1 if ``method`` is a table.
+        method: a method's name, tables, the path of their JSON, or the name of shipped calibrated ones.
+        scale: by how much to extend the context; must be 1 if ``method`` is no method's name.
         options: more arguments of :func:`frequency_table`; they override the model's configuration.
 
     Raises:
         ValueError: ``method`` is unknown, or does not fit the model or the options.
     """
     if isinstance(method, Path) or (isinstance(method, str) and is_saved_table(method)):
-        method = FrequencyTable.load(method)
-    if isinstance(method, FrequencyTable):
+        method = load_tables(method)
+    if isinstance(method, Tables):
         given = {**({"scale": scale} if scale != 1.0 else {}), **options}
         if given.keys() - PLAIN_ROPE_OPTIONS:
             raise ValueError(f"method is a ready table, which leaves no room for {given}")
@@ -96,7 +132,7 @@ def resolve_table(
     return frequency_table(method, **arguments, attention_factor=remaining)
 
 
-def _check_fits_model(trained: NativeRope, table: FrequencyTable, overrides: dict[str, Any]) -> None:
+def _check_fits_model(trained: NativeRope, table: Tables, overrides: dict[str, Any]) -> None:
     """Raise where a table was made for another model; options in ``overrides`` override the model's configuration."""
     _check_rotary_dim(trained, table)
     lengths = [trained.original_max_position, trained.trained_length]
@@ -116,6 +152,8 @@ def _check_fits_model(trained: NativeRope, table: FrequencyTable, overrides: dic
     if not overrides and native is not None and reached < native:
         warnings.warn(f"{table!r} reads {reached:.15g} tokens, and the model as it is {native:.15g}", stacklevel=3)
     held = trained.held_attention_factor
+    if not isinstance(table, FrequencyTable):
+        return  # tables per head or layer are found for a model as it is, with the temperature that it holds
     if held != 1.0 and table.original_max_position == trained.trained_length and table.attention_factor != 1.0:
         warnings.warn(
             f"the attention of the model holds a temperature already, and {table!r} adds its own: "
@@ -124,6 +162,6 @@ def _check_fits_model(trained: NativeRope, table: FrequencyTable, overrides: dic
         )
 
 
-def _check_rotary_dim(trained: NativeRope, table: FrequencyTable) -> None:
+def _check_rotary_dim(trained: NativeRope, table: Tables) -> None:
     if table.rotary_dim != trained.rotary_dim:
         raise ValueError(f"method must give a table of the model's rotary_dim {trained.rotary_dim}, got {table!r}")
