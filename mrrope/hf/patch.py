@@ -30,7 +30,7 @@ from mrrope.hf.module_patch import ModulePatch, apply_all, changes_in, restore, 
 from mrrope.hf.rope_types import expect_rope_parameters
 from mrrope.hf.rotary_embedding import FusedRotary, RotaryTables, Rotation, UnfusableError, plan_rotation
 from mrrope.hf.swapped_table import SwappedTable
-from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, Tables, resolve_tables
+from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, resolve_tables
 from mrrope.tables import FrequencyTable
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -205,8 +205,8 @@ def _ladders(
 ) -> Ladders:
     ladders: Ladders = {}
     for layer_type, own in settings.items():
-        ladder: Ladder[Tables]
-        native: Tables = own.table
+        ladder: Ladder[ModelTables]
+        native: ModelTables = own.table
         if rope_config.is_local(layer_type) and not local_layers:
             ladder = Ladder.of_one(native)
         elif scale == "auto":

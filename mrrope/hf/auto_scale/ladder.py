@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, NativeRope, Tables
+from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, NativeRope, ModelTables
 from mrrope.tables import FrequencyTable
 
 DEFAULT_REACH = 16.0
@@ -16,14 +16,14 @@ DEFAULT_REACH = 16.0
 
 Table = TypeVar("Table")
 """What the steps of a ladder hold."""
-Loadable = TypeVar("Loadable", bound=Tables)
-Step = str | Tables | Path
+Loadable = TypeVar("Loadable", bound=ModelTables)
+Step = str | ModelTables | Path
 """What a ladder has at one scale."""
 
 
 @dataclass(frozen=True)
 class Ladder(Generic[Table]):
-    """Tables of one rotary_dim, and the length in tokens that each reaches. The last also serves longer texts."""
+    """ModelTables of one rotary_dim, and the length in tokens that each reaches. The last also serves longer texts."""
 
     tables: tuple[Table, ...]
     reaches: tuple[float, ...]
@@ -77,7 +77,7 @@ def ladder_for(
             raise ValueError(f"method is a list of ready tables, which leaves no room for {given}")
         steps = [resolve(trained, step, 1.0, options) for step in method]
     else:
-        if isinstance(method, Tables):
+        if isinstance(method, ModelTables):
             what = "one table" if isinstance(method, FrequencyTable) else f"one {type(method).__name__}"
             raise ValueError(f"method must be a method's name or a list of tables with scale='auto', got {what}")
         if max_scale is None:
