@@ -49,9 +49,13 @@ class ServedLayers:
     def key_heads(self, layer: int) -> int:
         """Return the number of key heads that RoPE sees in a layer."""
         config = self.config.per_layer_config[layer] if getattr(self.config, "is_heterogeneous", False) else self.config
-        if getattr(config, "kv_lora_rank", None):
+        is_multi_query = getattr(config, "multi_query", False) and not getattr(
+            config, "new_decoder_architecture", False
+        )
+        if is_multi_query or getattr(config, "kv_lora_rank", None):
             return 1  # latent attention rotates one key for all heads
-        return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
+        return next(int(heads) for heads in (getattr(config, name, None) for name in names) if heads)
 
     def fitted(self, table: OfOneLayer | TableSet, layer_type: str | None, own: FrequencyTable) -> RotaryTable:
         """Return a table as the rotary embedding hands it to its layers.
