@@ -554,8 +554,8 @@ def test_a_configuration_without_a_table() -> None:
 
 def learned(tables: Any) -> torch.Tensor:
     """Return tables as a float64 tensor of radians per position and attention factor."""
-    rows = [torch.cat([table.inv_freq, torch.tensor([table.attention_factor]).double()]) for table in tables]
-    return torch.stack(rows)
+    heads = [tables] * 2 if isinstance(tables, mrrope.FrequencyTable) else tables
+    return torch.tensor([[*table.inv_freq, table.attention_factor] for table in heads], dtype=torch.float64)
 
 
 def rotaries_of(model: torch.nn.Module) -> list[TableRotaryEmbedding]:
