@@ -49,10 +49,10 @@ class ServedLayers:
     def key_heads(self, layer: int) -> int:
         """Return the number of key heads that RoPE sees in a layer."""
         config = self.config.per_layer_config[layer] if getattr(self.config, "is_heterogeneous", False) else self.config
-        is_multi_query = getattr(config, "multi_query", False) and not getattr(
-            config, "new_decoder_architecture", False
-        )
-        if is_multi_query or getattr(config, "kv_lora_rank", None):
+        is_falcon_40b = getattr(config, "new_decoder_architecture", False)  # which says multi_query, and has groups
+        if getattr(config, "multi_query", False) and not is_falcon_40b:
+            return 1
+        if getattr(config, "kv_lora_rank", None):
             return 1  # latent attention rotates one key for all heads
         names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
         return next(int(heads) for heads in (getattr(config, name, None) for name in names) if heads)

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from mrrope.hf import rope_config
 from mrrope.hf.auto_scale.follower import TABLES_ATTRIBUTE
 from mrrope.hf.layer_tables import LayerTables
+from mrrope.hf.rotary_embedding import TableRotaryEmbedding
 
 ROUNDING = 2e-6
 """Relative error of the logits. Modeling code computes norms, some rotations and its own angles in float32."""
@@ -360,29 +361,36 @@ def test_cached_keys_follow_a_growing_text(kind: str, cache: str) -> None:
     assert torch.equal(grown.layers[0].values[:, :, :80], fresh.layers[0].values[:, :, :80])
 
 
-def test_every_layer_is_re_rotated_by_its_own_table() -> None:
+def growing_gemma() -> PreTrainedModel:
+    """Return a model in which every second layer is local: the others are re-rotated without their neighbours."""
+    config = tiny_config_of("gemma3_text")
+    config.num_hidden_layers, config.max_position_embeddings = 4, NATIVE
+    config.layer_types = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    return random_model(config, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("build", [growing_llama, growing_gemma])
+def test_every_layer_is_re_rotated_by_its_own_table(build: Callable[[], PreTrainedModel]) -> None:
     """Across a step, every layer's keys are those that its new table rotates from the same unrotated keys."""
-    model = growing_llama()
-    steps = ladder(model, "sets")
-    mrrope.patch(model, steps, scale="auto")
+    model = build()
+    own, layers = settings_of(model), model.config.num_hidden_layers
+    tables = random_set(0, layers, 2, *own, 2.0)
+    mrrope.patch(model, [tables], scale="auto")
     ids = tokens(1, 40) % 40
-    cache = transformers.DynamicCache(config=model.config)
+    cache = transformers.DynamicCache()
     in_chunks(model, ids, [30], cache)
     before = [layer.keys.clone() for layer in cache.layers]
     in_chunks(model, ids[:, 30:], [10], cache)
-    own = settings_of(model)
-    native = mrrope.frequency_table("rope", rotary_dim=own[0], base=own[1], original_max_position=own[2])
+    native = rope_config.global_settings(model).table
     positions = torch.arange(30, dtype=torch.float64)
-    for i, (old, layer) in enumerate(zip(before, cache.layers, strict=True)):
-        tables = steps[0][i]
+    for i in [i for i in range(layers) if not is_local(model, i)]:
         for head in range(2):
-            table = tables if isinstance(tables, mrrope.FrequencyTable) else tables[head]
+            table = tables[i] if isinstance(tables[i], mrrope.FrequencyTable) else tables[i][head]
             angles = positions[:, None] * (table.inv_freq - native.inv_freq)
-            first, second = old[0, head].chunk(2, -1)
+            first, second = before[i][0, head].chunk(2, -1)
             turned = torch.polar(torch.full_like(angles, table.attention_factor), angles) * torch.complex(first, second)
             want = torch.cat([turned.real, turned.imag], -1)
-            # The model's own table has float32 frequencies: an error of 30 positions times their rounding.
-            assert relative(layer.keys[0, head, :30], want) < 30 * torch.finfo(torch.float32).eps
+            assert relative(cache.layers[i].keys[0, head, :30], want) < 1e-12
 
 
 def test_layers_of_several_types_follow_too() -> None:
@@ -487,3 +495,128 @@ def test_models_that_keep_their_own_code() -> None:
     reason = "one table for all heads and layers for Qwen4ExpForCausalLM: .* computes with cosines and sines itself"
     refused(model, set_for(model, 2), reason)
     refused(model, set_for(model, 2)[0], reason)
+
+
+# --- in a configuration
+
+
+def exported(model: PreTrainedModel, tables: Any, **options: Any) -> Any:
+    data = mrrope.export_config(model.config, tables, engine="transformers", **options)
+    return transformers.AutoConfig.for_model(**data)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["set", "heads"])
+def test_a_configuration_that_holds_tables(name: str, kind: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    tables = set_for(model, 2)
+    tables = tables if kind == "set" else tables[0]
+    config = exported(model, tables)
+    with mrrope.patched(model, tables):
+        want = logits(model)
+    model.config.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    assert mrrope.is_patched(loaded)
+    assert torch.equal(logits(loaded), want)
+    loaded.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(logits(again), want)
+    built = transformers.AutoModelForCausalLM.from_config(config)
+    built.load_state_dict(model.state_dict())
+    assert torch.equal(logits(built.eval()), want)
+    plain = logits(model)
+    torch.testing.assert_close(logits(mrrope.unpatch(loaded)), plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_configuration_that_names_a_file(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    tables = set_for(model, 2)
+    tables.save(tmp_path / "set.json")
+    one = tables[0][0]
+    one.save(tmp_path / "one.json")
+    for file, same in (("set.json", tables), ("one.json", one)):
+        config = copy.deepcopy(model.config)
+        config.rope_parameters = {"rope_type": "mrrope", "rope_theta": 1e4, "table": str(tmp_path / file)}
+        built = transformers.AutoModelForCausalLM.from_config(config).eval()
+        built.load_state_dict(model.state_dict())
+        with mrrope.patched(model, same):
+            torch.testing.assert_close(logits(built), logits(model), rtol=1e-4, atol=1e-5)
+
+
+def test_a_configuration_without_a_table() -> None:
+    with pytest.raises(Exception, match="table field must be a dict of tables, a path or a name, got None"):
+        transformers.LlamaConfig(**TINY_SIZES, rope_parameters={"rope_type": "mrrope", "rope_theta": 1e4})
+
+
+# --- tables being learned
+
+
+def learned(tables: Any) -> torch.Tensor:
+    """Return tables as a float64 tensor of radians per position and attention factor."""
+    heads = [tables] * 2 if isinstance(tables, mrrope.FrequencyTable) else tables
+    return torch.tensor([[*table.inv_freq, table.attention_factor] for table in heads], dtype=torch.float64)
+
+
+def rotaries_of(model: torch.nn.Module) -> list[TableRotaryEmbedding]:
+    return [module for module in model.modules() if isinstance(module, TableRotaryEmbedding)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "cohere", "gemma3_text", "llama4_text", "gemma4_text"])
+def test_learned_tables_rotate_as_ready_ones(name: str) -> None:
+    family = FAMILIES[name]
+    model = tiny_model(name, dtype=family.dtype)
+    tables, start = set_for(model, family.key_heads), set_for(model, family.key_heads, seed=1)
+    want = logits(mrrope.patch(model, tables))
+    mrrope.patch(model, start)
+    (rotary,) = rotaries_of(model)
+    by_layer = torch.stack([learned(entry) for entry in tables]).requires_grad_()
+    rotary.learned = {"full_attention": by_layer, None: by_layer}
+    assert relative(logits(model), want) < ROUNDING
+    model(input_ids=tokens(2, 24)).logits.square().sum().backward()
+    is_used = torch.tensor([not is_local(model, layer) for layer in range(len(tables))])
+    if name == "llama4_text":
+        is_used = torch.tensor([bool(layer) for layer in model.config.no_rope_layers])
+    assert (by_layer.grad.abs().amax((1, 2)) > 0).equal(is_used)
+    rotary.learned = None
+    assert relative(logits(model), logits(mrrope.patch(model, start))) == 0
+
+
+def test_gradients_of_learned_tables() -> None:
+    """Against central differences of the patched model itself, with packed tables."""
+    model = tiny_model("llama", dtype=torch.float64)
+    tables = set_for(model, 2)
+    mrrope.patch(model, tables, fuse_norms=False)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    (rotary,) = rotaries_of(model)
+    values = torch.stack([learned(entry) for entry in tables]).requires_grad_()
+    weights = torch.randn(2, 24, model.config.vocab_size, generator=torch.Generator().manual_seed(0)).double()
+
+    def loss(values: torch.Tensor) -> torch.Tensor:
+        rotary.learned = {None: values}
+        return (model(input_ids=tokens(2, 24)).logits * weights).sum()
+
+    (gradient,) = torch.autograd.grad(loss(values), values)
+    step = 1e-3  # float32 norms in the model: smaller steps drown in their rounding
+    with torch.no_grad():
+        for index in [(0, 0, 0), (0, 1, 3), (1, 0, 7), (1, 1, 2), (1, 0, 8)]:
+            moved = values.detach().clone()
+            moved[index] += step
+            ahead = loss(moved)
+            moved[index] -= 2 * step
+            slope = (ahead - loss(moved)) / (2 * step)
+            assert abs(float(slope - gradient[index])) < 2e-2 * float(gradient.abs().max())
+
+
+def test_learned_tables_for_all_layers_need_no_set() -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    tables = set_for(model, 2)[0]
+    want = logits(mrrope.patch(model, tables))
+    mrrope.patch(model, "mrrope_pro", scale=4.0)
+    (rotary,) = rotaries_of(model)
+    rotary.learned = {None: learned(tables)}
+    assert relative(logits(model), want) < ROUNDING
+    rotary.learned = {None: learned(tables).expand(2, -1, -1)}
+    with pytest.raises(ValueError, match="a table of 2 layers must pass an attention module that knows its layer"):
+        logits(model)
