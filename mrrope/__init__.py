@@ -4,6 +4,7 @@ from pathlib import Path
 
 from mrrope.export.gguf import export_gguf
 from mrrope.export.hf_config import export_config
+from mrrope.head_tables import HeadTables
 from mrrope.hf.auto_scale.follower import expecting
 from mrrope.hf.patch import is_patched, patch, patched, unpatch
 from mrrope.hf.rope_types import register_on_import, register_rope_types
@@ -12,6 +13,7 @@ from mrrope.ops.qkv_rotary import deinterleave_heads, interleave_heads, pack_qkv
 from mrrope.ops.rescale_cache import rescale_cache_
 from mrrope.ops.rotary import rotary, rotary_
 from mrrope.ops.rotary_and_cache import rotary_and_cache_
+from mrrope.table_set import TableSet
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
 
 __version__ = Path(__file__).with_name("VERSION").read_text().strip()
@@ -21,6 +23,8 @@ register_on_import()
 __all__ = [
     "METHODS",
     "FrequencyTable",
+    "HeadTables",
+    "TableSet",
     "__version__",
     "deinterleave_heads",
     "expecting",

@@ -8,12 +8,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar
 
 import torch
 
 import mrrope._core as _core
-from mrrope import calibrated_tables
+from mrrope import calibrated_tables, table_json
 
 METHOD_TRAITS: dict[str, _core.MethodTraits] = {method.name: method for method in _core.methods()}
 """The row of every method in ``csrc/frequency_table.cpp``: all other lists of methods derive from it.
@@ -29,7 +29,7 @@ METHODS: tuple[str, ...] = tuple(METHOD_TRAITS)
 SCALE_ONLY_METHODS: tuple[str, ...] = tuple(name for name, method in METHOD_TRAITS.items() if method.needs is None)
 """The methods that need no argument besides the scale."""
 
-FILE_FORMAT = "mrrope.FrequencyTable/1"
+_Table = TypeVar("_Table", bound="OpTable")
 
 
 def _integer(argument: str, value: SupportsIndex, bits: int = 31) -> int:
@@ -96,20 +96,63 @@ class DeviceCopies:
         return self._copies.setdefault(device, copy)
 
 
-class FrequencyTable:
-    """The frequency of every pair of components, and the attention factor. Immutable.
+IMPLIED_FIELDS = ("inv_freq", "turns")
+"""Fields of a table's dict that follow from its cumulative scales."""
 
-    Made by :func:`frequency_table`, :meth:`load`, :meth:`from_dict`, :meth:`relative_to` or :meth:`inverse`.
+
+def _frequencies_of(cumulative_scale: list[float], rotary_dim: int, base: float) -> dict[str, Any]:
+    """Return ``inv_freq`` and ``turns`` of plain RoPE divided by cumulative scales."""
+    table = frequency_table(
+        "longrope", rotary_dim=rotary_dim, base=base, original_max_position=1.0, factors=cumulative_scale
+    )
+    return {name: getattr(table._core, name) for name in IMPLIED_FIELDS}
+
+
+class OpTable:
+    """What the ops take as a table: a :class:`FrequencyTable`, or one per key head.
 
     A table owns its device copies and those of the stacks that it is the first table of. Keep every table of a call
     alive while a CUDA graph that captured the call is replayed or another stream still runs it.
     """
 
+    key_heads: int | None = None
+    """The number of key heads that have a table each; None where one table rotates all heads."""
+
+    def __init__(self, packed: torch.Tensor) -> None:
+        self._packed = DeviceCopies(packed)
+        self._stacks: dict[tuple[int, ...], TableStack] = {}
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of rotated components of a head: twice the number of pairs."""
+        raise NotImplementedError
+
+    def packed(self, device: torch.device) -> torch.Tensor:
+        """Return the table as the ops take it, one int64 tensor on ``device``; the copy is cached."""
+        return self._packed.on(device)
+
+    def to(self: _Table, device: torch.device | str) -> _Table:
+        """Cache a copy on ``device`` ahead of CUDA-graph capture or torch.compile, and return this table."""
+        # An empty tensor resolves "cuda" to the current device of that kind.
+        self.packed(torch.empty(0, device=device).device)
+        return self
+
+    def is_like(self, other: OpTable) -> bool:
+        """Whether both tables rotate alike, whatever their method and settings."""
+        mine, others = (words_per_head(table.packed(torch.device("cpu"))) for table in (self, other))
+        return len({len(mine), len(others)} - {1}) <= 1 and bool((mine == others).all())
+
+
+class FrequencyTable(OpTable):
+    """The frequency of every pair of components, and the attention factor. Immutable.
+
+    Made by :func:`frequency_table`, :meth:`load`, :meth:`from_dict`, :meth:`relative_to` or :meth:`inverse`.
+    """
+
     def __init__(self, core: _core.Table) -> None:
         self._core = core
         with torch.inference_mode(False):
-            self._packed = DeviceCopies(torch.tensor(core.packed(), dtype=torch.int64, device="cpu"))
-        self._stacks: dict[tuple[int, ...], TableStack] = {}
+            super().__init__(torch.tensor(core.packed(), dtype=torch.int64, device="cpu"))
 
     @property
     def method(self) -> str:
@@ -166,33 +209,28 @@ class FrequencyTable:
         """Phase steps: revolutions per position in 64-bit fixed point, as the bits of an int64 tensor."""
         return torch.tensor(self._core.turns, dtype=torch.int64, device="cpu")
 
-    def packed(self, device: torch.device) -> torch.Tensor:
-        """Return the table as the ops take it, one int64 tensor on ``device``; the copy is cached."""
-        return self._packed.on(device)
-
-    def to(self, device: torch.device | str) -> FrequencyTable:
-        """Cache a copy on ``device`` ahead of CUDA-graph capture or torch.compile, and return this table."""
-        # An empty tensor resolves "cuda" to the current device of that kind.
-        self.packed(torch.empty(0, device=device).device)
-        return self
-
     def relative_to(self, other: FrequencyTable) -> FrequencyTable:
         """Return the table that re-rotates a vector rotated by ``other`` into one rotated by this table.
 
         Raises:
             ValueError: the tables differ in ``rotary_dim``, or a quotient of theirs is out of range.
         """
-        return FrequencyTable(_core.relative(to=self._core, from_=_require_table("other", other)._core))
+        return FrequencyTable(_core.relative(to=self._core, from_=require_table("other", other)._core))
 
     def inverse(self) -> FrequencyTable:
         """Return the table that undoes this one: angles negated, attention factor inverted."""
         return FrequencyTable(_core.inverse(self._core))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the table as a JSON-serializable dict."""
+    def to_dict(self, *, compact: bool = False) -> dict[str, Any]:
+        """Return the table as a JSON-serializable dict.
+
+        Args:
+            compact: leave out ``inv_freq`` and ``turns`` where the cumulative scales give the same bits, as in every
+                ``longrope`` table that extends plain RoPE.
+        """
         core = self._core
-        return {
-            "format": FILE_FORMAT,
+        data = {
+            "format": table_json.TABLE_FORMAT,
             "method": core.method,
             "rotary_dim": core.rotary_dim,
             "base": core.base,
@@ -204,6 +242,11 @@ class FrequencyTable:
             "cumulative_scale": core.cumulative_scale,
             "turns": core.turns,
         }
+        if compact and core.cumulative_scale:
+            implied = _frequencies_of(core.cumulative_scale, core.rotary_dim, core.base)
+            if all(data[name] == values for name, values in implied.items()):
+                return {name: value for name, value in data.items() if name not in implied}
+        return data
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> FrequencyTable:
@@ -212,11 +255,7 @@ class FrequencyTable:
         Raises:
             TypeError, ValueError: ``data`` has missing, unknown, ill-typed or inconsistent fields.
         """
-        if not isinstance(data, dict):
-            raise TypeError(f"data must be a dict as to_dict makes it, got {type(data).__name__}")
-        fields = dict(data)
-        if fields.pop("format", None) != FILE_FORMAT:
-            raise ValueError(f"format must be {FILE_FORMAT!r}, got {data.get('format')!r}")
+        fields = table_json.without_format(data, table_json.TABLE_FORMAT)
         expected: dict[str, Callable[[str, Any], Any]] = {
             "method": lambda _, value: str(value),
             "rotary_dim": _integer,
@@ -229,11 +268,17 @@ class FrequencyTable:
             "cumulative_scale": lambda name, value: _list_of(_real, name, value),
             "turns": lambda name, value: _list_of(partial(_integer, bits=63), name, value),
         }
+        is_compact = fields.keys().isdisjoint(IMPLIED_FIELDS)
+        if is_compact:
+            fields |= dict.fromkeys(IMPLIED_FIELDS, ())
         if missing := expected.keys() - fields.keys():
             raise ValueError(f"a table needs the fields {sorted(missing)}, got only {sorted(fields)}")
         if unknown := fields.keys() - expected.keys():
             raise ValueError(f"a table has no fields {sorted(unknown)}, only {sorted(expected)}")
         converted = {name: convert(name, fields[name]) for name, convert in expected.items()}
+        if is_compact:
+            scales = converted["cumulative_scale"]
+            converted |= _frequencies_of(scales, converted["rotary_dim"], converted["base"])
         return FrequencyTable(_core.Table(**converted))
 
     def save(self, path: str | Path) -> None:
@@ -248,17 +293,7 @@ class FrequencyTable:
             FileNotFoundError: there is no such file or shipped table.
             ValueError: the file does not hold a table.
         """
-        try:
-            data = json.loads(calibrated_tables.file_of(path).read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-        if not isinstance(data, dict):
-            raise ValueError(f"{path} must hold a JSON object, got {type(data).__name__}")
-        return FrequencyTable.from_dict(data)
-
-    def is_like(self, other: FrequencyTable) -> bool:
-        """Whether both tables rotate alike, whatever their method and settings."""
-        return self._core.packed() == other._core.packed()
+        return FrequencyTable.from_dict(table_json.read_object(calibrated_tables.file_of(path)))
 
     def __eq__(self, other: object) -> bool:
         # Tables of one model mostly differ in scale, which is cheap to compare.
@@ -286,9 +321,9 @@ class FrequencyTable:
 class TableStack(DeviceCopies):
     """Several tables as one tensor. The first table owns it and drops it when another one is deleted."""
 
-    def __init__(self, tables: Sequence[FrequencyTable], key: tuple[int, ...]) -> None:
+    def __init__(self, tables: Sequence[OpTable], key: tuple[int, ...]) -> None:
         with torch.inference_mode(False):
-            super().__init__(torch.stack([table.packed(torch.device("cpu")) for table in tables]))
+            super().__init__(_stacked(tables, torch.device("cpu")))
         owner = weakref.ref(tables[0])
 
         def forget(_: object) -> None:
@@ -299,7 +334,21 @@ class TableStack(DeviceCopies):
         self._others = [weakref.ref(table, forget) for table in tables[1:]]
 
 
-def packed_stack(tables: Sequence[FrequencyTable], device: torch.device) -> torch.Tensor:
+def words_per_head(packed: torch.Tensor) -> torch.Tensor:
+    """Return a packed table as ``[heads, words]``; one that rotates all heads has one row."""
+    return packed.view(-1, packed.shape[-1])
+
+
+def _stacked(tables: Sequence[OpTable], device: torch.device) -> torch.Tensor:
+    """Return ``[tables, words]``; with head tables among them all are expanded to ``[tables, 1, heads, words]``."""
+    packed = [table.packed(device) for table in tables]
+    heads = max(table.key_heads or 0 for table in tables)
+    if not heads:
+        return torch.stack(packed)
+    return torch.stack([words_per_head(words).expand(heads, -1) for words in packed]).unsqueeze(1)
+
+
+def packed_stack(tables: Sequence[OpTable], device: torch.device) -> torch.Tensor:
     """Return tables of one rotary_dim as the ops take them, one int64 tensor on ``device``.
 
     The copy is cached while all of these tables live.
@@ -308,23 +357,40 @@ def packed_stack(tables: Sequence[FrequencyTable], device: torch.device) -> torc
         raise ValueError("table must be a FrequencyTable or a sequence of at least one, got none")
     if not torch.compiler.is_compiling():
         # Fast path: a cached stack was checked when it was made.
-        stack = _require_table("table[0]", tables[0])._stacks.get(tuple(map(id, tables)))
+        stack = require_op_table("table[0]", tables[0])._stacks.get(tuple(map(id, tables)))
         if stack is not None:
             return stack.on(device)
+    with_heads: OpTable | None = None
     for i, table in enumerate(tables):
-        _require_table(f"table[{i}]", table)
+        require_op_table(f"table[{i}]", table)
         if table.rotary_dim != tables[0].rotary_dim:
             raise ValueError(
                 f"table[{i}] must have table[0]'s rotary_dim {tables[0].rotary_dim}, got {table.rotary_dim}"
             )
+        if table.key_heads is None:
+            continue
+        with_heads = with_heads or table
+        if table.key_heads != with_heads.key_heads:
+            raise ValueError(
+                f"table[{i}] must hold tables for {with_heads.key_heads} key heads, as those before it do, got "
+                f"{table.key_heads}"
+            )
     if _is_tracing():
-        return torch.stack([table.packed(device) for table in tables])
+        return _stacked(tables, device)
     # setdefault: the first of two racing threads wins, as in DeviceCopies.on.
     key = tuple(map(id, tables))
     return tables[0]._stacks.setdefault(key, TableStack(tables, key)).on(device)
 
 
-def _require_table(argument: str, value: object) -> FrequencyTable:
+def require_op_table(argument: str, value: object) -> OpTable:
+    """Return ``value``; raise TypeError where the ops do not take it as a table."""
+    if not isinstance(value, OpTable):
+        raise TypeError(f"{argument} must be a FrequencyTable or HeadTables, got {type(value).__name__}")
+    return value
+
+
+def require_table(argument: str, value: object) -> FrequencyTable:
+    """Return ``value``; raise TypeError where it is no :class:`FrequencyTable`."""
     if not isinstance(value, FrequencyTable):
         raise TypeError(f"{argument} must be a FrequencyTable, got {type(value).__name__}")
     return value
@@ -375,7 +441,7 @@ def frequency_table(
     if not isinstance(method, str):
         raise TypeError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     if native is not None:
-        own = _require_table("native", native)
+        own = require_table("native", native)
         if (own.rotary_dim, own.base) != (rotary_dim, base) or not own.cumulative_scale.numel():
             raise ValueError(
                 f"native must be a table of rotary_dim {rotary_dim} and base {base} with cumulative scales, got {own!r}"

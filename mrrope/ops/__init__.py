@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 import mrrope._core as _core
-from mrrope.tables import FrequencyTable, _require_table, packed_stack
+from mrrope.head_tables import HeadTables
+from mrrope.tables import FrequencyTable, packed_stack, require_op_table
 
-Tables = FrequencyTable | Sequence[FrequencyTable]
+Tables = FrequencyTable | HeadTables | Sequence[FrequencyTable | HeadTables]
 """One table for all sequences, or several."""
 
 
@@ -66,7 +67,7 @@ def packed_table(table: Tables, device: torch.device) -> torch.Tensor:
     """Return the int64 tensor on ``device`` that the ops take for one table or several."""
     if isinstance(table, (list, tuple)):
         return packed_stack(table, device)
-    return _require_table("table", table).packed(device)
+    return require_op_table("table", table).packed(device)
 
 
 def checked_index(table_index: torch.Tensor | None) -> torch.Tensor | None:

@@ -20,7 +20,15 @@ CUDA = re.compile(r"^cu(da|tlass|te|b)\b|^(cuda|cutlass|cute|cub|thrust)[_/.]|^n
 
 # From the bottom. A module belongs to the entry with its longest prefix; it may import its own layer and those below.
 PACKAGE_LAYERS = [
-    {"mrrope._core", "mrrope.calibrated_tables", "mrrope.tables", "mrrope.table_lookup"},
+    {
+        "mrrope._core",
+        "mrrope.calibrated_tables",
+        "mrrope.head_tables",
+        "mrrope.table_json",
+        "mrrope.table_lookup",
+        "mrrope.table_set",
+        "mrrope.tables",
+    },
     {"mrrope.ops"},
     {"mrrope.hf"},
     {"mrrope.hf.patch"},
@@ -33,7 +41,7 @@ PACKAGE_LAYERS = [
     {"mrrope.demo"},
     {"mrrope.cli"},
 ]
-MAX_LEVELS = 8
+MAX_LEVELS = 9
 
 
 # C++

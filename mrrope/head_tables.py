@@ -1,0 +1,189 @@
+"""One frequency table per key head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrrope import calibrated_tables, table_json
+from mrrope.tables import FrequencyTable, OpTable, require_table
+
+AGREED = ("rotary_dim", "base", "original_max_position", "scale")
+"""What the tables of one model have in common."""
+
+
+def require_agreement(argument: str, tables: Sequence[Any]) -> None:
+    """Raise ValueError for the first table that differs from the first one in what :data:`AGREED` lists."""
+    for i, table in enumerate(tables):
+        for name in AGREED:
+            value, first = getattr(table, name), getattr(tables[0], name)
+            if value != first:
+                raise ValueError(f"{argument}[{i}] must have {argument}[0]'s {name} {first:.15g}, got {value:.15g}")
+
+
+class HeadTables(OpTable):
+    """One table per key head; a query head uses the table of its key head. Immutable.
+
+    Taken wherever a :class:`FrequencyTable` is. A tensor whose number of heads is a multiple of the number of tables
+    uses each table for as many neighbouring heads.
+    """
+
+    def __init__(self, tables: Iterable[FrequencyTable]) -> None:
+        """Join tables that agree in ``rotary_dim``, ``base``, ``original_max_position`` and ``scale``.
+
+        Args:
+            tables: the table of every key head.
+
+        Raises:
+            TypeError: ``tables`` holds something else.
+            ValueError: ``tables`` is empty, or two of them do not agree.
+        """
+        try:
+            self._tables = tuple(tables)
+        except TypeError:
+            raise TypeError(f"tables must be a FrequencyTable per key head, got {type(tables).__name__}") from None
+        if not self._tables:
+            raise ValueError("tables must hold a FrequencyTable per key head, got none")
+        for i, table in enumerate(self._tables):
+            require_table(f"tables[{i}]", table)
+        require_agreement("tables", self._tables)
+        self.key_heads = len(self._tables)
+        with torch.inference_mode(False):
+            words = [table.packed(torch.device("cpu")) for table in self._tables]
+            super().__init__(torch.stack(words)[None, None])
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of rotated components of a head."""
+        return self._tables[0].rotary_dim
+
+    @property
+    def base(self) -> float:
+        """RoPE's theta."""
+        return self._tables[0].base
+
+    @property
+    def original_max_position(self) -> float:
+        """The context length without the extension."""
+        return self._tables[0].original_max_position
+
+    @property
+    def scale(self) -> float:
+        """By how much the context length is extended."""
+        return self._tables[0].scale
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def __getitem__(self, key_head: int) -> FrequencyTable:
+        return self._tables[key_head]
+
+    def __iter__(self) -> Iterator[FrequencyTable]:
+        return iter(self._tables)
+
+    def relative_to(self, other: FrequencyTable | HeadTables) -> HeadTables:
+        """Return the tables that re-rotate heads rotated by ``other`` into heads rotated by these tables.
+
+        Args:
+            other: a table for all heads, or as many head tables.
+
+        Raises:
+            ValueError: the numbers of tables or their ``rotary_dim`` differ, or a quotient is out of range.
+        """
+        others = heads_of("other", other, len(self))
+        return HeadTables(mine.relative_to(theirs) for mine, theirs in zip(self, others, strict=True))
+
+    def inverse(self) -> HeadTables:
+        """Return the tables that undo these."""
+        return HeadTables(table.inverse() for table in self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the tables as a JSON-serializable dict; what all of them share is stated once."""
+        rows = [table.to_dict(compact=True) for table in self]
+        shared = table_json.shared_fields(rows)
+        heads = [table_json.unshared_fields(row, shared) for row in rows]
+        return {**shared, "format": table_json.HEADS_FORMAT, "heads": heads}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> HeadTables:
+        """Return the tables of a :meth:`to_dict` dict.
+
+        Raises:
+            TypeError, ValueError: ``data`` has missing, unknown, ill-typed or inconsistent fields.
+        """
+        shared = table_json.without_format(data, table_json.HEADS_FORMAT)
+        return heads_from_rows("heads", shared.pop("heads", None), shared)
+
+    def save(self, path: str | Path) -> None:
+        """Write the tables as JSON."""
+        Path(path).write_text(table_json.text_of(self.to_dict(), "heads"))
+
+    @staticmethod
+    def load(path: str | Path) -> HeadTables:
+        """Read tables that :meth:`save` wrote, or shipped ones by their name.
+
+        Raises:
+            FileNotFoundError: there is no such file or shipped table.
+            ValueError: the file does not hold head tables.
+        """
+        return HeadTables.from_dict(table_json.read_object(calibrated_tables.file_of(path)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HeadTables) and self._tables == other._tables
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._tables)
+
+    def __reduce__(self) -> tuple[Callable[..., HeadTables], tuple[Any, ...]]:
+        return HeadTables, (self._tables,)
+
+    def __repr__(self) -> str:
+        return f"HeadTables({len(self)} key heads, {settings_of(self)})"
+
+
+def settings_of(tables: Any) -> str:
+    """Return what tables agree in, for a repr."""
+    return ", ".join(f"{name}={getattr(tables, name):g}" for name in AGREED)
+
+
+def heads_of(argument: str, table: FrequencyTable | HeadTables, key_heads: int) -> Sequence[FrequencyTable]:
+    """Return a table for every key head.
+
+    Raises:
+        TypeError: ``table`` is neither a table nor head tables.
+        ValueError: ``table`` holds tables for another number of key heads.
+    """
+    if isinstance(table, FrequencyTable):
+        return [table] * key_heads
+    if not isinstance(table, HeadTables):
+        raise TypeError(f"{argument} must be a FrequencyTable or HeadTables, got {type(table).__name__}")
+    if len(table) != key_heads:
+        raise ValueError(f"{argument} must hold tables for {key_heads} key heads, got {len(table)}")
+    return tuple(table)
+
+
+def table_from_row(argument: str, row: object, shared: dict[str, Any]) -> FrequencyTable:
+    """Return the table of a row of JSON and the fields that it shares with others; errors name ``argument``."""
+    if not isinstance(row, dict):
+        raise TypeError(f"{argument} must be a JSON object with the fields of a table, got {type(row).__name__}")
+    if repeated := sorted(row.keys() & shared.keys()):
+        raise ValueError(f"{argument} must not repeat the fields of all tables, got {repeated}")
+    try:
+        return FrequencyTable.from_dict({**shared, **row, "format": table_json.TABLE_FORMAT})
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{argument}: {error}") from None
+
+
+def heads_from_rows(argument: str, rows: object, shared: dict[str, Any]) -> HeadTables:
+    """Return the head tables of a list of rows; errors name ``argument``."""
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f"{argument} must be a list with a table per key head, got {rows!r}")
+    return HeadTables(table_from_row(f"{argument}[{i}]", row, shared) for i, row in enumerate(rows))
