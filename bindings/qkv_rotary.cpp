@@ -82,7 +82,7 @@ int64_t row_stride_of(const Tensor& x) {
 }
 
 // Whether the fused kernels can read the tensors: equally spaced rows without overlap, one table, one position per
-// token.
+// token. Head tables are unfused: cuBLAS, then rotary.
 bool is_fusible(const QkvRotaryCall& call) {
     const auto& [x, weight, bias, positions, table, q_heads, kv_heads, pairing] = call;
     const bool equally_spaced = x.dim() == 2 || x.size(0) == 1 || x.stride(0) == x.size(1) * row_stride_of(x);

@@ -31,10 +31,16 @@ void check_sizes(const RescaleCacheCall& call, const Layout& layout) {
     const Tensor& tables = call.tables;
     const Tensor& first = call.keys[0];
     const int64_t batch = layout.batch_of(first);
-    TORCH_CHECK_VALUE(tables.dim() == 2 && tables.size(0) >= 1 && tables.size(1) >= 2 && tables.is_contiguous(),
-                      "tables must be a contiguous stack of packed tables, got ", tables.sizes(), " with strides ",
-                      tables.strides());
-    check_attention_factors(tables);
+    const bool has_form = tables.dim() == 2 || (tables.dim() == 4 && tables.size(1) >= 1 && tables.size(2) >= 1);
+    TORCH_CHECK_VALUE(has_form && tables.size(0) >= 1 && tables.size(-1) >= 2 && tables.is_contiguous(),
+                      "tables must be a contiguous stack of packed tables, or of [layers, heads] of them, got ",
+                      tables.sizes(), " with strides ", tables.strides());
+    const auto layers = static_cast<int64_t>(call.keys.size());
+    TORCH_CHECK_VALUE(tables.dim() == 2 || tables.size(1) == 1 || tables.size(1) == layers,
+                      "tables must be for one layer or for each of the ", layers, " layers of keys, got ",
+                      tables.sizes());
+    // Every table of every layer and head has a factor of its own.
+    check_attention_factors(tables.view({-1, tables.size(-1)}));
     for (const NamedTensor& index : {NamedTensor{"old", call.from}, {"new", call.to}}) {
         TORCH_CHECK_VALUE(index.tensor.dim() == 1 && index.tensor.size(0) == batch, index.name, " must be [", batch,
                           "], one a sequence of keys of ", first.sizes(), ", got ", index.tensor.sizes());
@@ -48,6 +54,7 @@ void check_sizes(const RescaleCacheCall& call, const Layout& layout) {
             layer.name, " must have the sequences and tokens of keys[0], ", first.sizes(), ", got ",
             layer.tensor.sizes());
         rotary_dim_of(tables, layer);
+        check_heads_have_tables(layer, layout, tables);
     });
 }
 
@@ -101,15 +108,19 @@ struct RescaleCache {
         const PositionsView positions = positions_view({"positions", call.positions}, first, layout);
         const Tensor from = call.from.contiguous();
         const Tensor to = call.to.contiguous();
+        const auto table_layers = static_cast<int32_t>(call.tables.dim() == 4 ? call.tables.size(1) : 1);
+        const auto table_heads = static_cast<int32_t>(call.tables.dim() == 4 ? call.tables.size(2) : 1);
         std::vector<bool> done(call.keys.size());
         for (size_t i = 0; i < call.keys.size(); ++i) {
             if (done[i]) continue;
             const Tensor& keys = call.keys[i];
             std::vector<void*> group;
+            std::vector<int32_t> layer_of_keys;
             for (size_t j = i; j < call.keys.size(); ++j) {
                 const Tensor& other = call.keys[j];
                 if (done[j] || other.sizes() != keys.sizes() || other.strides() != keys.strides()) continue;
                 group.push_back(other.data_ptr());
+                layer_of_keys.push_back(table_layers == 1 ? 0 : static_cast<int32_t>(j));
                 done[j] = true;
             }
             Backend::run(RescaleCacheArgs{.keys = group,
@@ -117,6 +128,9 @@ struct RescaleCache {
                                           .positions = positions,
                                           .tables = static_cast<const uint64_t*>(call.tables.const_data_ptr()),
                                           .table_count = call.tables.size(0),
+                                          .table_layers = table_layers,
+                                          .layer_of_keys = layer_of_keys,
+                                          .table_heads = table_heads,
                                           .from = static_cast<const int32_t*>(from.const_data_ptr()),
                                           .to = static_cast<const int32_t*>(to.const_data_ptr()),
                                           .batch = layout.batch_of(keys),

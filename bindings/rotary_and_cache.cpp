@@ -187,6 +187,7 @@ RotaryAndCacheArgs rotary_and_cache_args(const RotaryAndCacheCall& call) {
     RotaryAndCacheArgs args;
     args.rotary = rotary_args(call.rotary(), call.q_out);
     check_heads(call, layout);
+    check_heads_have_tables({"k", call.k}, layout, call.table);
     check_caches(call, layout, cache_layout);
     check_no_overlaps(call);
     args.k = cached_heads({"k", call.k}, call.key_cache, "key_scale", call.key_scale, layout, cache_layout);

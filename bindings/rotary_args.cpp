@@ -15,12 +15,19 @@ void check_heads(const RotaryCall& call, const Layout& layout) {
 }
 
 void check_table_shape(const at::Tensor& table) {
-    const bool has_form = table.dim() == 1 || (table.dim() == 2 && table.size(0) >= 1) ||
-                          (table.dim() == 3 && table.size(0) >= 1 && table.size(1) == 2);
+    const bool is_stack = table.dim() >= 2 && table.size(0) >= 1;
+    const bool has_form =
+        table.dim() == 1 || (is_stack && table.dim() == 2) || (is_stack && table.dim() == 3 && table.size(1) == 2) ||
+        (is_stack && table.dim() == 4 && (table.size(1) == 1 || table.size(1) == 2) && table.size(2) >= 1);
     TORCH_CHECK_VALUE(has_form && table.size(-1) >= 2 && table.is_contiguous(),
                       "table must be a contiguous int64 tensor of rotary_dim / 2 turns and the attention factor, or a "
-                      "stack of those, or of pairs of rows, the second for positions with rows, got ",
+                      "stack of those, or of pairs of rows, the second for positions with rows, or of one or two rows "
+                      "of head tables, [tables, rows, heads, words], got ",
                       table.sizes(), " with strides ", table.strides());
+}
+
+bool has_position_rows(const at::Tensor& table) {
+    return table.dim() == 3 || (table.dim() == 4 && table.size(1) == 2);
 }
 
 TableChoice table_choice(const RotaryCall& call, const Layout& layout) {
@@ -34,7 +41,13 @@ TableChoice table_choice(const RotaryCall& call, const Layout& layout) {
     const int64_t count = table.size(0);
     constexpr int64_t most = std::numeric_limits<int32_t>::max();
     TORCH_CHECK_VALUE(count <= most, "table must be a stack of less than 2^31 tables, got ", count);
+    TORCH_CHECK_VALUE(table.numel() / count <= most, "table must have less than 2^31 words in each of its ", count,
+                      " tables, got ", table.numel() / count);
     TableChoice choice{.count = static_cast<int32_t>(count), .stride = static_cast<int32_t>(table.numel() / count)};
+    if (table.dim() == 4) {
+        choice.heads = static_cast<int32_t>(table.size(2));
+        choice.head_stride = static_cast<int32_t>(table.size(3));
+    }
     if (!index) {
         TORCH_CHECK_VALUE(count == 1 || (layout.batch >= 0 && count == layout.batch_of(q)),
                           "table must be one, or one ", "for each of the ", layout.batch_of(q),
@@ -66,11 +79,13 @@ PositionsView position_rows_view(const RotaryCall& call, const Layout& layout) {
                       "positions with a table of two rows must be [rows, ", batch, ", ", tokens, "] for q of ",
                       q.sizes(), " in layout ", layout.name, ", got ", positions.sizes());
     const int64_t words = table.size(-1);
-    const auto* row_of_pair = static_cast<const uint64_t*>(table.const_data_ptr()) + words;
+    const int64_t words_of_row = table.numel() / table.size(0) / 2;  // those of all heads
+    const auto* row_of_pair = static_cast<const uint64_t*>(table.const_data_ptr()) + words_of_row;
     if (table.is_cpu()) {
-        for (int64_t i = 0; i < table.size(0) * (words - 1); ++i) {
-            const int64_t pair = i % (words - 1);
-            const uint64_t row = without_negation(row_of_pair[i / (words - 1) * 2 * words + pair]);
+        for (int64_t i = 0; i < table.numel() / 2; ++i) {
+            const int64_t pair = i % words;
+            if (pair == words - 1) continue;
+            const uint64_t row = without_negation(row_of_pair[i / words_of_row * 2 * words_of_row + i % words_of_row]);
             TORCH_CHECK_VALUE(row < static_cast<uint64_t>(positions.size(0)),
                               "table's second row must name rows of positions, 0 to ", positions.size(0) - 1, ", got ",
                               row, " for pair ", pair);
@@ -119,9 +134,10 @@ RotaryArgs rotary_args(const RotaryCall& call, at::TensorList out) {
     }
     check_table_shape(call.table);
     check_attention_factors(call.table);
+    call.each_head([&](NamedTensor x) { check_heads_have_tables(x, layout, call.table); });
     RotaryArgs args;
     args.rotary_dim = rotary_dim_of(call.table, q);
-    args.positions = call.table.dim() == 3 && call.positions.dim() == 3
+    args.positions = has_position_rows(call.table) && call.positions.dim() == 3
                          ? position_rows_view(call, layout)
                          : positions_view({"positions", call.positions}, q, layout);
     args.table = static_cast<const uint64_t*>(call.table.const_data_ptr());

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <string>
 #include <utility>
 
 #include "mrrope/frequency_table.h"
@@ -179,12 +180,22 @@ void check_attention_factors(const at::Tensor& table) {
     if (!table.is_cpu()) return;
     const auto* words = static_cast<const uint64_t*>(table.const_data_ptr());
     const int64_t tables = table.dim() == 1 ? 1 : table.size(0);
-    for (int64_t i = 0; i < tables; ++i) {
-        const double factor = attention_factor_of(words[i * (table.numel() / tables) + table.size(-1) - 1]);
-        TORCH_CHECK_VALUE(is_attention_factor(factor),
-                          "table must end with the bits of an attention factor, a positive ",
-                          "finite number in float32's range, got ", factor, " in table ", i);
+    const int64_t heads = table.dim() == 4 ? table.size(2) : 1;
+    for (int64_t i = 0; i < tables * heads; ++i) {
+        const int64_t first_word = i / heads * (table.numel() / tables) + i % heads * table.size(-1);
+        const double factor = attention_factor_of(words[first_word + table.size(-1) - 1]);
+        if (is_attention_factor(factor)) continue;
+        const std::string of_head = heads == 1 ? "" : " of head " + std::to_string(i % heads);
+        TORCH_CHECK_VALUE(false, "table must end with the bits of an attention factor, a positive ",
+                          "finite number in float32's range, got ", factor, " in table ", i / heads, of_head);
     }
+}
+
+void check_heads_have_tables(NamedTensor heads, const Layout& layout, const at::Tensor& table) {
+    if (table.dim() != 4) return;
+    const int64_t count = heads.tensor.size(layout.head);
+    TORCH_CHECK_VALUE(count % table.size(2) == 0, heads.name, " must have a multiple of ", table.size(2),
+                      " heads, the number of head tables, got ", count);
 }
 
 int64_t stride_or_zero(const at::Tensor& tensor, int dim) {

@@ -75,8 +75,12 @@ void check_no_overlap(NamedTensor a, NamedTensor b, const char* purpose = "");
 // CPU tensors only: reading CUDA tensors here would synchronize, so kernels clamp their indices instead.
 void check_range(NamedTensor index, int64_t count);
 
-// CPU tables only, single or stacked: CUDA kernels multiply by whatever the word holds.
+// CPU tables only, in any of the forms that ops take: CUDA kernels multiply by whatever the word holds. Second rows,
+// which name rows of positions, have no factor.
 void check_attention_factors(const at::Tensor& table);
+
+// Head tables, [tables, rows, heads, words], divide the heads evenly.
+void check_heads_have_tables(NamedTensor heads, const Layout& layout, const at::Tensor& table);
 
 // --- views ---
 

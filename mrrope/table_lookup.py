@@ -1,15 +1,21 @@
-"""Resolve a method, a table or a file to the frequency table for one model."""
+"""Resolve a method, tables or a file to the frequency table, or the tables, for one model."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrrope import calibrated_tables
+from mrrope import calibrated_tables, table_json
+from mrrope.head_tables import HeadTables
+from mrrope.table_set import TableSet, every_table
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
+
+ModelTables = FrequencyTable | HeadTables | TableSet
+"""What rotates a model: one table for all, one per key head of every layer, or the tables of each layer."""
 
 PLAIN_ROPE_OPTIONS = frozenset({"base", "original_max_position"})
 """Options that override the model's configuration; with one of them a method extends plain RoPE."""
@@ -29,6 +35,10 @@ class NativeRope:
     """The context length before the extension that the configuration sets; the configured length if it sets none."""
     held_attention_factor: float = 1.0
     """The square root of the temperature that the model's attention applies for its configured extension."""
+    layers: int | None = None
+    """The number of layers; None where the caller does not know it, and a table set's is not checked."""
+    key_heads: int | None = None
+    """The number of key heads of a layer; None where the caller does not know it, and head tables are not checked."""
 
     def table_arguments(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments with which :func:`frequency_table` extends this RoPE.
@@ -48,27 +58,66 @@ class NativeRope:
 
 
 def is_saved_table(name: str) -> bool:
-    """Whether ``name`` is the path of a table's JSON or the name of a shipped calibrated table."""
+    """Whether ``name`` is the path of a JSON with a table or a set, or the name of a shipped one."""
     return name.endswith(".json") or name in calibrated_tables.names()
 
 
+def tables_from_dict(data: dict[str, Any]) -> ModelTables:
+    """Return the table, the head tables or the set of a ``to_dict`` dict, by its format.
+
+    Raises:
+        TypeError, ValueError: ``data`` holds none of them.
+    """
+    kinds: dict[str, Callable[[dict[str, Any]], ModelTables]] = {
+        table_json.HEADS_FORMAT: HeadTables.from_dict,
+        table_json.SET_FORMAT: TableSet.from_dict,
+    }
+    found = data.get("format") if isinstance(data, dict) else None
+    return kinds.get(str(found), FrequencyTable.from_dict)(data)
+
+
+def load_tables(path: str | Path) -> ModelTables:
+    """Read a table, head tables or a table set, whichever the file or the shipped name holds.
+
+    Raises:
+        FileNotFoundError: there is no such file or shipped name.
+        ValueError: the file holds none of them.
+    """
+    return tables_from_dict(table_json.read_object(calibrated_tables.file_of(path)))
+
+
 def resolve_table(
-    trained: NativeRope, method: str | FrequencyTable | Path, scale: float, options: dict[str, Any]
+    trained: NativeRope, method: str | ModelTables | Path, scale: float, options: dict[str, Any]
 ) -> FrequencyTable:
-    """Return the table that ``method`` means for a model.
+    """Return the one table that ``method`` means for a model, with the arguments of :func:`resolve_tables`.
+
+    Raises:
+        ValueError: as in :func:`resolve_tables`, or ``method`` has tables per layer or head.
+    """
+    tables = resolve_tables(trained, method, scale, options)
+    if not isinstance(tables, FrequencyTable):
+        raise ValueError(f"method must be one table for all layers and heads here, got {tables!r}")
+    return tables
+
+
+def resolve_tables(
+    trained: NativeRope, method: str | ModelTables | Path, scale: float, options: dict[str, Any]
+) -> ModelTables:
+    """Return the table or the tables that ``method`` means for a model.
 
     Args:
         trained: the unpatched model's RoPE.
-        method: a method's name, a table, the path of a table's JSON, or the name of a shipped calibrated table.
-        scale: by how much to extend the context; must be 1 if ``method`` is a table.
+        method: a method's name, a table, head tables, a table set, the path of the JSON of one of those, or the name
+            of a shipped one.
+        scale: by how much to extend the context; must be 1 if ``method`` is no method's name.
         options: more arguments of :func:`frequency_table`; they override the model's configuration.
 
     Raises:
         ValueError: ``method`` is unknown, or does not fit the model or the options.
     """
     if isinstance(method, Path) or (isinstance(method, str) and is_saved_table(method)):
-        method = FrequencyTable.load(method)
-    if isinstance(method, FrequencyTable):
+        method = load_tables(method)
+    if isinstance(method, FrequencyTable | HeadTables | TableSet):
         given = {**({"scale": scale} if scale != 1.0 else {}), **options}
         if given.keys() - PLAIN_ROPE_OPTIONS:
             raise ValueError(f"method is a ready table, which leaves no room for {given}")
@@ -96,9 +145,13 @@ def resolve_table(
     return frequency_table(method, **arguments, attention_factor=remaining)
 
 
-def _check_fits_model(trained: NativeRope, table: FrequencyTable, overrides: dict[str, Any]) -> None:
+def _check_fits_model(trained: NativeRope, table: ModelTables, overrides: dict[str, Any]) -> None:
     """Raise where a table was made for another model; options in ``overrides`` override the model's configuration."""
     _check_rotary_dim(trained, table)
+    if isinstance(table, TableSet) and trained.layers not in (None, len(table)):
+        raise ValueError(f"method must hold tables for the model's {trained.layers} layers, got {table!r}")
+    if table.key_heads is not None and trained.key_heads not in (None, table.key_heads):
+        raise ValueError(f"method must hold tables for the model's {trained.key_heads} key heads, got {table!r}")
     lengths = [trained.original_max_position, trained.trained_length]
     known = {
         "base": [overrides["base"]] if "base" in overrides else [trained.base],
@@ -115,15 +168,16 @@ def _check_fits_model(trained: NativeRope, table: FrequencyTable, overrides: dic
     reached, native = table.original_max_position * table.scale, trained.original_max_position
     if not overrides and native is not None and reached < native:
         warnings.warn(f"{table!r} reads {reached:.15g} tokens, and the model as it is {native:.15g}", stacklevel=3)
-    held = trained.held_attention_factor
-    if held != 1.0 and table.original_max_position == trained.trained_length and table.attention_factor != 1.0:
+    held, factors = trained.held_attention_factor, {one.attention_factor for one in every_table(table)}
+    if held != 1.0 and table.original_max_position == trained.trained_length and factors != {1.0}:
+        once = "attention_factor=" + ", ".join(f"{factor / held:.15g}" for factor in sorted(factors))
         warnings.warn(
-            f"the attention of the model holds a temperature already, and {table!r} adds its own: "
-            f"attention_factor={table.attention_factor / held:.15g} would count it once",
+            f"the attention of the model holds a temperature already, and {table!r} adds its own: {once} would count "
+            "it once",
             stacklevel=3,
         )
 
 
-def _check_rotary_dim(trained: NativeRope, table: FrequencyTable) -> None:
+def _check_rotary_dim(trained: NativeRope, table: ModelTables) -> None:
     if table.rotary_dim != trained.rotary_dim:
         raise ValueError(f"method must give a table of the model's rotary_dim {trained.rotary_dim}, got {table!r}")

@@ -17,6 +17,15 @@ LayerTables = FrequencyTable | HeadTables
 """What rotates one layer: one table for all heads, or one per key head."""
 
 
+def every_table(tables: LayerTables | TableSet) -> Iterator[FrequencyTable]:
+    """Yield the tables of all layers and key heads."""
+    if isinstance(tables, FrequencyTable):
+        yield tables
+    else:
+        for part in tables:
+            yield from every_table(part)
+
+
 class TableSet:
     """The tables of every layer of a model: one for all heads of the layer, or one per key head. Immutable."""
 

@@ -9,7 +9,7 @@
 namespace mrrope {
 namespace {
 
-// One row and its gradient, widened to Real, and the phases, cosines and sines of its token.
+// One row and its gradient, widened to Real, the phases of its token, and its cosines and sines by every head's table.
 template <class Real>
 struct Scratch {
     Real* row;
@@ -19,12 +19,13 @@ struct Scratch {
     uint64_t* phases;
 
     Scratch(double* memory, const QkNormRotaryArgs& args) {
-        const int half = args.rotary.rotary_dim / 2;
+        const int64_t half = args.rotary.rotary_dim / 2;
+        const int64_t all_tables = args.rotary.choice.heads * half;
         phases = reinterpret_cast<uint64_t*>(memory);
         cos = reinterpret_cast<Real*>(memory + half);
-        sin = reinterpret_cast<Real*>(memory + 2 * half);
-        row = reinterpret_cast<Real*>(memory + 3 * half);
-        gradient = row + (norm_scratch_size(args) - 3 * half) / 2;
+        sin = reinterpret_cast<Real*>(memory + half + all_tables);
+        row = reinterpret_cast<Real*>(memory + half + 2 * all_tables);
+        gradient = row + (norm_scratch_size(args) - half - 2 * all_tables) / 2;
     }
 };
 
@@ -35,6 +36,7 @@ struct Row {
     int first;
     int heads;
     int head_dim;
+    int heads_per_table;
 
     int size() const { return heads * head_dim; }
     int64_t offset(const HeadStrides& strides, int head) const {
@@ -45,7 +47,10 @@ struct Row {
 template <class F>
 void for_each_row(const QkNormRotaryArgs& args, const HeadsView& view, int64_t batch, int64_t token, F&& f) {
     const int heads = args.over == NormOver::head ? 1 : view.heads;
-    for (int first = 0; first < view.heads; first += heads) f(Row{batch, token, first, heads, args.rotary.head_dim});
+    const int heads_per_table = view.heads / args.rotary.choice.heads;
+    for (int first = 0; first < view.heads; first += heads) {
+        f(Row{batch, token, first, heads, args.rotary.head_dim, heads_per_table});
+    }
 }
 
 template <class Storage, class Real>
@@ -70,8 +75,10 @@ void write(const Row& row, const Real* from, void* heads, const HeadStrides& str
 
 template <class Real>
 void rotate_row(const RotaryArgs& args, const Row& row, Real* wide, const Scratch<Real>& scratch) {
+    const int half = args.rotary_dim / 2;
     for (int head = 0; head < row.heads; ++head, wide += row.head_dim) {
-        rotate_pairs(wide, wide, args, 0, args.rotary_dim / 2, scratch.cos, scratch.sin);
+        const int64_t table = int64_t{(row.first + head) / row.heads_per_table} * half;
+        rotate_pairs(wide, wide, args, 0, half, scratch.cos + table, scratch.sin + table);
     }
 }
 
@@ -140,11 +147,15 @@ void norm_view_gradient(const QkNormRotaryArgs& args, const HeadsView& view, con
 template <class Real, class F>
 void for_each_token(const RotaryArgs& args, bool conjugate, int64_t begin, int64_t end, const Scratch<Real>& scratch,
                     F&& f) {
+    const int half = args.rotary_dim / 2;
     for (int64_t at = begin; at < end; ++at) {
         const int64_t batch = at / args.tokens;
         const int64_t token = at % args.tokens;
-        fill_cos_sin(scratch.cos, scratch.sin, scratch.phases, args, batch, token, 0, args.rotary_dim / 2,
-                     static_cast<Real>(conjugate ? -1 : 1));
+        for (int table_head = 0; table_head < args.choice.heads; ++table_head) {
+            const int64_t table = int64_t{table_head} * half;
+            fill_cos_sin(scratch.cos + table, scratch.sin + table, scratch.phases, args, batch, token, table_head, 0,
+                         half, static_cast<Real>(conjugate ? -1 : 1));
+        }
         f(batch, token);
     }
 }

@@ -7,13 +7,13 @@ namespace mrrope {
 
 namespace {
 
-// Doubles of scratch memory for one row (the elements that share a root mean square), its gradient, and the phases,
-// cosines and sines of its token.
+// Doubles of scratch memory for one row (the elements that share a root mean square), its gradient, the phases of its
+// token, and its cosines and sines by every head's table.
 inline int64_t norm_scratch_size(const QkNormRotaryArgs& args) {
     const RotaryArgs& rotary = args.rotary;
     const int max_heads = rotary.q.heads > rotary.k.heads ? rotary.q.heads : rotary.k.heads;
     const int64_t row = static_cast<int64_t>(args.over == NormOver::head ? 1 : max_heads) * rotary.head_dim;
-    return 2 * row + 3 * (rotary.rotary_dim / 2);
+    return 2 * row + (1 + 2 * rotary.choice.heads) * (rotary.rotary_dim / 2);
 }
 
 }  // namespace

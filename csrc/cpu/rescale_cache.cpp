@@ -6,17 +6,29 @@
 #include "mrrope/rotation.h"
 
 namespace mrrope {
+namespace {
+
+// Tables, `words` words each, that rotate from `from` to `to`.
+void subtract_tables(std::span<uint64_t> difference, const uint64_t* to, const uint64_t* from, int64_t words) {
+    for (size_t i = 0; i < difference.size(); ++i) difference[i] = to[i] - from[i];
+    for (size_t factor = words - 1; factor < difference.size(); factor += words) {
+        difference[factor] =
+            std::bit_cast<uint64_t>(attention_factor_of(to[factor]) / attention_factor_of(from[factor]));
+    }
+}
+
+}  // namespace
 
 void rescale_cache_cpu(const RescaleCacheArgs& args, const ParallelFor& parallel_for) {
     const int half = args.rotary_dim / 2;
     const int64_t words = half + 1;
-    std::vector<uint64_t> difference(words);
+    std::vector<uint64_t> difference(args.table_heads * words);
     RotaryArgs rotary{
         .q = {.heads = args.heads, .in_strides = args.strides, .out_strides = args.strides},
         .k = {},
         .positions = args.positions,
         .table = difference.data(),
-        .choice = {},
+        .choice = {.heads = args.table_heads, .head_stride = static_cast<int32_t>(words)},
         .batch = args.batch,
         .tokens = args.tokens,
         .head_dim = args.rotary_dim,
@@ -26,12 +38,13 @@ void rescale_cache_cpu(const RescaleCacheArgs& args, const ParallelFor& parallel
     };
     for (int64_t sequence = 0; sequence < args.batch; ++sequence) {
         if (args.from[sequence] == args.to[sequence]) continue;
-        const uint64_t* from = args.tables + args.from[sequence] * words;
-        const uint64_t* to = args.tables + args.to[sequence] * words;
-        for (int pair = 0; pair < half; ++pair) difference[pair] = to[pair] - from[pair];
-        difference[half] = std::bit_cast<uint64_t>(attention_factor_of(to[half]) / attention_factor_of(from[half]));
-        for (void* keys : args.keys) {
-            rotary.q.in = rotary.q.out = keys;
+        for (size_t layer = 0; layer < args.keys.size(); ++layer) {
+            const int64_t table_layer = args.layer_of_keys.empty() ? 0 : args.layer_of_keys[layer];
+            const auto tables_of = [&](int64_t index) {
+                return args.tables + (index * args.table_layers + table_layer) * args.table_heads * words;
+            };
+            subtract_tables(difference, tables_of(args.to[sequence]), tables_of(args.from[sequence]), words);
+            rotary.q.in = rotary.q.out = args.keys[layer];
             rotary_cpu(slice(rotary, sequence, 1, 0, args.tokens), parallel_for);
         }
     }

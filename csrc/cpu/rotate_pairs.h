@@ -15,10 +15,12 @@ inline int64_t position_at(const PositionsView& positions, int64_t row, int64_t 
                               : static_cast<const int32_t*>(positions.data)[index];
 }
 
-inline int64_t table_index_of(const TableChoice& choice, int64_t batch, int64_t token) {
-    if (choice.count == 1) return 0;
-    if (choice.index == nullptr) return batch;
-    return choice.index[batch * choice.batch_stride + token * choice.token_stride];
+// Offset of the table of a token and of the table head `table_head`, in words.
+inline int64_t table_offset(const TableChoice& choice, int64_t batch, int64_t token, int64_t table_head) {
+    const int64_t of_head = table_head * choice.head_stride;
+    if (choice.count == 1) return of_head;
+    if (choice.index == nullptr) return batch * choice.stride + of_head;
+    return choice.index[batch * choice.batch_stride + token * choice.token_stride] * int64_t{choice.stride} + of_head;
 }
 
 // Separate from the loop over cos/sin: most processors have no SIMD multiply of 64-bit integers, and in one loop that
@@ -26,7 +28,7 @@ inline int64_t table_index_of(const TableChoice& choice, int64_t batch, int64_t 
 inline void fill_phases(uint64_t* phases, const RotaryArgs& args, int64_t table, int64_t batch, int64_t token,
                         int first_pair, int pairs) {
     const PositionsView& positions = args.positions;
-    const int64_t first = table * args.choice.stride + first_pair;
+    const int64_t first = table + first_pair;
     const uint64_t* phase_steps = args.table + first;
     if (positions.row_of_pair == nullptr) {
         const int64_t position = position_at(positions, 0, batch, token);
@@ -39,13 +41,13 @@ inline void fill_phases(uint64_t* phases, const RotaryArgs& args, int64_t table,
     }
 }
 
-// Cosines and sines, times the attention factor, of pairs [first_pair, first_pair + pairs) of one token. `phases` is
-// scratch memory for as many words.
+// Cosines and sines, times the attention factor, of pairs [first_pair, first_pair + pairs) of one token, by the table
+// of the table head `table_head`. `phases` is scratch memory for as many words.
 template <class Real>
 void fill_cos_sin(Real* cos, Real* sin, uint64_t* phases, const RotaryArgs& args, int64_t batch, int64_t token,
-                  int first_pair, int pairs, Real direction) {
-    const int64_t table = table_index_of(args.choice, batch, token);
-    const uint64_t factor = args.table[table * args.choice.stride + args.rotary_dim / 2];
+                  int64_t table_head, int first_pair, int pairs, Real direction) {
+    const int64_t table = table_offset(args.choice, batch, token, table_head);
+    const uint64_t factor = args.table[table + args.rotary_dim / 2];
     const auto gain = static_cast<Real>(attention_factor_of(factor));
     fill_phases(phases, args, table, batch, token, first_pair, pairs);
 #pragma omp simd

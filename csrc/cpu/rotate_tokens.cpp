@@ -52,6 +52,17 @@ void for_each_head(const HeadsView& view, const TokenSpan& span, F&& f) {
     }
 }
 
+// The heads of `view` that use the table of `table_head`.
+template <class Storage>
+HeadsView heads_of_table(const HeadsView& view, const TableChoice& choice, int table_head) {
+    HeadsView part = view;
+    part.heads = view.heads / choice.heads;
+    const int64_t first = int64_t{table_head} * part.heads;
+    part.in = static_cast<const Storage*>(view.in) + first * view.in_strides.head;
+    part.out = static_cast<Storage*>(view.out) + first * view.out_strides.head;
+    return part;
+}
+
 template <class Storage>
 void copy_tail(const RotaryArgs& args, const HeadsView& view, const TokenSpan& span) {
     const size_t bytes = (args.head_dim - args.rotary_dim) * sizeof(Storage);
@@ -77,13 +88,17 @@ void rotate_span(const RotaryArgs& args, const TokenSpan& span) {
     Tile<Real> tile;
     for (int first_pair = 0; first_pair < half; first_pair += pairs_per_tile) {
         const int pairs = std::min(pairs_per_tile, half - first_pair);
-        for (int t = 0; t < span.count; ++t) {
-            alignas(64) uint64_t phases[pairs_per_tile];
-            fill_cos_sin(tile.cos[t], tile.sin[t], phases, args, span.batch, span.token + t, first_pair, pairs,
-                         direction);
+        for (int table_head = 0; table_head < args.choice.heads; ++table_head) {
+            for (int t = 0; t < span.count; ++t) {
+                alignas(64) uint64_t phases[pairs_per_tile];
+                fill_cos_sin(tile.cos[t], tile.sin[t], phases, args, span.batch, span.token + t, table_head, first_pair,
+                             pairs, direction);
+            }
+            for (const HeadsView& view : {args.q, args.k}) {
+                rotate_heads<Storage>(args, heads_of_table<Storage>(view, args.choice, table_head), tile, span,
+                                      first_pair, pairs);
+            }
         }
-        rotate_heads<Storage>(args, args.q, tile, span, first_pair, pairs);
-        rotate_heads<Storage>(args, args.k, tile, span, first_pair, pairs);
     }
     copy_tail<Storage>(args, args.q, span);
     copy_tail<Storage>(args, args.k, span);

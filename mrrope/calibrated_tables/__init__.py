@@ -1,4 +1,4 @@
-"""Calibrated tables that ship with the package: one JSON file each in this folder."""
+"""Calibrated tables and table sets that ship with the package: one JSON file each in this folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FOLDER = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """Return the names that :meth:`mrrope.FrequencyTable.load` and :func:`mrrope.patch` take in place of a path."""
+    """Return the names that ``load`` of tables and sets and :func:`mrrope.patch` take in place of a path."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 

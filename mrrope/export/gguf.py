@@ -11,8 +11,8 @@ import struct
 from pathlib import Path
 from typing import IO, Any
 
-from mrrope.export.hf_config import exportable_table
-from mrrope.table_lookup import NativeRope
+from mrrope.export.hf_config import exportable_tables, require_one_table
+from mrrope.table_lookup import ModelTables, NativeRope
 from mrrope.tables import FrequencyTable, frequency_table
 
 ARCHITECTURE = "llama"
@@ -34,7 +34,7 @@ FLOAT32_TENSOR = 0
 def export_gguf(
     source: str | Path,
     destination: str | Path,
-    method: str | FrequencyTable | Path,
+    method: str | ModelTables | Path,
     *,
     scale: float = 1.0,
     original_max_position: float | None = None,
@@ -66,7 +66,8 @@ def export_gguf(
     if destination.exists() and destination.samefile(source):
         raise ValueError(f"destination must be another file than the source, got {destination} for both")
     _check_architecture(reader)
-    table = exportable_table(_trained(reader, original_max_position), method, scale, options)
+    tables = exportable_tables(_trained(reader, original_max_position), method, scale, options)
+    table = require_one_table("llama.cpp", tables)
     unfinished = destination.with_name(f"{destination.name}.unfinished")
     try:
         with unfinished.open("wb") as file:

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,14 @@ from torch import nn
 
 from mrrope.hf import rope_config, rotary_embedding
 from mrrope.hf.rope_types import OPTIONS, ROPE_TYPES, register_rope_types
-from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, NativeRope, resolve_table
-from mrrope.tables import METHOD_TRAITS, FrequencyTable
+from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, NativeRope, resolve_tables
+from mrrope.table_set import every_table
+from mrrope.tables import METHOD_TRAITS, SCALE_ONLY_METHODS, FrequencyTable
 
 ENGINES = ("transformers", "transformers-longrope", "vllm", "sglang")
+
+TABLE_TYPE = "mrrope"
+"""The ``rope_type`` whose key ``table`` holds head tables or a table set, as ``to_dict`` returns them."""
 
 REPLACED = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", *OPTIONS}
 REPLACED |= {"truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"}
@@ -45,7 +50,7 @@ LONGROPE_UNREAD = {
 
 def export_config(
     config: Any,
-    method: str | FrequencyTable | Path,
+    method: str | ModelTables | Path,
     *,
     scale: float = 1.0,
     engine: str = "vllm",
@@ -56,11 +61,13 @@ def export_config(
 
     Args:
         config: A configuration of transformers, its dict, the path of a ``config.json`` or its folder, or a model.
-        method: A method's name, a ``FrequencyTable``, or the path of its JSON.
+        method: A method's name, a ``FrequencyTable``, ``HeadTables``, a ``TableSet``, or the path of the JSON of one
+            of those.
         scale: Factor by which a method extends the context.
         engine: The program that reads the configuration. ``transformers`` exports one of mrrope's own rope types,
-            short and readable, for programs that import mrrope. ``transformers-longrope``, ``vllm`` and ``sglang``
-            export ``longrope`` and do not need mrrope.
+            short and readable, for programs that import mrrope; ``HeadTables`` and a ``TableSet`` are exported whole,
+            under ``rope_type`` ``mrrope``. ``transformers-longrope``, ``vllm`` and ``sglang`` export ``longrope`` and
+            do not need mrrope; they have one table for all layers and heads.
         local_layers: Whether to extend layers that attend to a window only and have their own RoPE.
         **options: More arguments of ``frequency_table``.
 
@@ -81,20 +88,24 @@ def export_config(
     if engine in LONGROPE_UNREAD:
         _check_engine(engine, text, model, rotary)
 
-    extended: dict[str | None, FrequencyTable] = {}
+    layers, key_heads = _layers_and_key_heads(text)
+    extended: dict[str | None, ModelTables] = {}
     for layer_type in rope_config.layer_types(rotary):
         if rope_config.is_local(layer_type) and not local_layers:
             continue
-        own = rope_config.settings(rotary, layer_type)
+        own = replace(rope_config.settings(rotary, layer_type), layers=layers, key_heads=key_heads)
         if not own.rotated_pairs.all():
             raise ValueError(
                 f"some pairs of {text.model_type} do not rotate, which no rope_type for other frequencies can say; "
                 "use mrrope.patch"
             )
-        table = exportable_table(own, method, scale, options)
+        table = exportable_tables(own, method, scale, options)
+        if engine != "transformers":
+            require_one_table(engine, table)
         if own.changes_with_length and table.is_like(own.table):
             raise ValueError(f"method must extend {text.model_type}, whose own table changes with the length of a text")
-        if engine == "transformers" and own.native is not None and options.keys().isdisjoint(PLAIN_ROPE_OPTIONS):
+        from_plain = isinstance(table, FrequencyTable) and options.keys().isdisjoint(PLAIN_ROPE_OPTIONS)
+        if engine == "transformers" and own.native is not None and from_plain:
             raise ValueError(
                 f"mrrope's rope types start from plain RoPE, and {text.model_type} rotates by other frequencies; "
                 "engine='transformers-longrope' takes every table, original_max_position or base start over"
@@ -109,11 +120,14 @@ def export_config(
     for layer_type, table in extended.items():
         old = parameters if layer_type is None else parameters[layer_type]
         new = {key: value for key, value in old.items() if key not in REPLACED}
-        new |= _registered_type(table, method, options) if engine == "transformers" else _longrope(table)
+        if engine == "transformers":
+            new |= _registered_type(table, method, options)
+        else:
+            new |= _longrope(require_one_table(engine, table))
         if engine != "transformers" and "original_max_position_embeddings" in old:
             # Attention may depend on it too, as in Ministral 3. Short and long factors are equal, so both lengths work.
             new["original_max_position_embeddings"] = old["original_max_position_embeddings"]
-        if text.model_type in MSCALES_READ:
+        if text.model_type in MSCALES_READ and isinstance(table, FrequencyTable):
             new |= _mscales(table.attention_factor)
         if layer_type is None:
             parameters = new
@@ -126,7 +140,9 @@ def export_config(
 
     legacy = engine != "transformers"
     exported = _with_rope(data, parsed, parameters, length, legacy=legacy)
-    _check_exported(_parse(type(parsed), exported).get_text_config(), model, extended)
+    single = {layer_type: table for layer_type, table in extended.items() if isinstance(table, FrequencyTable)}
+    if single:  # transformers' own code has no tables per layer or head to check
+        _check_exported(_parse(type(parsed), exported).get_text_config(), model, single)
     if engine in LONGROPE_UNREAD:
         # vLLM and SGLang read the attention factor from these two keys, which transformers does not have.
         parameters |= _mscales(parameters["attention_factor"])
@@ -138,14 +154,35 @@ def export_config(
     return _with_rope(data, parsed, parameters, length, legacy=legacy)
 
 
-def exportable_table(
-    trained: NativeRope, method: str | FrequencyTable | Path, scale: float, options: dict[str, Any]
-) -> FrequencyTable:
-    """Return the table of a method, which must have cumulative scales: engines take tables in that form only."""
-    table = resolve_table(trained, method, scale, options)
-    if not table.cumulative_scale.numel():
-        raise ValueError(f"method must be a table with cumulative scales, and {table!r} has none")
-    return table
+def exportable_tables(
+    trained: NativeRope, method: str | ModelTables | Path, scale: float, options: dict[str, Any]
+) -> ModelTables:
+    """Return the tables of a method, which must have cumulative scales: engines take tables in that form only."""
+    tables = resolve_tables(trained, method, scale, options)
+    if not all(table.cumulative_scale.numel() for table in every_table(tables)):
+        raise ValueError(f"method must be a table with cumulative scales, and {tables!r} has none")
+    return tables
+
+
+def require_one_table(engine: str, tables: ModelTables) -> FrequencyTable:
+    """Return a single table.
+
+    Raises:
+        ValueError: ``tables`` are per layer or head, which the engine cannot express.
+    """
+    if not isinstance(tables, FrequencyTable):
+        raise ValueError(
+            f"{engine} has one table for all layers and heads and cannot express {tables!r}; it takes a FrequencyTable "
+            f"or a method ({', '.join(SCALE_ONLY_METHODS)}), and engine='transformers' takes these tables"
+        )
+    return tables
+
+
+def _layers_and_key_heads(text: Any) -> tuple[int | None, int | None]:
+    """Return the numbers of layers and key heads; None where a configuration does not state one for all layers."""
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    layers = getattr(text, "num_hidden_layers", None)
+    return layers if isinstance(layers, int) else None, heads if isinstance(heads, int) else None
 
 
 def read_config(config: Any) -> tuple[dict[str, Any], Any]:
@@ -285,13 +322,16 @@ def _mscales(attention_factor: float) -> dict[str, float]:
     return {"short_mscale": attention_factor, "long_mscale": attention_factor}
 
 
-def _registered_type(table: FrequencyTable, method: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _registered_type(table: ModelTables, method: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return the table as one of mrrope's rope types, by the options it was made with or else by its bounds."""
+    length = {"original_max_position_embeddings": _number(table.original_max_position)}
+    if not isinstance(table, FrequencyTable):
+        return {"rope_type": TABLE_TYPE, "rope_theta": table.base, **length, "table": table.to_dict()}
     parameters: dict[str, Any] = {
         "rope_type": table.method,
         "rope_theta": table.base,
         "factor": table.scale,
-        "original_max_position_embeddings": _number(table.original_max_position),
+        **length,
     }
     if table.method not in ROPE_TYPES:
         raise ValueError(

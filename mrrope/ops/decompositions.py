@@ -40,9 +40,20 @@ def rotary(
     pairing: str,
     conjugate: bool,
 ) -> list[torch.Tensor]:
-    """Decompose ``torch.ops.mrrope.rotary``, for positions of ``[batch, tokens]`` or ``[rows, batch, tokens]``."""
-    cos, sin = _cos_sin(positions, table, layout, pairing, conjugate)
-    return [_rotated(x.float(), cos, sin, pairing).to(x.dtype) for x in heads]
+    """Decompose ``torch.ops.mrrope.rotary``, for positions of ``[batch, tokens]`` or ``[rows, batch, tokens]``.
+
+    ``table`` has any form that the op takes.
+    """
+    cos, sin = _cos_sin(positions, table, pairing, conjugate)
+    heads_dim = _heads_dim(layout)
+    if table.dim() < 4:
+        cos, sin = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
+        return [_rotated(x.float(), cos, sin, pairing).to(x.dtype) for x in heads]
+    # The heads of one table get a dimension of their own, over which its cos/sin broadcast.
+    cos, sin = (part.movedim(2, heads_dim).unsqueeze(heads_dim + 1) for part in (cos, sin))
+    grouped = [x.float().unflatten(heads_dim, (table.shape[2], x.shape[heads_dim] // table.shape[2])) for x in heads]
+    rotated = [_rotated(x, cos, sin, pairing).flatten(heads_dim, heads_dim + 1) for x in grouped]
+    return [x.to(like.dtype) for x, like in zip(rotated, heads, strict=True)]
 
 
 def _heads_dim(layout: str) -> int:
@@ -55,17 +66,21 @@ def _pair_dim(pairing: str) -> int:
 
 
 def _cos_sin(
-    positions: torch.Tensor, table: torch.Tensor, layout: str, pairing: str, conjugate: bool
+    positions: torch.Tensor, table: torch.Tensor, pairing: str, conjugate: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, per component, its own factor (cos) and its partner's (signed sin), times the attention factor."""
-    words = table if table.dim() == 1 else table[:, None]
-    if table.dim() == 3:
-        words, rows = words.unbind(-2)
+    """Return, per component, its own factor (cos) and its partner's (signed sin), times the attention factor.
+
+    Both are ``[batch, tokens, rotary_dim]``, or ``[batch, tokens, tables, rotary_dim]`` for head tables.
+    """
+    # Second rows name the row of positions that rotates each pair.
+    words, *rows = [table] if table.dim() == 1 else [table[:, None]] if table.dim() == 2 else table[:, None].unbind(2)
     if positions.dim() == 3:
-        # Select, for every pair, the row of positions that rotates it.
-        positions = torch.take_along_dim(positions.permute(1, 2, 0), rows[..., :-1].abs(), dim=-1)
+        positions = positions.permute(1, 2, 0)
+        positions = torch.take_along_dim(
+            positions[:, :, None] if table.dim() == 4 else positions, rows[0][..., :-1].abs(), dim=-1
+        )
     else:
-        positions = positions[..., None]
+        positions = positions[..., None, None] if table.dim() == 4 else positions[..., None]
     # Overflow drops whole revolutions and leaves a signed fraction of one.
     phases = (positions.long() * words[..., :-1]).unsqueeze(_pair_dim(pairing))
     # The first component of a pair takes its partner times -sin, which is the sine of the negated angle.
@@ -73,8 +88,7 @@ def _cos_sin(
     angles = ((phases * (-signs if conjugate else signs)).flatten(-2).double() * RADIANS_PER_PHASE_UNIT).float()
     # Callers negate a whole table to rotate backwards. abs restores the row numbers and the factor's bits.
     attention_factor = words[..., -1:].abs().view(torch.float64).float()
-    cos, sin = ((part * attention_factor).unsqueeze(_heads_dim(layout)) for part in (angles.cos(), angles.sin()))
-    return cos, sin
+    return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: str) -> torch.Tensor:

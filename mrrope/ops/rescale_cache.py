@@ -6,8 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from mrrope.ops import Tables, require_tensors
+from mrrope.head_tables import HeadTables
+from mrrope.ops import require_tensors
+from mrrope.table_set import TableSet, every_table
 from mrrope.tables import FrequencyTable, packed_stack
+
+CacheTables = FrequencyTable | HeadTables | TableSet
+"""What rotated the keys of a sequence: one table, one per key head, or the tables of each layer."""
 
 SHAPES = {
     "bhsd": "[batch, heads, tokens, head_dim]",
@@ -19,8 +24,8 @@ SHAPES = {
 def rescale_cache_(
     keys: torch.Tensor | Sequence[torch.Tensor],
     positions: torch.Tensor,
-    old: Tables,
-    new: Tables,
+    old: CacheTables | Sequence[CacheTables],
+    new: CacheTables | Sequence[CacheTables],
     layout: str = "bhsd",
     pairing: str = "halves",
     blocks: torch.Tensor | None = None,
@@ -34,8 +39,9 @@ def rescale_cache_(
         keys: The keys of one layer, or of several layers of one dtype and device.
         positions: Positions of the cached tokens, int32 or int64: ``[tokens]``, ``[1, tokens]`` or
             ``[batch, tokens]``.
-        old: The table the keys are rotated by: one for all sequences, or a list with one per sequence.
-        new: The table to re-rotate to, in the same form.
+        old: The table the keys are rotated by: a ``FrequencyTable``, ``HeadTables`` or a ``TableSet`` with the tables
+            of every layer of ``keys``. One for all sequences, or a list with one per sequence.
+        new: The table to re-rotate to, in the same forms.
         layout: Layout of the keys: ``bhsd``, ``bshd`` or ``thd``.
         pairing: ``halves`` or ``interleaved``, as in ``rotary``.
         blocks: Int64 indices of the blocks of a paged cache to re-rotate. The first dimension of such a cache counts
@@ -53,17 +59,20 @@ def rescale_cache_(
     rescaled = layers if blocks is None else _copied_blocks(layers, layout, blocks)
     sequences = 1 if layout == "thd" else rescaled[0].shape[0]
     olds, news = _table_per_sequence("old", old, sequences), _table_per_sequence("new", new, sequences)
-    distinct: list[FrequencyTable] = []  # no dict: torch.compile cannot hash tables
+    distinct: list[CacheTables] = []  # no dict: torch.compile cannot hash tables
     for name, side in (("old", olds), ("new", news)):
         for i, table in enumerate(side):
             if table.rotary_dim != olds[0].rotary_dim:
                 expected = f"old[0]'s rotary_dim {olds[0].rotary_dim}"
                 raise ValueError(f"{name}[{i}] must have {expected}, got {table.rotary_dim}")
+            if isinstance(table, TableSet) and len(table) != len(layers):
+                raise ValueError(f"{name}[{i}] must have tables for the {len(layers)} layers of keys, got {len(table)}")
+            _check_key_heads(f"{name}[{i}]", table, distinct)
             if table not in distinct:
                 distinct.append(table)
     if not distinct:
         return  # no sequences
-    factors = [table.attention_factor for table in distinct]
+    factors = [table.attention_factor for tables in distinct for table in every_table(tables)]
     if min(factors) < max(factors) * torch.finfo(torch.float32).smallest_normal:
         raise ValueError(
             f"old and new must have attention factors whose quotients are in float32's range, got {min(factors):g} and "
@@ -74,7 +83,7 @@ def rescale_cache_(
         torch.tensor([distinct.index(table) for table in side], dtype=torch.int32, device=device)
         for side in (olds, news)
     ]
-    stack = packed_stack(distinct, device)
+    stack = _packed(distinct, device)
     torch.ops.mrrope.rescale_cache_.default(rescaled, positions, stack, *indices, layout, pairing)
     if blocks is not None:
         for layer, part in zip(layers, rescaled, strict=True):
@@ -102,14 +111,35 @@ def _checked_layers(keys: object, layout: str) -> list[torch.Tensor]:
     return list(keys)
 
 
-def _table_per_sequence(name: str, tables: Tables, sequences: int) -> list[FrequencyTable]:
-    if isinstance(tables, FrequencyTable):
+def _table_per_sequence(name: str, tables: CacheTables | Sequence[CacheTables], sequences: int) -> list[CacheTables]:
+    if isinstance(tables, (FrequencyTable, HeadTables, TableSet)):
         return [tables] * sequences
-    if not isinstance(tables, (list, tuple)) or not all(isinstance(table, FrequencyTable) for table in tables):
-        raise TypeError(f"{name} must be a FrequencyTable or a list of them, got {tables!r}")
+    if not isinstance(tables, (list, tuple)) or not all(
+        isinstance(table, (FrequencyTable, HeadTables, TableSet)) for table in tables
+    ):
+        raise TypeError(f"{name} must be a FrequencyTable, HeadTables, a TableSet or a list of them, got {tables!r}")
     if len(tables) != sequences:
         raise ValueError(f"{name} must be one table, or one for each of {sequences} sequences, got {len(tables)}")
     return list(tables)
+
+
+def _check_key_heads(name: str, table: CacheTables, others: list[CacheTables]) -> None:
+    """Raise ValueError where two tables of a call are for different numbers of key heads."""
+    for other in others:
+        if table.key_heads is not None and other.key_heads not in (None, table.key_heads):
+            raise ValueError(
+                f"{name} must hold tables for {other.key_heads} key heads, as those before it do, got {table.key_heads}"
+            )
+
+
+def _packed(tables: list[CacheTables], device: torch.device) -> torch.Tensor:
+    """Return tables as the op takes them: as one for all layers, or ``[tables, layers, key heads or 1, words]``."""
+    if not any(isinstance(table, TableSet) for table in tables):
+        return packed_stack([table for table in tables if not isinstance(table, TableSet)], device)
+    packed = [table.packed(device) for table in tables]
+    words = [one if one.dim() == 4 else one.view(1, 1, 1, -1) for one in packed]
+    layers, heads = (max(one.shape[dim] for one in words) for dim in (1, 2))
+    return torch.cat([one.expand(1, layers, heads, -1) for one in words])
 
 
 def _copied_blocks(layers: list[torch.Tensor], layout: str, blocks: object) -> list[torch.Tensor]:

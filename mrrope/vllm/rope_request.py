@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mrrope import calibrated_tables
-from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, is_saved_table
+from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, is_saved_table, load_tables, tables_from_dict
 from mrrope.tables import METHODS, FrequencyTable
 
 ROPE_TYPE = "mrrope"
@@ -210,9 +210,10 @@ def _tables(table: Any, folder: Path | None) -> list[dict[str, Any]]:
 def _table(table: Any, folder: Path | None) -> FrequencyTable:
     if isinstance(table, Mapping):
         try:
-            return FrequencyTable.from_dict(dict(table))
+            found = tables_from_dict(dict(table))
         except (TypeError, ValueError) as error:
             raise ValueError(f"rope_parameters: table must be a table's JSON: {error}") from None
+        return _one_table(found)
     if not isinstance(table, str) or not is_saved_table(table):
         raise ValueError(
             "rope_parameters: table must be the path of a table's .json, the name of a table that comes with mrrope "
@@ -224,6 +225,17 @@ def _table(table: Any, folder: Path | None) -> FrequencyTable:
     if path.suffix == ".json" and not path.is_file():
         raise FileNotFoundError(f"rope_parameters: table must be the path of a table's .json, and there is no {table}")
     try:
-        return FrequencyTable.load(path if path.suffix == ".json" else table)
+        found = load_tables(path if path.suffix == ".json" else table)
     except (TypeError, ValueError) as error:
         raise ValueError(f"rope_parameters: table must be a table's JSON, got {table}: {error}") from None
+    return _one_table(found)
+
+
+def _one_table(found: ModelTables) -> FrequencyTable:
+    """Return ``found``; raise ValueError where it has tables per layer or head, which vLLM's layers do not."""
+    if not isinstance(found, FrequencyTable):
+        raise ValueError(
+            "rope_parameters: table must be one table for all layers and heads, since vLLM's layers share one rotary "
+            f"embedding, got {found!r}"
+        )
+    return found

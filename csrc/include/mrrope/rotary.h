@@ -41,16 +41,22 @@ struct PositionsView {
     int64_t token_stride = 1;
     int64_t rows = 1;
     int64_t row_stride = 0;
-    // In the tables' memory space. Each table has its own, TableChoice::stride words after the previous one's.
+    // In the tables' memory space. Each table has its own, as far apart as the tables: TableChoice::stride and
+    // TableChoice::head_stride.
     const uint64_t* row_of_pair = nullptr;
 };
 
 // Selects each token's table among `count` tables, `stride` words apart: by `index`, or by the token's sequence if
 // `index` is nullptr. A batch_stride or token_stride of 0 broadcasts the index. 32-bit members, because every GPU
 // thread multiplies by them.
+//
+// Every table of the choice is one table, or `heads` tables, head_stride words apart, for as many groups of
+// neighbouring heads: head h of n uses table h / (n / heads). `heads` divides the heads of q and those of k.
 struct TableChoice {
     int32_t count = 1;
     int32_t stride = 0;
+    int32_t heads = 1;
+    int32_t head_stride = 0;
     const int32_t* index = nullptr;  // in the tables' memory space
     int32_t batch_stride = 0;
     int32_t token_stride = 0;
