@@ -18,6 +18,7 @@ from mrrope.calibration.objective import Figures, Readings
 from mrrope.calibration.search import BudgetSpentError, Objective, Point, successive_halving
 from mrrope.calibration.spaces import TEMPERATURES, attention_factor, clamp, temperature_of
 from mrrope.evaluation.documents import Document
+from mrrope.table_lookup import ModelTables
 from mrrope.tables import FrequencyTable, frequency_table
 
 PARENTS = 8
@@ -122,7 +123,7 @@ class TokenLimitedReadings(Readings):
         self.max_tokens = max_tokens
         self.tokens = 0
 
-    def _next_reading(self, key: str, table: FrequencyTable, document: Document, length: int) -> list[Figures]:
+    def _next_reading(self, key: str, table: ModelTables, document: Document, length: int) -> list[Figures]:
         if self.tokens + length > self.max_tokens:
             raise BudgetSpentError
         self.tokens += length

@@ -21,7 +21,7 @@ from mrrope.calibration.journal import Journal, UnsavedJournal
 from mrrope.calibration.learnable_tables import SHARINGS
 from mrrope.calibration.objective import Readings, fingerprint, weights_fingerprint
 from mrrope.calibration.output_files import Files
-from mrrope.calibration.processes import Processes, joined_processes, local_device
+from mrrope.calibration.processes import ALONE, Processes, joined_processes, local_device
 from mrrope.calibration.search import BudgetSpentError
 from mrrope.evaluation import model_loading
 from mrrope.evaluation import report as evaluation_report
@@ -202,7 +202,7 @@ def calibrate(
     options: argparse.Namespace,
     model: Any,
     tokenizer: Any,
-    processes: Processes = Processes(),  # noqa: B008 (frozen)
+    processes: Processes = ALONE,
 ) -> Results:
     """Calibrate and return the results; the best table so far is on disk at any time.
 

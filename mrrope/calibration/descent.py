@@ -13,7 +13,7 @@ import torch
 
 from mrrope.calibration.journal import Journal
 from mrrope.calibration.learnable_tables import LearnableTables
-from mrrope.calibration.processes import Processes
+from mrrope.calibration.processes import ALONE, Processes
 from mrrope.calibration.recomputation import Recomputation
 from mrrope.calibration.search import BudgetSpentError
 from mrrope.calibration.training_texts import TrainingText, TrainingTexts
@@ -41,6 +41,11 @@ def learning_rate(step: int, progress: float) -> float:
     return LEARNING_RATE * warm * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
 
 
+def floating(table: FrequencyTable) -> torch.Tensor:
+    """A table as ``learnable_rotary`` takes it: layers with a window and a RoPE of their own keep theirs."""
+    return torch.cat([table.inv_freq, torch.tensor([table.attention_factor], dtype=torch.float64)])[None]
+
+
 class Descent:
     """The gradient search: its state is on disk every half minute, and the best tables are announced."""
 
@@ -54,7 +59,7 @@ class Descent:
         state_path: Path,
         seconds: float,
         *,
-        processes: Processes = Processes(),  # noqa: B008 (frozen)
+        processes: Processes = ALONE,
         texts_a_step: int | None = None,
         improved: Callable[[FrequencyTable | TableSet, float], object] = lambda *_: None,
         progress: Callable[[float, float], object] = lambda *_: None,
@@ -206,7 +211,10 @@ class Descent:
         """Rotate by the parameters within a ``with`` block."""
         frequencies = self.learnable.frequencies()
         for rotary in rotaries:
-            rotary.learned = {layer_type: frequencies for layer_type in rotary.tables}
+            rotary.learned = {
+                layer_type: floating(table) if isinstance(table, FrequencyTable) else frequencies
+                for layer_type, (table,) in rotary.tables.items()
+            }
         try:
             yield
         finally:

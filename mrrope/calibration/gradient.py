@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from mrrope.calibration.descent import Descent
 from mrrope.calibration.document_sets import DocumentSets
 from mrrope.calibration.learnable_tables import LearnableTables, Sharing
 from mrrope.calibration.objective import Readings, Rung
-from mrrope.calibration.processes import Processes
+from mrrope.calibration.processes import ALONE, Processes
 from mrrope.calibration.search import successive_halving
 from mrrope.calibration.training_texts import TrainingTexts
 from mrrope.hf import rope_config
@@ -63,7 +61,7 @@ class GradientCalibration:
     state_path: Path
     start: ModelTables | None = None
     """By default the fixed method with the lowest loss on a validation document."""
-    processes: Processes = Processes()
+    processes: Processes = ALONE
 
     def __post_init__(self) -> None:
         self.fixed = {method: resolve_table(self.trained, method, self.scale, {}) for method in FIXED_METHODS}

@@ -46,11 +46,14 @@ class Processes:
         return box[0]
 
 
+ALONE = Processes()
+
+
 @contextlib.contextmanager
 def joined_processes(device: torch.device) -> Iterator[Processes]:
     """The processes that ``torchrun`` started, or this one alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Processes()
+        yield ALONE
         return
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     try:

@@ -46,7 +46,7 @@ def geometric_means(results: Results) -> dict[str, float]:
 
 
 def summary(data: dict[str, Any]) -> str:
-    """The chosen tables, and their perplexity relative to the best fixed method: held-out, and on texts of other kinds."""
+    """The chosen tables, and their perplexity relative to the best fixed method, also on texts of other kinds."""
     found = data["calibration"]
     columns = {"held-out": found["held_out_geometric_means"]}
     if "other_kinds_geometric_means" in found:

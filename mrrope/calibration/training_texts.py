@@ -29,9 +29,7 @@ class TrainingText:
 class TrainingTexts:
     """A function from step and place in the step to a text, so that a resumed run reads what it would have read."""
 
-    def __init__(
-        self, documents: Sequence[Document], tokenizer: Any, lengths: Sequence[int], retrieval: float
-    ) -> None:
+    def __init__(self, documents: Sequence[Document], tokenizer: Any, lengths: Sequence[int], retrieval: float) -> None:
         self.documents = documents
         self.tokenizer = tokenizer
         self.lengths = sorted(lengths)

@@ -26,9 +26,9 @@ def weighted_loss(model: Any, tokens: torch.Tensor, weights: torch.Tensor) -> to
     # No mask, so that attention takes the causal fast path of SDPA.
     read = model.base_model(input_ids=tokens[None, :-1], position_ids=positions[None], use_cache=False)
     rows = zip(
-        read.last_hidden_state.split(LOGIT_ROWS, dim=1),
-        tokens[1:].split(LOGIT_ROWS),
-        weights[1:].to(tokens.device).split(LOGIT_ROWS),
+        torch.split(read.last_hidden_state, LOGIT_ROWS, dim=1),
+        torch.split(tokens[1:], LOGIT_ROWS),
+        torch.split(weights[1:].to(tokens.device), LOGIT_ROWS),
         strict=True,
     )
 
