@@ -187,7 +187,7 @@ class Descent:
             self._save()
 
     def _gradient(self, rotaries: list[TableRotaryEmbedding], text: TrainingText) -> torch.Tensor:
-        """Add the gradient of a text's loss to that of the parameters; return the loss."""
+        """Add the gradient of a text's loss to that of the parameters; return the mean loss by weight."""
         try:
             return self._backward(rotaries, text)
         except RuntimeError as error:
@@ -204,7 +204,8 @@ class Descent:
             self.recomputation.kept(len(text))
             # The parameters get their gradient at its end: nothing is added where memory runs out in it.
             loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach().double()
+        # Per weight, so that readings of all lengths compare.
+        return loss.detach().double() / weights[1:].sum()
 
     @contextlib.contextmanager
     def _learned(self, rotaries: list[TableRotaryEmbedding]) -> Iterator[None]:
