@@ -46,19 +46,41 @@ class Convention:
     def rotate(
         self, heads: list[torch.Tensor], positions: torch.Tensor, table: torch.Tensor, layout: str
     ) -> list[torch.Tensor]:
-        """Rotate q, or q and k, as the model's own function does."""
+        """Rotate q, or q and k, as the model's own function does.
+
+        Args:
+            heads: q, or q and k.
+            positions: ``[batch, tokens]``, or ``[rows, batch, tokens]`` for M-RoPE.
+            table: a packed table, or a learned one, which gets gradients (:mod:`mrrope.hf.handoff`).
+            layout: of the heads.
+        """
         rotary_dim = 2 * (table.shape[-1] - 1)
         inputs = [x[..., -rotary_dim:] if self.rotates_last else x for x in heads]
         inputs = [x if x.stride(-1) == 1 else x.contiguous() for x in inputs]
-        op = torch.ops.mrrope.rotary.default
-        rotate = decompositions.rotary if should_decompose(heads, layout) else op
-        rotated = rotate(inputs, positions, table, layout, self.pairing, self.backwards)
+        rotated: Any
+        if handoff.is_learned(table):
+            rotated = self._rotate_by_learned(inputs, positions, table, layout)
+        else:
+            op = torch.ops.mrrope.rotary.default
+            rotate = decompositions.rotary if should_decompose(heads, layout) else op
+            rotated = rotate(inputs, positions, table, layout, self.pairing, self.backwards)
         if self.gathers_halves:
             rotated = [x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in rotated]
         if self.rotates_last:
             pairs = zip(heads, rotated, strict=True)
             rotated = [torch.cat([x[..., :-rotary_dim], y], dim=-1) if x.shape != y.shape else y for x, y in pairs]
         return list(rotated)
+
+    def _rotate_by_learned(
+        self, heads: list[torch.Tensor], positions: torch.Tensor, table: torch.Tensor, layout: str
+    ) -> list[torch.Tensor]:
+        if positions.dim() == 3:
+            raise ValueError("a learned table must come with one position per token, got M-RoPE's rows of positions")
+        frequencies = -table[:, :-1] if self.backwards else table[:, :-1]
+        rotated: list[torch.Tensor] = torch.ops.mrrope.learnable_rotary.default(
+            heads, positions, frequencies.contiguous(), table[:, -1].contiguous(), layout, self.pairing
+        )
+        return rotated
 
 
 def own_code(function: Apply) -> Apply:

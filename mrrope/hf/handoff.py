@@ -3,6 +3,17 @@
 Modeling code of transformers passes ``position_embeddings`` from its rotary embedding to the apply function of every
 layer without looking inside. A patched rotary embedding returns :func:`pack` in place of cosines and sines; the apply
 function calls :func:`unpack`. The integer dtype tells packed embeddings from cosines and sines.
+
+| table | shape | the apply function runs |
+|---|---|---|
+| one for all heads | ``[W]``, ``[N, W]``, M-RoPE ``[1, 2, W]`` | ``rotary`` |
+| one per key head | ``[N, R, H, W]`` | ``rotary`` |
+| learned: float32 or float64 radians per position, attention factor last | ``[H, W]`` | ``learnable_rotary`` |
+| by layer: one of the two above per layer | ``[L, N, R, H, W]``, ``[L, H, W]`` | after :func:`of_layer` |
+
+W is rotary_dim / 2 + 1, N 1 or the batch, R 2 with M-RoPE's rows of positions and else 1, H 1 or the number of key
+heads. Tables by layer pass through the model whole; a hook on every attention module
+(:mod:`mrrope.hf.layer_tables`) replaces them by the layer's own.
 """
 
 from __future__ import annotations
@@ -13,6 +24,8 @@ from typing import Any
 import torch
 
 PACKED_TABLE_DTYPE = torch.int64
+LEARNED_IN_ONE_TENSOR_DTYPE = torch.float64
+"""Of positions and a learned table in one tensor: exact for positions up to 2^53, and differentiable."""
 
 
 def pack(positions: torch.Tensor, table: torch.Tensor, *, in_one_tensor: bool) -> tuple[torch.Tensor, ...]:
@@ -20,22 +33,66 @@ def pack(positions: torch.Tensor, table: torch.Tensor, *, in_one_tensor: bool) -
 
     Args:
         positions: ``[batch, tokens]``, or ``[rows, batch, tokens]`` for M-RoPE.
-        table: the packed table, or one row per sequence.
+        table: a table of any form above. Tables by layer stay a tensor of their own until :func:`of_layer`.
         in_one_tensor: whether the model passes one complex tensor instead of cosines and sines.
     """
-    if not in_one_tensor:
+    if not in_one_tensor or is_by_layer(table):
         return positions, table
-    batch = max(positions.shape[0], table.shape[0] if table.dim() == 2 else 1)
-    return (torch.cat([positions.expand(batch, -1), table.expand(batch, -1)], dim=1),)
+    if is_learned(table):
+        positions, table = positions.to(LEARNED_IN_ONE_TENSOR_DTYPE), table[None].to(LEARNED_IN_ONE_TENSOR_DTYPE)
+    elif table.dim() == 4:
+        table = table[:, 0]
+    else:
+        table = table.expand(1, -1) if table.dim() == 1 else table
+    batch = max(positions.shape[0], table.shape[0])
+    if table.dim() == 3:
+        positions = positions[:, None].expand(-1, table.shape[1], -1)
+    expanded = [part.expand(batch, *part.shape[1:]) for part in (positions, table)]
+    return (torch.cat(expanded, dim=-1),)
 
 
 def is_packed(embedding: Sequence[Any]) -> bool:
     """Whether the embedding of an apply call comes from a patched rotary embedding."""
-    return isinstance(embedding[0], torch.Tensor) and embedding[0].dtype == PACKED_TABLE_DTYPE
+    if not isinstance(embedding[0], torch.Tensor):
+        return False
+    dtype = embedding[0].dtype
+    # Where a model passes one tensor, its own is complex.
+    return dtype == PACKED_TABLE_DTYPE or (len(embedding) == 1 and dtype == LEARNED_IN_ONE_TENSOR_DTYPE)
+
+
+def is_learned(table: torch.Tensor) -> bool:
+    """Whether a table holds frequencies to be learned, not phase steps."""
+    return table.is_floating_point()
+
+
+def is_by_layer(table: torch.Tensor) -> bool:
+    """Whether a table holds one per layer."""
+    return table.dim() == (3 if is_learned(table) else 5)
+
+
+def of_layer(embedding: Any, layer: int, *, in_one_tensor: bool) -> Any:
+    """Return the embedding of one layer, given that of all; other embeddings as they are."""
+    is_pair = isinstance(embedding, (tuple, list)) and len(embedding) == 2
+    if not is_pair or not is_packed(embedding) or not is_by_layer(embedding[1]):
+        return embedding
+    packed = pack(embedding[0], embedding[1][layer], in_one_tensor=in_one_tensor)
+    return packed[0] if in_one_tensor else packed
 
 
 def unpack(embedding: Sequence[torch.Tensor], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions and the table that :func:`pack` was given."""
+    """Return the positions and the table that :func:`pack` was given.
+
+    Raises:
+        ValueError: the table is one by layer, and the attention module has no hook that replaces it.
+    """
     if len(embedding) == 2:
+        if is_by_layer(embedding[1]):
+            raise ValueError("model must be patched with a TableSet to rotate by tables per layer, and it is not")
         return embedding[0], embedding[1]
-    return embedding[0][:, :tokens], embedding[0][:, tokens:].contiguous()
+    packed = embedding[0]
+    positions, table = packed[..., :tokens], packed[..., tokens:]
+    if packed.dim() == 2:
+        return positions, table.contiguous()
+    if is_learned(packed):
+        return positions[:, 0].to(PACKED_TABLE_DTYPE), table[0]
+    return positions[:, 0], table[:, None].contiguous()

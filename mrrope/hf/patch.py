@@ -24,17 +24,20 @@ from mrrope.hf.auto_scale.cache_probe import UnfollowableError
 from mrrope.hf.auto_scale.ladder import Ladder, Step, ladder_for
 from mrrope.hf.auto_scale.module_patch import AnnouncedLengths, AutoScale
 from mrrope.hf.fusion.rms_norm import FusedNorms
+from mrrope.hf.layer_tables import LayerTables
+from mrrope.hf.model_layers import ServedLayers
 from mrrope.hf.module_patch import ModulePatch, apply_all, changes_in, restore, undo_all
 from mrrope.hf.rope_types import expect_rope_parameters
 from mrrope.hf.rotary_embedding import FusedRotary, RotaryTables, Rotation, UnfusableError, plan_rotation
 from mrrope.hf.swapped_table import SwappedTable
-from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, resolve_table
+from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, resolve_tables
+from mrrope.tables import FrequencyTable
 
 Model = TypeVar("Model", bound=nn.Module)
 
 Settings = dict[str | None, rope_config.RopeSettings]
 """The settings of a stock rotary embedding, by layer type."""
-Ladders = dict[str | None, Ladder]
+Ladders = dict[str | None, Ladder[rope_config.RotaryTable]]
 """The tables of a rotary embedding, by layer type."""
 
 
@@ -42,7 +45,8 @@ def module_patches(
     rotations: Sequence[Rotation] = (), ladders: dict[nn.Module, Ladders] | None = None
 ) -> tuple[ModulePatch[Any], ...]:
     """Return every kind of change that :func:`patch` makes, in the order in which it makes them."""
-    return FusedRotary(rotations), SwappedTable(rotations), AutoScale(ladders), AnnouncedLengths(), FusedNorms()
+    tables = FusedRotary(rotations), SwappedTable(rotations), LayerTables()
+    return *tables, AutoScale(ladders), AnnouncedLengths(), FusedNorms()
 
 
 PATCHES = module_patches()
@@ -67,8 +71,10 @@ def patch(
             of several parts the text model is extended; pass another part, such as an audio tower or a talker, to
             extend that.
         method: a method's name, for a table that extends the model's own frequencies; or a ready
-            :class:`FrequencyTable`, the path of its JSON, or the name of one that comes with the package; with
-            ``scale="auto"`` also a list of those, one per step.
+            :class:`FrequencyTable`, :class:`HeadTables` for all layers, a :class:`TableSet`, the path of their JSON, or
+            the name of those that come with the package; with ``scale="auto"`` also a list of those, one per step.
+            A set has an entry for every layer of the model. Entries of layers without RoPE, and of local layers
+            without ``local_layers=True``, are ignored.
         scale: by how much to extend the length that the model reads without the patch, with a method's name. Scale 1,
             or a method that extends nothing, leaves the logits as they are. With ``"auto"`` every sequence is read
             with the smallest scale that covers its length: 1 (the model's own table), 2, 4, and so on. The cached keys
@@ -100,7 +106,7 @@ def patch(
             stacklevel=2,
         )
     ladders = {
-        rotary: _ladders(own, method, scale, max_scale, reserve, local_layers, options)
+        rotary: _ladders(own, ServedLayers.of(model, rotary), method, scale, max_scale, reserve, local_layers, options)
         for rotary, own in settings.items()
     }
     if options.keys().isdisjoint(PLAIN_ROPE_OPTIONS) and scale != 1.0:
@@ -116,7 +122,11 @@ def patch(
     except BaseException as error:
         restore(model, PATCHES, before)
         if isinstance(error, (UnfusableError, UnfollowableError)):
-            raise ValueError(f"scale must be a number for {type(model).__name__}: {error}, got 'auto'") from None
+            needed = (
+                "scale must be a number" if scale == "auto" else "method must be one table for all heads and layers"
+            )
+            got = scale if scale == "auto" else method
+            raise ValueError(f"{needed} for {type(model).__name__}: {error}, got {got!r}") from None
         raise
     return model
 
@@ -185,6 +195,7 @@ def _stock_settings(model: nn.Module) -> dict[nn.Module, Settings]:
 
 def _ladders(
     settings: Settings,
+    layers: ServedLayers,
     method: Step | Sequence[Step],
     scale: float | Literal["auto"],
     max_scale: float | None,
@@ -194,17 +205,21 @@ def _ladders(
 ) -> Ladders:
     ladders: Ladders = {}
     for layer_type, own in settings.items():
+        ladder: Ladder[ModelTables]
+        native: ModelTables = own.table
         if rope_config.is_local(layer_type) and not local_layers:
-            ladder = Ladder.of_one(own.table)
+            ladder = Ladder.of_one(native)
         elif scale == "auto":
-            ladder = replace(ladder_for(own, own.table, method, max_scale, options), reserve=reserve)
+            ladder = replace(ladder_for(own, native, method, max_scale, options, resolve_tables), reserve=reserve)
         elif isinstance(method, Sequence) and not isinstance(method, str):
             raise ValueError(f"scale must be 'auto' with a list of tables, got {scale!r}")
         else:
-            ladder = Ladder.of_one(resolve_table(own, method, scale, options))
-        if own.changes_with_length and ladder.is_fixed and ladder.tables[0].is_like(own.table):
+            ladder = Ladder.of_one(resolve_tables(own, method, scale, options))
+        fitted = tuple(layers.fitted(table, layer_type, own.table) for table in ladder.tables)
+        keeps_table = isinstance(fitted[0], FrequencyTable) and fitted[0].is_like(own.table)
+        if own.changes_with_length and ladder.is_fixed and keeps_table:
             continue  # the model's own code stays: no single table reproduces it at every length
-        ladders[layer_type] = ladder
+        ladders[layer_type] = Ladder(fitted, ladder.reaches, ladder.reserve)
     return ladders
 
 

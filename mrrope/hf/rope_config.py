@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from mrrope.head_tables import HeadTables
 from mrrope.hf.rope_types import ROPE_TYPES
 from mrrope.table_lookup import NativeRope
 from mrrope.tables import FrequencyTable, frequency_table
@@ -19,6 +20,11 @@ from mrrope.tables import FrequencyTable, frequency_table
 FREQUENCIES = "inv_freq"
 UNTRAINED = ("yarn", "dynamic")
 """Values of ``rope_type`` that users add to a configuration without training."""
+
+OfOneLayer = FrequencyTable | HeadTables
+"""What rotates one layer."""
+RotaryTable = OfOneLayer | tuple[OfOneLayer, ...]
+"""What a patched rotary embedding hands to its layers: the same for all, or a tuple with one per layer of the model."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +42,47 @@ class RopeSettings(NativeRope):
     untrained_extension: str | None = field(kw_only=True)
     """The extension in the configuration, if it is one that needs no training."""
 
-    def packed(self, table: FrequencyTable) -> torch.Tensor:
-        """Return the packed table for this layer type. Pairs that the model does not rotate get frequency 0."""
-        packed = table.packed(torch.device("cpu")).clone()
-        packed[:-1] *= self.rotated_pairs
-        if self.position_row is None:
-            return packed
-        return torch.stack([packed, torch.nn.functional.pad(self.position_row, (0, 1))])[None]
+    def packed(self, table: RotaryTable) -> torch.Tensor:
+        """Return the packed table for this layer type. Pairs that the model does not rotate get frequency 0.
+
+        Returns:
+            ``[W]``, or ``[1, 2, W]`` with rows of positions; of head tables ``[1, R, H, W]``; of a tuple
+            ``[layers, 1, R, H, W]``, where one table for all heads of a layer is repeated.
+        """
+        if not isinstance(table, FrequencyTable):
+            return self.packed_ladder([table])
+        packed = self._packed_heads(table, 1)[:, :, 0]
+        return packed[0, 0] if self.position_row is None else packed
+
+    def packed_ladder(self, tables: Sequence[RotaryTable]) -> torch.Tensor:
+        """Return several tables as one tensor, all in the form of the one with the most dimensions.
+
+        Returns:
+            ``[tables, W]``; with head tables among them ``[tables, R, H, W]``; with tuples
+            ``[layers, tables, R, H, W]``.
+        """
+        if all(isinstance(table, FrequencyTable) for table in tables):
+            return torch.stack([self.packed(table) for table in tables])
+        layers = next((len(table) for table in tables if isinstance(table, tuple)), None)
+        rungs = [table if isinstance(table, tuple) else (table,) * (layers or 1) for table in tables]
+        heads = max(len(_tables_in(table)) for rung in rungs for table in rung)
+        by_layer = [
+            torch.cat([self._packed_heads(table, heads) for table in of_layer]) for of_layer in zip(*rungs, strict=True)
+        ]
+        return by_layer[0] if layers is None else torch.stack(by_layer)
+
+    def _packed_heads(self, table: OfOneLayer, heads: int) -> torch.Tensor:
+        """Return a table as ``[1, R, H, W]``."""
+        words = torch.stack([each.packed(torch.device("cpu")) for each in _tables_in(table)])
+        words[:, :-1] *= self.rotated_pairs
+        rows = [words.expand(heads, -1)]
+        if self.position_row is not None:
+            rows.append(torch.nn.functional.pad(self.position_row, (0, 1)).expand(heads, -1))
+        return torch.stack(rows)[None]
+
+
+def _tables_in(table: OfOneLayer) -> Sequence[FrequencyTable]:
+    return [table] if isinstance(table, FrequencyTable) else tuple(table)
 
 
 def rotary_embeddings(model: nn.Module) -> Iterator[nn.Module]:

@@ -11,7 +11,7 @@ import copy
 import importlib
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
@@ -33,21 +33,30 @@ class RotaryTables:
 
     settings: dict[str | None, rope_config.RopeSettings]
     """The settings of the stock rotary embedding."""
-    by_layer_type: dict[str | None, tuple[FrequencyTable, ...]]
+    by_layer_type: dict[str | None, tuple[rope_config.RotaryTable, ...]]
     """One table; or several, the model's own first, of which one is chosen per sequence. Layer types that keep the
     model's own code are missing."""
+
+    @property
+    def can_be_swapped(self) -> bool:
+        """Whether a stock rotary embedding can have these tables: one per layer type, for all heads and layers."""
+        return all(len(tables) == 1 and isinstance(tables[0], FrequencyTable) for tables in self.by_layer_type.values())
 
 
 class TableChooser(Protocol):
     """Chooses one of several tables for every sequence of a batch."""
 
     def choose(self, positions: torch.Tensor, tables: torch.Tensor, layer_type: str | None) -> torch.Tensor:
-        """Return the index of each sequence's table, ``[batch]``."""
+        """Return the index of each sequence's table, ``[batch]``, of tables as ``rescale_cache_`` takes them."""
         ...
 
 
 class TableRotaryEmbedding(nn.Module):
     """Replaces a rotary embedding: returns positions and a packed table instead of cosines and sines."""
+
+    learned: Mapping[str | None, torch.Tensor] | None
+    """By layer type, tables to return instead of the packed ones, with gradients: float32 or float64, radians per
+    position and the attention factor, ``[H, W]``, or ``[layers, H, W]`` in a model patched with a TableSet."""
 
     def __init__(self, original: nn.Module, tables: RotaryTables, functions: list[RotaryFunction]) -> None:
         super().__init__()
@@ -57,25 +66,51 @@ class TableRotaryEmbedding(nn.Module):
         self.functions = functions
         self.in_one_tensor = any(len(function.form.embedding) == 1 for function in functions)
         self.follower: TableChooser | None = None
+        self.learned = None
         self.installed: list[InstalledFunction] = []
         device = next(original.buffers()).device
         for layer_type, of_layers in self.tables.items():
-            packed = [self.settings[layer_type].packed(table) for table in of_layers]
+            own = self.settings[layer_type]
+            packed = own.packed(of_layers[0]) if len(of_layers) == 1 else own.packed_ladder(of_layers)
             # Integer buffers are not affected by casts of the model to another dtype.
-            buffer = packed[0] if len(packed) == 1 else torch.stack(packed)
-            self.register_buffer(rope_config.attribute(layer_type, "packed_table"), buffer.to(device), persistent=False)
+            self.register_buffer(rope_config.attribute(layer_type, "packed_table"), packed.to(device), persistent=False)
+            if len(of_layers) > 1 and handoff.is_by_layer(packed):
+                # rescale_cache_ takes the layers of one rung side by side: [rungs, layers, H, W].
+                by_rung = packed[:, :, 0].transpose(0, 1).contiguous().to(device)
+                self.register_buffer(rope_config.attribute(layer_type, "table_by_rung"), by_rung, persistent=False)
         self.train(original.training)
+
+    @property
+    def is_by_layer(self) -> bool:
+        """Whether layers have tables of their own."""
+        return any(isinstance(table, tuple) for of_layers in self.tables.values() for table in of_layers)
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         for function in self.installed:
             function.expect_in_place()
-        table = getattr(self, rope_config.attribute(layer_type, "packed_table")).to(x.device)
         positions = position_ids.to(x.device, handoff.PACKED_TABLE_DTYPE)
-        if len(self.tables[layer_type]) > 1:
-            index = None if self.follower is None else self.follower.choose(positions, table, layer_type)
-            table = table[0] if index is None else table.index_select(0, index)
+        if self.learned is None:
+            table = self._packed_table(positions, layer_type)
+        else:
+            table = self.learned[layer_type].to(x.device)
+            rotated = self.settings[layer_type].rotated_pairs
+            if not rotated.all():
+                table = table * torch.nn.functional.pad(rotated, (0, 1), value=True).to(x.device)
         packed = handoff.pack(positions, table, in_one_tensor=self.in_one_tensor)
-        return packed[0] if self.in_one_tensor else packed
+        return packed[0] if len(packed) == 1 else packed
+
+    def _packed_table(self, positions: torch.Tensor, layer_type: str | None) -> torch.Tensor:
+        """Return the table of a call; of a ladder, the table of each sequence."""
+        table: torch.Tensor = getattr(self, rope_config.attribute(layer_type, "packed_table")).to(positions.device)
+        if len(self.tables[layer_type]) == 1:
+            return table
+        is_by_layer = handoff.is_by_layer(table)
+        rungs = 1 if is_by_layer else 0
+        if self.follower is None:
+            return table.narrow(rungs, 0, 1)
+        by_rung = getattr(self, rope_config.attribute(layer_type, "table_by_rung")) if is_by_layer else table
+        index = self.follower.choose(positions, by_rung.to(positions.device), layer_type)
+        return table.index_select(rungs, index)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -199,7 +234,7 @@ def plan_rotation(model: nn.Module, rotary: nn.Module, tables: RotaryTables) -> 
             raise UnfusableError("no one table is its own, which changes with the length of a text")
         functions = functions_for(model, rotary, tables.settings)
     except UnfusableError as reason:
-        if any(len(of_layers) > 1 for of_layers in tables.by_layer_type.values()):
+        if not tables.can_be_swapped:
             raise
         return Rotation(rotary, tables, None, str(reason))
     return Rotation(rotary, tables, TableRotaryEmbedding(rotary, tables, functions))

@@ -11,6 +11,7 @@ from torch import nn
 
 from mrrope.hf import rope_config
 from mrrope.hf.rotary_embedding import RotaryTables, Rotation
+from mrrope.tables import FrequencyTable
 
 ATTRIBUTE = "_mrrope_swapped"
 """The attribute of a rotary embedding that holds its :class:`TableSwap`."""
@@ -43,6 +44,7 @@ class SwappedTable:
         setattr(module, ATTRIBUTE, state)  # first, so that undo finds it where the rest raises
         for layer_type, (table,) in state.tables.by_layer_type.items():
             rotated = state.tables.settings[layer_type].rotated_pairs
+            assert isinstance(table, FrequencyTable)  # RotaryTables.can_be_swapped
             values: dict[str, Any] = {
                 rope_config.FREQUENCIES: table.inv_freq * rotated,
                 f"original_{rope_config.FREQUENCIES}": table.inv_freq * rotated,

@@ -117,7 +117,9 @@ def _table_per_sequence(name: str, tables: CacheTables | Sequence[CacheTables], 
     if not isinstance(tables, (list, tuple)) or not all(
         isinstance(table, (FrequencyTable, HeadTables, TableSet)) for table in tables
     ):
-        raise TypeError(f"{name} must be a FrequencyTable, HeadTables, a TableSet or a list of them, got {tables!r}")
+        raise TypeError(
+            f"{name} must be a FrequencyTable or a list of them, of HeadTables or of TableSets, got {tables!r}"
+        )
     if len(tables) != sequences:
         raise ValueError(f"{name} must be one table, or one for each of {sequences} sequences, got {len(tables)}")
     return list(tables)

@@ -102,7 +102,7 @@ class ServedRope:
         with torch.device("cpu"), _float32_by_default():  # vLLM builds models under the defaults of their weights
             return settings(LlamaRotaryEmbedding(config), None)
 
-    def ladder(self, rotary_dim: int) -> Ladder:
+    def ladder(self, rotary_dim: int) -> Ladder[FrequencyTable]:
         """Return the tables to serve: one for a fixed factor, else the model's own and those of increasing reach.
 
         Args:
@@ -119,7 +119,8 @@ class ServedRope:
                     f"factor must be a number for a model with rope_type {self.native['rope_type']!r}, whose own table "
                     "changes with the length of a text, got 'auto'"
                 )
-            ladder = ladder_for(own, own.table, request.method or tables, request.max_factor, request.options)
+            steps = request.method or tables
+            ladder = ladder_for(own, own.table, steps, request.max_factor, request.options, resolve_table)
             return replace(ladder, reserve=request.reserve)
         table = resolve_table(own, request.method or tables[0], request.factor, request.options)
         if own.changes_with_length and table.is_like(own.table):

@@ -14,6 +14,7 @@ from torch import nn
 import mrrope.ops  # noqa: F401 (registers the ops)
 from mrrope.hf.auto_scale.ladder import Ladder
 from mrrope.ops.decompositions import RADIANS_PER_PHASE_UNIT
+from mrrope.tables import FrequencyTable
 from mrrope.vllm import hooks
 from mrrope.vllm.rope_request import ROPE_TYPE
 from mrrope.vllm.rope_settings import KEY, ServedRope
@@ -39,7 +40,7 @@ class ServedRotaryEmbedding(nn.Module):
 
     def __init__(
         self,
-        ladder: Ladder,
+        ladder: Ladder[FrequencyTable],
         *,
         head_size: int,
         max_position: int,

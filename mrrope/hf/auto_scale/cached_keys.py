@@ -31,7 +31,7 @@ class RotatedPart:
     def tables(self, tables: torch.Tensor) -> torch.Tensor:
         """Return the tables that rotate this part, given those that rotate the model's heads."""
         if not self.has_attention_factor:
-            tables = torch.cat([tables[:, :-1], torch.full_like(tables[:, -1:], FACTOR_OF_ONE)], dim=1)
+            tables = torch.cat([tables[..., :-1], torch.full_like(tables[..., -1:], FACTOR_OF_ONE)], dim=-1)
         return -tables if self.convention.backwards else tables
 
     def of(self, layer: Any, rotary_dim: int) -> torch.Tensor:
@@ -104,7 +104,7 @@ def rescale_parts(
         cache: The cache that holds the parts.
         key: Selects the recorded positions.
         parts: Parts and their layers, from ``CachedKeys.held_by``.
-        tables: Packed tables of the ladder.
+        tables: Packed tables of the ladder: ``[rungs, W]``, or ``[rungs, layers of the model or 1, heads, W]``.
         old: Index of the table that each sequence's keys are rotated by, ``[batch]``.
         new: Index of the table to re-rotate to.
     """
@@ -124,12 +124,20 @@ def rescale_parts(
             torch.ops.mrrope.rescale_cache_.default(
                 layers,
                 positions_held(cache, key, layer).to(device),
-                part.tables(tables.to(device)),
+                part.tables(_of_layers(tables, [part.layer for part, _, _ in group]).to(device)),
                 old.to(device),
                 new.to(device),
                 "bhsd",
                 convention.pairing,
             )
+
+
+def _of_layers(tables: torch.Tensor, layers: list[int]) -> torch.Tensor:
+    """Return the tables of some layers; those that all layers share as they are."""
+    if tables.dim() == 2 or tables.shape[1] == 1 or layers == list(range(tables.shape[1])):
+        return tables
+    # No index tensor: its copy to the device would synchronize.
+    return torch.stack([tables[:, layer] for layer in layers], dim=1)
 
 
 def _tokens_in(layer: Any) -> int | torch.Tensor:

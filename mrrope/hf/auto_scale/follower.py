@@ -24,6 +24,7 @@ from mrrope.hf import rope_config
 from mrrope.hf.auto_scale.cached_keys import CachedKeys, rescale_parts
 from mrrope.hf.auto_scale.cached_positions import LadderKey, complete_records, record_positions
 from mrrope.hf.auto_scale.ladder import Ladder
+from mrrope.hf.rope_config import RotaryTable
 
 TABLES_ATTRIBUTE = "mrrope_tables"
 """Attribute of a cache with the int32 index, by ladder, of the table that each sequence's keys are rotated by."""
@@ -36,7 +37,9 @@ class Follower(nn.Module):
     state of a call is kept here until the call ends, so that one thread at a time may call the model.
     """
 
-    def __init__(self, owner: nn.Module, ladders: dict[str | None, Ladder], keys: dict[str | None, CachedKeys]) -> None:
+    def __init__(
+        self, owner: nn.Module, ladders: dict[str | None, Ladder[RotaryTable]], keys: dict[str | None, CachedKeys]
+    ) -> None:
         super().__init__()
         self.keys = keys
         self.parameters_of_owner = tuple(inspect.signature(owner.forward).parameters)

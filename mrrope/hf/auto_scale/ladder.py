@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, NativeRope, resolve_table
+from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, NativeRope, ModelTables
 from mrrope.tables import FrequencyTable
 
 DEFAULT_REACH = 16.0
 """Default reach of a ladder, in native lengths."""
 
-Step = str | FrequencyTable | Path
+Table = TypeVar("Table")
+"""What the steps of a ladder hold."""
+Loadable = TypeVar("Loadable", bound=ModelTables)
+Step = str | ModelTables | Path
+"""What a ladder has at one scale."""
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """Tables of one rotary_dim, and the length in tokens that each reaches. The last also serves longer texts."""
+class Ladder(Generic[Table]):
+    """ModelTables of one rotary_dim, and the length in tokens that each reaches. The last also serves longer texts."""
 
-    tables: tuple[FrequencyTable, ...]
+    tables: tuple[Table, ...]
     reaches: tuple[float, ...]
     reserve: int | None = None
     """Number of new tokens that ``generate`` reserves room for; None for as many as it may write."""
 
     @staticmethod
-    def of_one(table: FrequencyTable) -> Ladder:
+    def of_one(table: Table) -> Ladder[Table]:
         """Return a ladder with one table for all lengths."""
         return Ladder((table,), (math.inf,))
 
@@ -45,19 +49,21 @@ def scales_up_to(max_scale: float) -> list[float]:
 
 def ladder_for(
     trained: NativeRope,
-    native: FrequencyTable,
+    native: Loadable,
     method: Step | Sequence[Step],
     max_scale: float | None,
     options: dict[str, Any],
-) -> Ladder:
+    resolve: Callable[[NativeRope, Any, float, dict[str, Any]], Loadable],
+) -> Ladder[Loadable]:
     """Return a ladder that starts with the model's own table, up to its native length.
 
     Args:
         trained: The model's own RoPE.
         native: The model's own table.
-        method: A method's name, for steps of increasing scale, or a list of ready tables, one per step.
+        method: A method's name, for steps of increasing scale, or a list of ready tables or sets, one per step.
         max_scale: The largest scale of a method; by default the ladder reaches 16 native lengths.
         options: More arguments of ``frequency_table``.
+        resolve: ``resolve_table``, or ``resolve_tables`` where head tables and sets can be read with.
 
     Raises:
         ValueError: The native length is unknown, an argument is invalid, or no step reaches past the native length.
@@ -69,16 +75,17 @@ def ladder_for(
         if max_scale is not None or options.keys() - PLAIN_ROPE_OPTIONS:
             given = {**({"max_scale": max_scale} if max_scale is not None else {}), **options}
             raise ValueError(f"method is a list of ready tables, which leaves no room for {given}")
-        steps = [resolve_table(trained, step, 1.0, options) for step in method]
+        steps = [resolve(trained, step, 1.0, options) for step in method]
     else:
-        if isinstance(method, FrequencyTable):
-            raise ValueError("method must be a method's name or a list of tables with scale='auto', got one table")
+        if isinstance(method, ModelTables):
+            what = "one table" if isinstance(method, FrequencyTable) else f"one {type(method).__name__}"
+            raise ValueError(f"method must be a method's name or a list of tables with scale='auto', got {what}")
         if max_scale is None:
             start = (trained.table_arguments(options) | options)["original_max_position"]
             max_scale = DEFAULT_REACH * native_length / start
         if not isinstance(max_scale, (int, float)) or not 1.0 < max_scale < math.inf:
             raise ValueError(f"max_scale must be a number above 1, got {max_scale!r}")
-        steps = [resolve_table(trained, method, scale, options) for scale in scales_up_to(max_scale)]
+        steps = [resolve(trained, method, scale, options) for scale in scales_up_to(max_scale)]
     reach = {table: table.original_max_position * table.scale for table in steps}
     longer = sorted((table for table in steps if reach[table] > native_length), key=lambda table: reach[table])
     if len({reach[table] for table in longer}) < len(longer):

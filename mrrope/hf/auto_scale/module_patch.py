@@ -11,6 +11,7 @@ from torch import nn
 from mrrope.hf.auto_scale.cache_probe import UnfollowableError, find_cached_keys
 from mrrope.hf.auto_scale.follower import Follower, GenerateKnowingLengths, followers_in
 from mrrope.hf.auto_scale.ladder import Ladder
+from mrrope.hf.rope_config import RotaryTable
 from mrrope.hf.rotary_embedding import TableRotaryEmbedding
 
 Followers = dict[TableRotaryEmbedding, Follower]
@@ -19,7 +20,7 @@ Followers = dict[TableRotaryEmbedding, Follower]
 class AutoScale:
     """Attaches a follower to the module that calls a rotary embedding; a :class:`ModulePatch`."""
 
-    def __init__(self, ladders: Mapping[nn.Module, dict[str | None, Ladder]] | None = None) -> None:
+    def __init__(self, ladders: Mapping[nn.Module, dict[str | None, Ladder[RotaryTable]]] | None = None) -> None:
         self.ladders = ladders or {}
 
     def find(self, model: nn.Module) -> Iterator[tuple[nn.Module, Followers]]:

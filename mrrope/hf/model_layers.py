@@ -1,0 +1,96 @@
+"""The layers that a rotary embedding of a transformers model serves: how many, which, and their key heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mrrope.head_tables import HeadTables
+from mrrope.hf.rope_config import OfOneLayer, RotaryTable
+from mrrope.table_set import TableSet
+from mrrope.tables import FrequencyTable
+
+
+@dataclass(frozen=True)
+class ServedLayers:
+    """The layers of a model that take their cosines and sines from one rotary embedding."""
+
+    model: str
+    """The model's class, for error messages."""
+    config: Any
+    """The configuration of the rotary embedding."""
+    holders: tuple[int, ...]
+    """The layers that the rotary embedding is in: those of attention modules that call their own; else empty."""
+
+    @staticmethod
+    def of(model: nn.Module, rotary: nn.Module) -> ServedLayers:
+        """Find the layers of a rotary embedding in a model, patched or not."""
+        holders = set()
+        for module in model.modules():
+            layer = layer_index(module)
+            if layer is not None and any(part is rotary for part in module.modules()):
+                holders.add(layer)
+        return ServedLayers(type(model).__name__, rotary.config, tuple(sorted(holders)))
+
+    @property
+    def count(self) -> int:
+        """The number of layers of the model, also of those without RoPE."""
+        return int(self.config.num_hidden_layers)
+
+    def with_type(self, layer_type: str | None) -> list[int]:
+        """Return the layers that take the table of a layer type; all where the configuration does not say."""
+        types = getattr(self.config, "layer_types", None) or []
+        if self.holders:
+            return list(self.holders)
+        return [i for i in range(self.count) if layer_type not in types or types[i] == layer_type]
+
+    def key_heads(self, layer: int) -> int:
+        """Return the number of key heads that RoPE sees in a layer."""
+        config = self.config.per_layer_config[layer] if getattr(self.config, "is_heterogeneous", False) else self.config
+        if getattr(config, "kv_lora_rank", None):
+            return 1  # latent attention rotates one key for all heads
+        return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+    def fitted(self, table: OfOneLayer | TableSet, layer_type: str | None, own: FrequencyTable) -> RotaryTable:
+        """Return a table as the rotary embedding hands it to its layers.
+
+        Args:
+            table: tables for the model. Entries of a set for layers of other types are ignored.
+            layer_type: one of the layer types of the rotary embedding.
+            own: the model's own table, which takes the place of ignored entries.
+
+        Raises:
+            ValueError: the tables are for another number of layers or of key heads.
+        """
+        if isinstance(table, FrequencyTable):
+            return table
+        layers = self.with_type(layer_type)
+        if isinstance(table, TableSet) and len(table) != self.count:
+            raise ValueError(
+                f"method must be a set for the {self.count} layers of {self.model}, got one for {len(table)}: {table!r}"
+            )
+        for i in layers:
+            of_layer = table[i] if isinstance(table, TableSet) else table
+            if isinstance(of_layer, HeadTables) and len(of_layer) != self.key_heads(i):
+                raise ValueError(
+                    f"method must hold tables for the {self.key_heads(i)} key heads of {self.model} in layer {i}, got "
+                    f"tables for {len(of_layer)}: {table!r}"
+                )
+        if isinstance(table, HeadTables):
+            return table
+        if len(self.holders) > 1:
+            raise ValueError(
+                f"method must be one table for all layers of {self.model}: its layers {list(self.holders)} share a "
+                f"rotary embedding, got {table!r}"
+            )
+        if self.holders:
+            return table[self.holders[0]]
+        return tuple(table[i] if i in layers else own for i in range(self.count))
+
+
+def layer_index(module: nn.Module) -> int | None:
+    """Return the layer that a module belongs to by its own account."""
+    index = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) and not isinstance(index, bool) else None
