@@ -96,7 +96,7 @@ class Descent:
         self.curve: list[dict[str, Any]] = []
         """One entry per step: seconds, length, loss."""
         self.evaluations: list[dict[str, Any]] = []
-        """One entry per evaluation: seconds, step, loss."""
+        """One entry per evaluation: seconds at its beginning and in it, step, loss, budget."""
         self._saved = clock()
         self._load()
 
@@ -136,7 +136,9 @@ class Descent:
         """Whether the last evaluation was the last."""
         losses = [one["loss"] for one in self.evaluations]
         since_best = len(losses) - 1 - losses.index(min(losses))
-        return since_best >= PATIENCE or self._last_evaluated >= self.end
+        # A larger budget goes on with what an earlier one stopped.
+        is_stuck = since_best >= PATIENCE and self.evaluations[-1]["budget"] == self.seconds
+        return is_stuck or self._last_evaluated >= self.end
 
     @property
     def _last_evaluated(self) -> float:
@@ -229,7 +231,8 @@ class Descent:
         beginning = self.spent
         took = self._journalled(f"evaluation {self.step}", self.clock() - started, {"loss": loss})
         self.spent += took
-        self.evaluations.append({"seconds": beginning, "took": took, "step": self.step, "loss": loss})
+        found = {"seconds": beginning, "took": took, "step": self.step, "loss": loss, "budget": self.seconds}
+        self.evaluations.append(found)
         if loss < self.best:
             self.best, self.best_moves = loss, self.learnable.moves.detach().clone()
             if self.processes.is_first:

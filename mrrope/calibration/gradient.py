@@ -38,7 +38,7 @@ class ModelShape:
         """
         served = [ServedLayers.of(model, rotary) for rotary in rope_config.rotary_embeddings(model)]
         heads = {one.key_heads(layer) for one in served for layer in range(one.count)}
-        if len(served) != 1 or served[0].only is not None or len(heads) != 1:
+        if len(served) != 1 or served[0].holders or len(heads) != 1:
             raise ValueError(
                 f"--by gradient must be left out for {type(model).__name__}: it needs one rotary embedding for all "
                 "layers, and as many key heads in each"
