@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
+#include "mrrope/learnable_rotary.h"
 #include "mrrope/qk_norm_rotary.h"
 #include "mrrope/rescale_cache.h"
 #include "mrrope/rotary.h"
@@ -26,6 +27,13 @@ struct Cpu {
         qk_norm_rotary_gradient_cpu(args, parallel_for);
     }
     static WeightSumRows weight_sum_rows(const QkNormRotaryGradientArgs& args) { return weight_sum_rows_cpu(args); }
+    static void run(const LearnableRotaryArgs& args, const at::Tensor&) { learnable_rotary_cpu(args, parallel_for); }
+    static void run(const LearnableRotaryGradientArgs& args, const at::Tensor&) {
+        learnable_rotary_gradient_cpu(args, parallel_for);
+    }
+    static int64_t table_sum_rows(const LearnableRotaryGradientArgs& args, const at::Tensor&) {
+        return table_sum_rows_cpu(args);
+    }
 
 private:
     static void parallel_for(int64_t count, int64_t grain, const RangeBody& body) {
@@ -45,6 +53,16 @@ struct Cuda {
         launch(qk_norm_rotary_gradient_cuda, args, heads);
     }
     static WeightSumRows weight_sum_rows(const QkNormRotaryGradientArgs& args) { return weight_sum_rows_cuda(args); }
+    static void run(const LearnableRotaryArgs& args, const at::Tensor& heads) {
+        launch(learnable_rotary_cuda, args, heads);
+    }
+    static void run(const LearnableRotaryGradientArgs& args, const at::Tensor& heads) {
+        launch(learnable_rotary_gradient_cuda, args, heads);
+    }
+    static int64_t table_sum_rows(const LearnableRotaryGradientArgs& args, const at::Tensor& heads) {
+        const c10::cuda::CUDAGuard guard(heads.device());
+        return table_sum_rows_cuda(args);
+    }
 
 private:
     template <class Args>
@@ -60,6 +78,7 @@ private:
             ", but this build of mrrope has no CUDA kernels: rebuild it where nvcc and a CUDA build of torch are");
     }
     static WeightSumRows weight_sum_rows(const QkNormRotaryGradientArgs&) { return {}; }
+    static int64_t table_sum_rows(const LearnableRotaryGradientArgs&, const at::Tensor&) { return 0; }
 #endif
 };
 

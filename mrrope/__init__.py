@@ -8,6 +8,7 @@ from mrrope.head_tables import HeadTables
 from mrrope.hf.auto_scale.follower import expecting
 from mrrope.hf.patch import is_patched, patch, patched, unpatch
 from mrrope.hf.rope_types import register_on_import, register_rope_types
+from mrrope.ops.learnable_rotary import learnable_rotary
 from mrrope.ops.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_
 from mrrope.ops.qkv_rotary import deinterleave_heads, interleave_heads, pack_qkv, qkv_rotary, unpack_qkv
 from mrrope.ops.rescale_cache import rescale_cache_
@@ -33,6 +34,7 @@ __all__ = [
     "frequency_table",
     "interleave_heads",
     "is_patched",
+    "learnable_rotary",
     "pack_qkv",
     "patch",
     "patched",

@@ -43,6 +43,15 @@ void rotary_(at::TensorList heads, const at::Tensor& positions, const at::Tensor
              std::string_view layout = "bhsd", std::string_view pairing = "halves", bool conjugate = false,
              const std::optional<at::Tensor>& table_index = std::nullopt);
 
+// Rotates q, or q and k, by a table in floating point. Differentiable: once with the gradient of the table, which is
+// float32 or float64 and [tables or 1]; head i of n uses the table i / (n / tables).
+//   frequencies       [tables or 1, rotary_dim / 2], in radians per position
+//   attention_factor  [tables or 1]
+std::vector<at::Tensor> learnable_rotary(at::TensorList heads, const at::Tensor& positions,
+                                         const at::Tensor& frequencies, const at::Tensor& attention_factor,
+                                         std::string_view layout = "bhsd", std::string_view pairing = "halves",
+                                         bool conjugate = false);
+
 // RMSNorm of q, or of q and k, then rotation, rounded once. Differentiable once.
 //   weights        one tensor per tensor of heads
 //   weight_offset  added to every weight

@@ -1,0 +1,186 @@
+#include "learnable_rotary_tokens.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "rotate_pairs.h"
+
+// Compiled once per instruction set: see instruction_sets.h.
+
+namespace mrrope {
+namespace {
+
+// Pairs per tile of cos/sin and sums; wider heads take several tiles.
+constexpr int pairs_per_tile = 128;
+
+template <class Real>
+struct PairTile {
+    int first;  // pair
+    int pairs;
+    alignas(64) uint64_t phases[pairs_per_tile];
+    alignas(64) Real cos[pairs_per_tile];
+    alignas(64) Real sin[pairs_per_tile];
+
+    void fill(const uint64_t* phase_steps, int64_t position, Real gain, Real direction) {
+        for (int i = 0; i < pairs; ++i) phases[i] = phase_of(position, phase_steps[first + i]);
+#pragma omp simd
+        for (int i = 0; i < pairs; ++i) {
+            const CosSin<Real> by = scaled_cos_sin(phases[i], gain, direction);
+            cos[i] = by.cos;
+            sin[i] = by.sin;
+        }
+    }
+};
+
+// Calls f(table, tile) for every table and tile of pairs.
+template <class Real, class F>
+void for_each_tile(const LearnableRotaryArgs& args, F&& f) {
+    const int half = args.rotary.rotary_dim / 2;
+    PairTile<Real> tile;
+    for (int table = 0; table < args.tables; ++table) {
+        for (tile.first = 0; tile.first < half; tile.first += pairs_per_tile) {
+            tile.pairs = std::min(pairs_per_tile, half - tile.first);
+            f(table, tile);
+        }
+    }
+}
+
+// Calls f(batch, token) for the tokens [begin, end).
+template <class F>
+void for_each_token(const RotaryArgs& args, int64_t begin, int64_t end, F&& f) {
+    for (int64_t at = begin; at < end; ++at) f(at / args.tokens, at % args.tokens);
+}
+
+int64_t offset_of(const HeadStrides& strides, int64_t batch, int64_t token, int64_t head) {
+    return batch * strides.batch + token * strides.token + head * strides.head;
+}
+
+// Calls f(head) for the heads of a view that use a table.
+template <class F>
+void for_each_head_of(const HeadsView& view, int tables, int table, F&& f) {
+    const int per_table = view.heads / tables;
+    for (int head = table * per_table; head < (table + 1) * per_table; ++head) f(head);
+}
+
+template <class Storage>
+void copy_tail(const RotaryArgs& args, const Storage* in, Storage* out) {
+    std::memcpy(out + args.rotary_dim, in + args.rotary_dim, (args.head_dim - args.rotary_dim) * sizeof(Storage));
+}
+
+template <class Storage, class Real>
+void rotate_view(const LearnableRotaryArgs& args, const HeadsView& view, int64_t batch, int64_t token, int table,
+                 const PairTile<Real>& tile) {
+    for_each_head_of(view, args.tables, table, [&](int head) {
+        const auto* in = static_cast<const Storage*>(view.in) + offset_of(view.in_strides, batch, token, head);
+        auto* out = static_cast<Storage*>(view.out) + offset_of(view.out_strides, batch, token, head);
+        if (args.rotary.pairing == Pairing::halves) {
+            const int half = args.rotary.rotary_dim / 2;
+            rotate_halves(in + tile.first, out + tile.first, half, tile.pairs, tile.cos, tile.sin);
+        } else {
+            rotate_interleaved(in + 2 * tile.first, out + 2 * tile.first, tile.pairs, tile.cos, tile.sin);
+        }
+        if (tile.first == 0) copy_tail(args.rotary, in, out);
+    });
+}
+
+// Sums over the heads of one token that use one table. With v the gradient rotated back: of v x x, whose product with
+// the position is the gradient of the frequency, and of v . x, the gradient of the attention factor.
+template <class Real>
+struct PairSums {
+    alignas(64) Real cross[pairs_per_tile];
+    alignas(64) Real dot[pairs_per_tile];
+};
+
+// The components of pair i are those at i * step and at i * step + second.
+template <bool writes, class Storage, class Real>
+void add_head(const Storage* x, const Storage* gradient, Storage* out, int step, int second, Real gain,
+              const PairTile<Real>& tile, PairSums<Real>& sums) {
+#pragma omp simd
+    for (int i = 0; i < tile.pairs; ++i) {
+        const int a = i * step;
+        const int b = a + second;
+        const Pair<Real> v = rotate<Real>({load(gradient[a]), load(gradient[b])}, {tile.cos[i], tile.sin[i]});
+        const Real x_first = load(x[a]);
+        const Real x_second = load(x[b]);
+        sums.cross[i] += v.second * x_first - v.first * x_second;
+        sums.dot[i] += v.first * x_first + v.second * x_second;
+        if constexpr (writes) {
+            store(out[a], gain * v.first);
+            store(out[b], gain * v.second);
+        }
+    }
+}
+
+template <class Storage, class Real>
+void add_view(const LearnableRotaryArgs& args, const HeadsView& view, const RotatedGradient& gradient, int64_t batch,
+              int64_t token, int table, Real gain, const PairTile<Real>& tile, PairSums<Real>& sums) {
+    const bool halves = args.rotary.pairing == Pairing::halves;
+    const int step = halves ? 1 : 2;
+    const int second = halves ? args.rotary.rotary_dim / 2 : 1;
+    const int start = tile.first * step;
+    for_each_head_of(view, args.tables, table, [&](int head) {
+        const auto* x = static_cast<const Storage*>(view.in) + offset_of(view.in_strides, batch, token, head);
+        const auto* g = static_cast<const Storage*>(gradient.data) + offset_of(gradient.strides, batch, token, head);
+        if (view.out == nullptr) {
+            add_head<false>(x + start, g + start, static_cast<Storage*>(nullptr), step, second, gain, tile, sums);
+            return;
+        }
+        auto* out = static_cast<Storage*>(view.out) + offset_of(view.out_strides, batch, token, head);
+        add_head<true>(x + start, g + start, out + start, step, second, gain, tile, sums);
+        if (tile.first == 0) copy_tail(args.rotary, g, out);
+    });
+}
+
+}  // namespace
+
+void MRROPE_INSTRUCTION_SET::learnable_tokens(const LearnableRotaryArgs& args, const PhaseTable& phase_table,
+                                              int64_t begin, int64_t end) {
+    const RotaryArgs& rotary = args.rotary;
+    with_storage(rotary.dtype, [&](auto storage) {
+        using Storage = decltype(storage);
+        using Real = decltype(load(storage));
+        for_each_token(rotary, begin, end, [&](int64_t batch, int64_t token) {
+            const int64_t position = position_at(rotary.positions, 0, batch, token);
+            for_each_tile<Real>(args, [&](int table, PairTile<Real>& tile) {
+                tile.fill(phase_table.phase_steps + int64_t{table} * (rotary.rotary_dim / 2), position,
+                          static_cast<Real>(phase_table.gains[table]), static_cast<Real>(rotary.conjugate ? -1 : 1));
+                rotate_view<Storage>(args, rotary.q, batch, token, table, tile);
+                rotate_view<Storage>(args, rotary.k, batch, token, table, tile);
+            });
+        });
+    });
+}
+
+void MRROPE_INSTRUCTION_SET::learnable_gradient_tokens(const LearnableRotaryGradientArgs& args,
+                                                       const PhaseTable& phase_table, double* all_sums, int64_t begin,
+                                                       int64_t end) {
+    const LearnableRotaryArgs& call = args.call;
+    const RotaryArgs& rotary = call.rotary;
+    const int half = rotary.rotary_dim / 2;
+    with_storage(rotary.dtype, [&](auto storage) {
+        using Storage = decltype(storage);
+        using Real = decltype(load(storage));
+        for_each_token(rotary, begin, end, [&](int64_t batch, int64_t token) {
+            const int64_t position = position_at(rotary.positions, 0, batch, token);
+            const double signed_position = static_cast<double>(position) * (rotary.conjugate ? -1 : 1);
+            for_each_tile<Real>(call, [&](int table, PairTile<Real>& tile) {
+                tile.fill(phase_table.phase_steps + int64_t{table} * half, position, Real(1),
+                          static_cast<Real>(rotary.conjugate ? 1 : -1));
+                PairSums<Real> of_token{};
+                const auto gain = static_cast<Real>(phase_table.gains[table]);
+                add_view<Storage>(call, rotary.q, args.q, batch, token, table, gain, tile, of_token);
+                add_view<Storage>(call, rotary.k, args.k, batch, token, table, gain, tile, of_token);
+                double* sums = all_sums + int64_t{table} * (half + 1);
+                double dot = 0.0;
+#pragma omp simd reduction(+ : dot)
+                for (int i = 0; i < tile.pairs; ++i) {
+                    sums[tile.first + i] += signed_position * static_cast<double>(of_token.cross[i]);
+                    dot += static_cast<double>(of_token.dot[i]);
+                }
+                sums[half] += dot;
+            });
+        });
+    });
+}
+
+}  // namespace mrrope

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstdint>
+
+#include "mrrope/rotary.h"
+
+// Rotation by frequencies that are learned: radians per position in floating point, with a gradient.
+
+namespace mrrope {
+
+struct LearnableRotaryArgs {
+    RotaryArgs rotary;  // `table` and `choice` are unused, and positions have one row
+    // Contiguous, in the heads' memory space, both of table_dtype (float32 or float64): [tables, rotary_dim / 2]
+    // frequencies and [tables] attention factors of any sign. A frequency that is not finite, or from 2^50 on, gives
+    // NaN.
+    const void* frequencies = nullptr;
+    const void* attention_factors = nullptr;
+    DType table_dtype = DType::float32;
+    int tables = 1;  // divides the number of heads of q and of k: neighbouring heads share one
+};
+
+void learnable_rotary_cpu(const LearnableRotaryArgs& args, const ParallelFor& parallel_for = on_all_cores);
+
+// In the CMake target mrrope::cuda. Asynchronous on `stream` of the current device. Throws std::runtime_error if the
+// launch fails. batch * tokens * (q.heads + k.heads) must be below 2^31, here and in the backward pass.
+void learnable_rotary_cuda(const LearnableRotaryArgs& args, CUstream_st* stream);
+
+// The gradient of the rotated q or k.
+struct RotatedGradient {
+    const void* data = nullptr;
+    HeadStrides strides;
+};
+
+// The backward pass. In `call`, `in` is the input of the forward pass and `out` receives its gradient; nullptr: not
+// wanted.
+struct LearnableRotaryGradientArgs {
+    LearnableRotaryArgs call;
+    RotatedGradient q;
+    RotatedGradient k;
+    // The gradients of the table, of its dtype and shapes.
+    void* frequencies = nullptr;
+    void* attention_factors = nullptr;
+    // Memory for partial sums, [table_sum_rows_*, tables, rotary_dim / 2 + 1].
+    double* table_sums = nullptr;
+};
+
+// The number of rows of partial sums for these arguments; `table_sums` is not read. Rows are added in a fixed order:
+// results do not depend on the number of threads.
+int64_t table_sum_rows_cpu(const LearnableRotaryGradientArgs& args);
+void learnable_rotary_gradient_cpu(const LearnableRotaryGradientArgs& args,
+                                   const ParallelFor& parallel_for = on_all_cores);
+
+// In the CMake target mrrope::cuda.
+int64_t table_sum_rows_cuda(const LearnableRotaryGradientArgs& args);
+void learnable_rotary_gradient_cuda(const LearnableRotaryGradientArgs& args, CUstream_st* stream);
+
+}  // namespace mrrope
