@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from mrrope.calibration.objective import Figures, Readings
 from mrrope.calibration.search import BudgetSpentError, Objective, Point, successive_halving
@@ -71,20 +71,38 @@ class TableGenes:
 
     def children(self, parents: Sequence[Point], rng: random.Random) -> list[Point]:
         """New children: half of them mutated, half crossed and then mutated."""
-        found: dict[Point, None] = {}
-        while len(found) < CHILDREN:
-            child = rng.choice(parents)
-            if len(found) % 2 and len(parents) > 1:
-                one, other = rng.sample(parents, 2)
-                child = self.crossed(one, other, rng)
-            child = self.mutated(child, rng)
-            if child not in parents:
-                found[child] = None
-        return list(found)
+        return bred(self, parents, rng)
+
+
+class Genes(Protocol):
+    """Mutation and crossover of points."""
+
+    def mutated(self, point: Point, rng: random.Random) -> Point:
+        """Mutate some genes."""
+
+    def crossed(self, one: Point, other: Point, rng: random.Random) -> Point:
+        """Cross two parents."""
+
+    def children(self, parents: Sequence[Point], rng: random.Random) -> list[Point]:
+        """New children."""
+
+
+def bred(genes: Genes, parents: Sequence[Point], rng: random.Random) -> list[Point]:
+    """New children: half of them mutated, half crossed and then mutated."""
+    found: dict[Point, None] = {}
+    while len(found) < CHILDREN:
+        child = rng.choice(parents)
+        if len(found) % 2 and len(parents) > 1:
+            one, other = rng.sample(parents, 2)
+            child = genes.crossed(one, other, rng)
+        child = genes.mutated(child, rng)
+        if child not in parents:
+            found[child] = None
+    return list(found)
 
 
 def evolve(
-    genes: TableGenes,
+    genes: Genes,
     first: Sequence[Point],
     objective: Objective[Point],
     rungs: int,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,9 @@ import torch
 from mrrope.calibration.journal import Journal
 from mrrope.calibration.learnable_tables import LearnableTables
 from mrrope.calibration.processes import ALONE, Processes
-from mrrope.calibration.recomputation import Recomputation
 from mrrope.calibration.search import BudgetSpentError
-from mrrope.calibration.training_texts import TrainingText, TrainingTexts
-from mrrope.calibration.weighted_loss import frozen_weights, weighted_loss
-from mrrope.evaluation.chunked_reader import fast_attention
-from mrrope.evaluation.evaluate import is_out_of_memory
-from mrrope.hf.patch import patched
-from mrrope.hf.rotary_embedding import TableRotaryEmbedding
+from mrrope.calibration.table_gradient import TableGradient
+from mrrope.calibration.training_texts import TrainingTexts
 from mrrope.table_set import TableSet
 from mrrope.tables import FrequencyTable
 
@@ -39,11 +33,6 @@ def learning_rate(step: int, progress: float) -> float:
     """Linear warm-up, then cosine decay to 0 over the budget."""
     warm = min(1.0, (step + 1) / WARM_UP_STEPS)
     return LEARNING_RATE * warm * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
-
-
-def floating(table: FrequencyTable) -> torch.Tensor:
-    """A table as ``learnable_rotary`` takes it: layers with a window and a RoPE of their own keep theirs."""
-    return torch.cat([table.inv_freq, torch.tensor([table.attention_factor], dtype=torch.float64)])[None]
 
 
 class Descent:
@@ -81,14 +70,14 @@ class Descent:
             progress: called after every step with the seconds spent and the loss.
             clock: seconds.
         """
-        self.model, self.learnable, self.texts = model, learnable, texts
+        self.learnable, self.texts = learnable, texts
+        self.gradient = TableGradient(model, learnable)
         self.validation_loss, self.journal, self.state_path = validation_loss, journal, state_path
         self.seconds, self.processes = seconds, processes
         self.texts_a_step = texts_a_step or processes.size
         self.improved, self.progress, self.clock = improved, progress, clock
         self.device = learnable.moves.device
         self.optimizer = torch.optim.Adam([learnable.moves], betas=BETAS)
-        self.recomputation = Recomputation(model)
         self.step = 0
         self.spent = 0.0
         self.best = math.inf
@@ -111,9 +100,9 @@ class Descent:
         if self.end <= 0:
             raise BudgetSpentError
         while not self.is_finished:
-            with frozen_weights(self.model), self._rotating() as rotaries:
+            with self.gradient.ready():
                 while self.spent < self.end and not self._is_evaluation_due:
-                    self._step(rotaries)
+                    self._step()
             self._evaluate()
         return self.best_tables()
 
@@ -150,17 +139,7 @@ class Descent:
     def _is_evaluation_due(self) -> bool:
         return any(self._last_evaluated < share * self.end <= self.spent for share in EVALUATED_AT)
 
-    @contextlib.contextmanager
-    def _rotating(self) -> Iterator[list[TableRotaryEmbedding]]:
-        """Patch the model with tables per layer; the learned ones take their place in every step."""
-        learnable = self.learnable
-        start = learnable.tables()
-        tables = start if isinstance(start, TableSet) else TableSet([start] * learnable.layers)
-        options = {"base": tables.base, "original_max_position": tables.original_max_position}
-        with patched(self.model, tables, **options):
-            yield [module for module in self.model.modules() if isinstance(module, TableRotaryEmbedding)]
-
-    def _step(self, rotaries: list[TableRotaryEmbedding]) -> None:
+    def _step(self) -> None:
         started = self.clock()
         self.optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -168,7 +147,7 @@ class Descent:
         for place in range(self.processes.rank, self.texts_a_step, self.processes.size):
             text = self.texts.text(self.step, place, self.texts_a_step)
             names.append(text.name)
-            total += self._gradient(rotaries, text)
+            total += self.gradient.add(text)
         moves = self.learnable.moves
         assert moves.grad is not None
         # One reduction: the gradients, and the loss behind them.
@@ -187,42 +166,6 @@ class Descent:
         self.progress(self.spent, math.nan if loss is None else loss)
         if self.clock() - self._saved > SECONDS_BETWEEN_SAVES:
             self._save()
-
-    def _gradient(self, rotaries: list[TableRotaryEmbedding], text: TrainingText) -> torch.Tensor:
-        """Add the gradient of a text's loss to that of the parameters; return the mean loss by weight."""
-        try:
-            return self._backward(rotaries, text)
-        except RuntimeError as error:
-            if not is_out_of_memory(error) or not self.recomputation.recompute_all():
-                raise
-        # Outside the handler, whose traceback keeps the activations alive.
-        torch.cuda.empty_cache()
-        return self._backward(rotaries, text)
-
-    def _backward(self, rotaries: list[TableRotaryEmbedding], text: TrainingText) -> torch.Tensor:
-        tokens, weights = text.tokens.to(self.device), text.weights.to(self.device)
-        with self._learned(rotaries), fast_attention(tokens[None], 0), self.recomputation.around(len(text)):
-            loss = weighted_loss(self.model, tokens, weights)
-            self.recomputation.kept(len(text))
-            # The parameters get their gradient at its end: nothing is added where memory runs out in it.
-            loss.backward()  # type: ignore[no-untyped-call]
-        # Per weight, so that readings of all lengths compare.
-        return loss.detach().double() / weights[1:].sum()
-
-    @contextlib.contextmanager
-    def _learned(self, rotaries: list[TableRotaryEmbedding]) -> Iterator[None]:
-        """Rotate by the parameters within a ``with`` block."""
-        frequencies = self.learnable.frequencies()
-        for rotary in rotaries:
-            rotary.learned = {
-                layer_type: floating(table) if isinstance(table, FrequencyTable) else frequencies
-                for layer_type, (table,) in rotary.tables.items()
-            }
-        try:
-            yield
-        finally:
-            for rotary in rotaries:
-                rotary.learned = None
 
     def _evaluate(self) -> None:
         started = self.clock()

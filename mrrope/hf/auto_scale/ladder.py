@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, NativeRope, ModelTables
+from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, NativeRope
 from mrrope.tables import FrequencyTable
 
 DEFAULT_REACH = 16.0

@@ -15,7 +15,7 @@ import torch
 from byte_llama import byte_llama, byte_tokenizer, random_words, save_byte_llama
 from command_line import as_arguments
 from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
 from two_ranks import run_on_two_ranks
 
 import mrrope
@@ -58,9 +58,9 @@ def random_set(seed: int, spread: float = 0.5, layers: int = LAYERS, heads: int 
 
 
 def tiny_llama(dtype: torch.dtype = torch.float64):
-    return byte_llama(
-        NATIVE, layers=LAYERS, heads=2 * HEADS, num_key_value_heads=HEADS, initializer_range=0.4
-    ).to(dtype)
+    return byte_llama(NATIVE, layers=LAYERS, heads=2 * HEADS, num_key_value_heads=HEADS, initializer_range=0.4).to(
+        dtype
+    )
 
 
 def learnable(start=None, per: str = "head", **options) -> LearnableTables:
@@ -242,13 +242,9 @@ def test_the_gradient_equals_finite_differences(per: str, recomputed_layers: int
     tokens = torch.randint(2, 258, (24,), generator=rng)
     weights = token_weights(24, {12: 0.5, 24: 0.5}, [20, 21], 0.2)
 
-    def loss() -> torch.Tensor:
-        with rotating(model, tables.frequencies()):
-            return weighted_loss(model, tokens, weights)
-
-    with frozen_weights(model), recomputed(decoder_layers(model)[:recomputed_layers]):
-        with rotating(model, tables.frequencies()):
-            weighted_loss(model, tokens, weights).backward()
+    rotated = rotating(model, tables.frequencies())
+    with frozen_weights(model), recomputed(decoder_layers(model)[:recomputed_layers]), rotated:
+        weighted_loss(model, tokens, weights).backward()
     assert all("forward" not in vars(layer) for layer in decoder_layers(model))
     step = 1e-5
     flat = tables.moves.detach().view(-1)
@@ -257,7 +253,8 @@ def test_the_gradient_equals_finite_differences(per: str, recomputed_layers: int
         for move in (step, -step):
             with torch.no_grad():
                 flat[place] += move
-                values.append(loss().item())
+                with rotating(model, tables.frequencies()):
+                    values.append(weighted_loss(model, tokens, weights).item())
                 flat[place] -= move
         expected = (values[0] - values[1]) / (2 * step)
         # Third derivatives times step^2, and rounding of the loss divided by the step.
@@ -357,7 +354,7 @@ def planted() -> SimpleNamespace:
     """Texts that a model wrote under planted tables, which therefore have the lowest loss."""
     torch.manual_seed(5)
     model, tables = tiny_llama(torch.float32), random_set(7, spread=2.0)
-    rows = torch.randint(2, 258, (10, 1))
+    rows = torch.randint(2, 258, (72, 1))
     with mrrope.patched(model, tables), torch.no_grad():
         cache = None
         for _ in range(4 * NATIVE - 1):
@@ -365,7 +362,7 @@ def planted() -> SimpleNamespace:
             cache = output.past_key_values
             rows = torch.cat([rows, output.logits[:, -1].softmax(-1).multinomial(1)], dim=1)
     documents = [Document(f"{i}", row) for i, row in enumerate(rows.tolist())]
-    return SimpleNamespace(model=model, tables=tables, search=documents[:8], decide=documents[8:])
+    return SimpleNamespace(model=model, tables=tables, search=documents[:64], decide=documents[64:])
 
 
 LENGTHS = [NATIVE, 2 * NATIVE, 4 * NATIVE]
@@ -500,7 +497,7 @@ def test_a_loss_that_is_no_number_moves_nothing(planted: SimpleNamespace, tmp_pa
         loss = weighted_loss(model, tokens, weights)
         return loss * math.nan if len(tokens) == LENGTHS[1] else loss
 
-    monkeypatch.setattr(descent_module, "weighted_loss", broken)
+    monkeypatch.setattr("mrrope.calibration.table_gradient.weighted_loss", broken)
     found = descent_of(planted, tmp_path)
     assert all(math.isfinite(number) for number in torch.tensor(table_numbers(found.run())).flatten().tolist())
     lost = [one["length"] for one in found.curve if one["loss"] is None]
@@ -510,18 +507,18 @@ def test_a_loss_that_is_no_number_moves_nothing(planted: SimpleNamespace, tmp_pa
 
 def test_layers_are_recomputed_once_memory_ran_out(planted: SimpleNamespace, tmp_path: Path, monkeypatch) -> None:
     def limited(model, tokens, weights):
-        if len(tokens) == LENGTHS[2] and found.recomputation.count < LAYERS:
+        if len(tokens) == LENGTHS[2] and found.gradient.recomputation.count < LAYERS:
             raise torch.OutOfMemoryError("no memory")
         return weighted_loss(model, tokens, weights)
 
-    monkeypatch.setattr(descent_module, "weighted_loss", limited)
+    monkeypatch.setattr("mrrope.calibration.table_gradient.weighted_loss", limited)
     found = descent_of(planted, tmp_path)
     found.run()
-    assert found.recomputation.count == LAYERS
+    assert found.gradient.recomputation.count == LAYERS
     assert {one["length"] for one in found.curve} == set(LENGTHS)
 
 
-TWO_RANKS = '''
+TWO_RANKS = """
 import sys
 from pathlib import Path
 import torch
@@ -535,15 +532,17 @@ with joined_processes(torch.device("cpu")) as processes:
     own.mkdir()
     found = descent_of(planted, own, processes=processes)
     found.run()
-    torch.save({"moves": found.learnable.moves.detach(), "step": found.step, "losses": [one["loss"] for one in found.curve]}, folder / f"result{processes.rank}")
-'''
+    losses = [one["loss"] for one in found.curve]
+    result = {"moves": found.learnable.moves.detach(), "step": found.step, "losses": losses}
+    torch.save(result, folder / f"result{processes.rank}")
+"""
 
 
 def planted_from(path: Path) -> SimpleNamespace:
     """The planted texts that another process saved."""
     parts = torch.load(path)
     documents = [Document(f"{i}", row) for i, row in enumerate(parts)]
-    return SimpleNamespace(model=tiny_llama(torch.float32), search=documents[:8], decide=documents[8:])
+    return SimpleNamespace(model=tiny_llama(torch.float32), search=documents[:64], decide=documents[64:])
 
 
 def test_two_processes_do_what_one_does_with_their_texts(planted: SimpleNamespace, tmp_path: Path) -> None:
@@ -602,7 +601,7 @@ def test_the_command_finds_writes_and_reports(folder: Path, tmp_path: Path, per:
     assert (data["by"], data["per"]) == ("gradient", per or "model")
     found = data["calibration"]
     assert found["steps"] == len(found["curve"]) > 0
-    assert [one["step"] for one in found["evaluations"]][0] == 0
+    assert found["evaluations"][0]["step"] == 0
     best = min(found["evaluations"], key=lambda one: one["loss"])
     assert found["chosen"] == ("given" if best["step"] == 0 else f"gradient per {per or 'model'}")
     assert found["seconds"] < 60
@@ -623,9 +622,7 @@ def test_the_command_finds_writes_and_reports(folder: Path, tmp_path: Path, per:
     assert stem.with_suffix(".journal").read_bytes() == before
 
 
-def byte_llama_of(folder: Path):
-    from transformers import LlamaForCausalLM
-
+def byte_llama_of(folder: Path) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(folder / "model").eval()
 
 
