@@ -12,12 +12,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from mrrope.calibration.objective import Figures, Readings
 from mrrope.calibration.search import BudgetSpentError, Objective, Point, successive_halving
 from mrrope.calibration.spaces import TEMPERATURES, attention_factor, clamp, temperature_of
 from mrrope.evaluation.documents import Document
+from mrrope.table_lookup import ModelTables
 from mrrope.tables import FrequencyTable, frequency_table
 
 PARENTS = 8
@@ -70,20 +71,38 @@ class TableGenes:
 
     def children(self, parents: Sequence[Point], rng: random.Random) -> list[Point]:
         """New children: half of them mutated, half crossed and then mutated."""
-        found: dict[Point, None] = {}
-        while len(found) < CHILDREN:
-            child = rng.choice(parents)
-            if len(found) % 2 and len(parents) > 1:
-                one, other = rng.sample(parents, 2)
-                child = self.crossed(one, other, rng)
-            child = self.mutated(child, rng)
-            if child not in parents:
-                found[child] = None
-        return list(found)
+        return bred(self, parents, rng)
+
+
+class Genes(Protocol):
+    """Mutation and crossover of points."""
+
+    def mutated(self, point: Point, rng: random.Random) -> Point:
+        """Mutate some genes."""
+
+    def crossed(self, one: Point, other: Point, rng: random.Random) -> Point:
+        """Cross two parents."""
+
+    def children(self, parents: Sequence[Point], rng: random.Random) -> list[Point]:
+        """New children."""
+
+
+def bred(genes: Genes, parents: Sequence[Point], rng: random.Random) -> list[Point]:
+    """New children: half of them mutated, half crossed and then mutated."""
+    found: dict[Point, None] = {}
+    while len(found) < CHILDREN:
+        child = rng.choice(parents)
+        if len(found) % 2 and len(parents) > 1:
+            one, other = rng.sample(parents, 2)
+            child = genes.crossed(one, other, rng)
+        child = genes.mutated(child, rng)
+        if child not in parents:
+            found[child] = None
+    return list(found)
 
 
 def evolve(
-    genes: TableGenes,
+    genes: Genes,
     first: Sequence[Point],
     objective: Objective[Point],
     rungs: int,
@@ -122,7 +141,7 @@ class TokenLimitedReadings(Readings):
         self.max_tokens = max_tokens
         self.tokens = 0
 
-    def _next_reading(self, key: str, table: FrequencyTable, document: Document, length: int) -> list[Figures]:
+    def _next_reading(self, key: str, table: ModelTables, document: Document, length: int) -> list[Figures]:
         if self.tokens + length > self.max_tokens:
             raise BudgetSpentError
         self.tokens += length

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import glob
 import json
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mrrope import calibrated_tables
 from mrrope.calibration import report
 from mrrope.calibration.calibrate import Calibration, CalibrationStoppedError
 from mrrope.calibration.document_sets import DocumentSets, document_sets, lengths_up_to
-from mrrope.calibration.journal import Journal
+from mrrope.calibration.gradient import GradientCalibration
+from mrrope.calibration.journal import Journal, UnsavedJournal
+from mrrope.calibration.learnable_tables import SHARINGS
 from mrrope.calibration.objective import Readings, fingerprint, weights_fingerprint
+from mrrope.calibration.output_files import Files
+from mrrope.calibration.processes import ALONE, Processes, joined_processes, local_device
 from mrrope.calibration.search import BudgetSpentError
 from mrrope.evaluation import model_loading
 from mrrope.evaluation import report as evaluation_report
-from mrrope.evaluation.documents import text_files
+from mrrope.evaluation.documents import Document, long_documents, text_files
 from mrrope.evaluation.evaluate import is_out_of_memory
 from mrrope.evaluation.results import Results
 from mrrope.hf import rope_config
@@ -33,12 +38,17 @@ from mrrope.reporting.options import (
     checked_lengths,
     checked_positive,
 )
-from mrrope.reporting.output import checked_stem, with_ending
-from mrrope.table_lookup import NativeRope
-from mrrope.tables import FrequencyTable
+from mrrope.reporting.output import checked_stem
+from mrrope.table_lookup import ModelTables, NativeRope, is_saved_table, load_tables, resolve_table
+from mrrope.tables import SCALE_ONLY_METHODS, FrequencyTable
 
 DEFAULT_BUDGET = 10.0
+DEFAULT_DOCUMENTS = 6
 DEFAULT_RETRIEVAL = 0.1
+GRADIENT_DOCUMENTS = 64
+GRADIENT_RETRIEVAL = 0.2
+MAX_DECIDING = 4
+"""Validation documents of a search by gradient, which reads them five times and more; the others are for the search."""
 BUDGET_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} s{postfix}"
 
 
@@ -47,25 +57,36 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add_model_and_text(command)
     add("--held-out", metavar="FILE", help="another text, to report on (default: a third of the documents)")
+    add("--other-text", metavar="FILE", help="texts of other kinds, to report on in a column of their own")
     add("--scale", type=float, required=True, metavar="S", help="factor by which to extend the context")
+    add("--per", metavar="PART", help=f"what gets a table of its own: {', '.join(SHARINGS)} (default: model)")
+    add(
+        "--by",
+        metavar="METHOD",
+        help="search, without gradients, or gradient (default: search; gradient with --per layer or head)",
+    )
+    add(
+        "--start",
+        metavar="TABLES",
+        help="by gradient: a method, a .json or a shipped name to start from (default: the best fixed method)",
+    )
     add("--lengths", metavar="N,N,...", help="in tokens (default: the native length, doubled up to the scale)")
     add("--original-max-position", type=float, metavar="N", help="extend plain RoPE, trained on N tokens")
     add("--budget", type=float, default=DEFAULT_BUDGET, metavar="MINUTES", help="for the search (default: %(default)s)")
     add(
         "--documents",
         type=int,
-        default=6,
         metavar="N",
-        help="at most N for search and validation (default: %(default)s)",
+        help=f"at most N for search and validation (default: {DEFAULT_DOCUMENTS}; by gradient {GRADIENT_DOCUMENTS})",
     )
     add("--held-out-documents", type=int, default=3, metavar="N", help="at most N to report on (default: %(default)s)")
     add("--join", action="store_true", help="concatenate documents that are too short")
     add(
         "--retrieval",
         type=float,
-        default=DEFAULT_RETRIEVAL,
         metavar="W",
-        help="weight of hidden pass keys: nats added to the loss if all are forgotten (default: %(default)s)",
+        help="weight of hidden pass keys: nats added to the loss if all are forgotten (default: "
+        f"{DEFAULT_RETRIEVAL}; by gradient {GRADIENT_RETRIEVAL}, times the loss of their digits)",
     )
     add("--sweep", type=int, metavar="N", help="also measure and plot an N x N grid of bounds (d_l, d_h)")
     add_forward_options(command)
@@ -74,31 +95,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "mrrope-calibrate",
         "NAME.table.json, NAME.json, NAME.*.png and NAME.journal, from which an interrupted run resumes",
     )
-
-
-@dataclass(frozen=True)
-class Files:
-    """The output files of a calibration."""
-
-    stem: Path
-
-    def named(self, ending: str) -> Path:
-        """``NAME.ending``."""
-        return with_ending(self.stem, ending)
-
-    @property
-    def table(self) -> Path:
-        return self.named("table.json")
-
-    def written(self) -> list[Path]:
-        """All existing output files."""
-        return sorted(self.stem.parent.glob(f"{glob.escape(self.stem.name)}.*"))
-
-    def save_table(self, table: FrequencyTable) -> None:
-        """Write the table atomically: a kill leaves either the old or the new one."""
-        new = self.named("table.json.new")
-        table.save(new)
-        new.replace(self.table)
 
 
 def trained_with(model: Any, original_max_position: float | None) -> NativeRope:
@@ -126,9 +122,37 @@ def trained_with(model: Any, original_max_position: float | None) -> NativeRope:
     return trained
 
 
+def by_gradient(options: argparse.Namespace) -> bool:
+    """Whether to search by gradient: with ``--by gradient``, and for tables per layer or head.
+
+    Raises:
+        ValueError: the options contradict each other.
+    """
+    if options.per not in (None, *SHARINGS):
+        raise ValueError(f"--per must be {', '.join(SHARINGS[:-1])} or {SHARINGS[-1]}, got {options.per!r}")
+    if options.by not in (None, "search", "gradient"):
+        raise ValueError(f"--by must be search or gradient, got {options.by!r}")
+    is_by_part = options.per in ("layer", "head")
+    if is_by_part and options.by == "search":
+        raise ValueError(
+            f"--by must be gradient with --per {options.per}, got search, which finds one table for the model"
+        )
+    found = is_by_part or options.by == "gradient"
+    if found and options.sweep:
+        raise ValueError(f"--sweep goes with --by search, got {options.sweep} with a search by gradient")
+    if not found and options.start:
+        raise ValueError(f"--start goes with --by gradient, got {options.start}")
+    return bool(found)
+
+
 def check(options: argparse.Namespace) -> None:
-    """Check the options before a model is loaded."""
+    """Check the options before a model is loaded, and fill in the defaults that depend on others."""
     require("matplotlib")
+    is_gradient = by_gradient(options)
+    if options.documents is None:
+        options.documents = GRADIENT_DOCUMENTS if is_gradient else DEFAULT_DOCUMENTS
+    if options.retrieval is None:
+        options.retrieval = GRADIENT_RETRIEVAL if is_gradient else DEFAULT_RETRIEVAL
     if not 1.0 < options.scale < math.inf:
         raise ValueError(f"--scale must be a number above 1, got {options.scale:g}")
     if not 0.0 < options.budget < math.inf:
@@ -146,15 +170,27 @@ def check(options: argparse.Namespace) -> None:
     for option in ("held_out_documents", "chunk", "sweep"):
         checked_positive(f"--{option.replace('_', '-')}", getattr(options, option))
     checked_stem(options.output)
-    for text in filter(None, (options.text, options.held_out)):
+    for text in filter(None, (options.text, options.held_out, options.other_text)):
         text_files(text)
+    if options.start and not is_saved_table(options.start) and options.start not in SCALE_ONLY_METHODS:
+        raise ValueError(
+            f"--start must be one of {', '.join(SCALE_ONLY_METHODS)}, a .json of tables or a shipped name "
+            f"({calibrated_tables.listed()}), got {options.start!r}"
+        )
 
 
 def run(options: argparse.Namespace) -> None:
-    """Calibrate and print the report."""
+    """Calibrate and print the report; of several processes by gradient, the first prints."""
     check(options)
-    model, tokenizer = model_loading.load(options.model, dtype=options.dtype, device=options.device)
-    results = calibrate(options, model, tokenizer)
+    device = local_device(options.device) if by_gradient(options) else options.device
+    model, tokenizer = model_loading.load(options.model, dtype=options.dtype, device=device)
+    if not by_gradient(options):
+        results = calibrate(options, model, tokenizer)
+    else:
+        with joined_processes(model.device) as processes:
+            results = calibrate(options, model, tokenizer, processes)
+        if not processes.is_first:
+            return
     if options.json:
         print(json.dumps(results.data))
     else:
@@ -162,12 +198,21 @@ def run(options: argparse.Namespace) -> None:
         print("\nwritten:", *map(str, Files(Path(options.output)).written()))
 
 
-def calibrate(options: argparse.Namespace, model: Any, tokenizer: Any) -> Results:
-    """Calibrate and return the results; the best table so far is on disk at any time."""
+def calibrate(
+    options: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    processes: Processes = ALONE,
+) -> Results:
+    """Calibrate and return the results; the best table so far is on disk at any time.
+
+    Of several processes, the first writes files and measures the report.
+    """
     files = Files(Path(options.output))
     trained = trained_with(model, options.original_max_position)
     lengths = chosen_lengths(options, trained)
     documents = chosen_documents(options, tokenizer, lengths)
+    others = long_documents(options.other_text, tokenizer, lengths[-1]) if options.other_text else []
     about = {
         "model": model_loading.short_name(options.model),
         "weights": weights_fingerprint(model),
@@ -180,15 +225,36 @@ def calibrate(options: argparse.Namespace, model: Any, tokenizer: Any) -> Result
             name: [[document.name, fingerprint(document.tokens)] for document in getattr(documents, name)]
             for name in ("search", "decide", "held_out")
         },
+        **gradient_settings(options, processes),
         **measured_with(model),
     }
-    with closing(Journal(files.named("journal"), about)) as journal:
+    path = files.named("journal")
+    with closing(Journal(path, about) if processes.is_first else UnsavedJournal(path)) as journal:
         results = Results(files.named("json"), about)
         readings = Readings(model, lengths, journal, chunk=options.chunk, retrieval=options.retrieval)
-        calibration = Calibration(readings, trained, options.scale, documents, 60 * options.budget)
+        seconds = 60 * options.budget
         try:
-            search(calibration, files, results)
-            read_reports(calibration, files, results, options.sweep)
+            calibration: Calibration | GradientCalibration
+            if by_gradient(options):
+                calibration = GradientCalibration(
+                    readings,
+                    trained,
+                    options.scale,
+                    documents,
+                    seconds,
+                    options.per or "model",
+                    tokenizer,
+                    files.named("state.pt"),
+                    given_start(options, trained),
+                    processes,
+                )
+                search_by_gradient(calibration, files, results)
+                if not processes.is_first:
+                    return results
+            else:
+                calibration = Calibration(readings, trained, options.scale, documents, seconds)
+                search(calibration, files, results)
+            read_reports(calibration, others, files, results, options.sweep)
         except BudgetSpentError:
             reason = f"--budget must be above {options.budget:g} minutes, which did not do for comparing fixed methods"
             raise stopped(reason, files, results) from None
@@ -204,8 +270,31 @@ def calibrate(options: argparse.Namespace, model: Any, tokenizer: Any) -> Result
     return results
 
 
+def gradient_settings(options: argparse.Namespace, processes: Processes) -> dict[str, Any]:
+    """The settings that a resumed search by gradient must have in common; none for a search without."""
+    if not by_gradient(options):
+        return {}
+    return {"by": "gradient", "per": options.per or "model", "start": options.start, "processes": processes.size}
+
+
+def given_start(options: argparse.Namespace, trained: NativeRope) -> ModelTables | None:
+    """The tables of ``--start``."""
+    if options.start is None:
+        return None
+    if not is_saved_table(options.start):
+        return resolve_table(trained, options.start, options.scale, {})
+    tables = load_tables(options.start)
+    known = {"rotary_dim": trained.rotary_dim, "base": trained.base, "scale": options.scale}
+    known["original_max_position"] = trained.original_max_position
+    for name, value in known.items():
+        if getattr(tables, name) != value:
+            raise ValueError(f"--start must be tables of {name} {value:g}, got {getattr(tables, name):g}")
+    return tables
+
+
 def chosen_documents(options: argparse.Namespace, tokenizer: Any, lengths: list[int]) -> DocumentSets:
-    """Three sets of documents as long as the longest length."""
+    """Three sets of documents as long as the longest length; by gradient those of the search are whole."""
+    is_gradient = by_gradient(options)
     documents = document_sets(
         options.text,
         tokenizer,
@@ -214,8 +303,14 @@ def chosen_documents(options: argparse.Namespace, tokenizer: Any, lengths: list[
         held_out_count=options.held_out_documents,
         held_out=options.held_out,
         join=options.join,
+        deciding_count=min(MAX_DECIDING, options.documents // 2) if is_gradient else None,
+        whole_search=is_gradient,
     )
-    return documents.with_keys(tokenizer, lengths) if options.retrieval else documents
+    if not options.retrieval:
+        return documents
+    keyed = documents.with_keys(tokenizer, lengths)
+    # By gradient every step hides keys of its own.
+    return replace(keyed, search=documents.search) if is_gradient else keyed
 
 
 def chosen_lengths(options: argparse.Namespace, trained: NativeRope) -> list[int]:
@@ -254,13 +349,61 @@ def search(calibration: Calibration, files: Files, results: Results) -> None:
     results.save()
 
 
-def read_reports(calibration: Calibration, files: Files, results: Results, sweep: int | None) -> None:
+def search_by_gradient(calibration: GradientCalibration, files: Files, results: Results) -> None:
+    """Search for the tables and write them; the progress bar shows the budget."""
+    is_first = calibration.processes.is_first
+    total = round(calibration.seconds)
+    with progress_bar(desc="calibrate", total=total, bar_format=BUDGET_BAR, disable=not is_first) as bar:
+        calibration.readings.progress = lambda seconds: bar.update(min(round(seconds), total) - bar.n)
+        descent = calibration.descent()
+        before = calibration.readings.spent
+        calibration.readings.progress = lambda _: None
+        if descent.step:
+            bar.write(f"resuming after {descent.step} steps from {calibration.state_path}", file=sys.stderr)
+
+        def progress(seconds: float, loss: float) -> None:
+            best = f", {descent.best:.4f} on validation documents" if descent.evaluations else ""
+            bar.set_postfix_str(f"loss {loss:.4f}{best}", refresh=False)
+            bar.update(min(round(before + seconds), total) - bar.n)
+
+        descent.progress = progress
+        descent.improved = lambda tables, _: files.save_table(tables)
+        tables = descent.run()
+    if not is_first:
+        return
+    files.save_table(tables)
+    evaluations = descent.evaluations
+    is_start = min(evaluations, key=lambda one: one["loss"])["step"] == 0
+    results.data["calibration"] = {
+        "chosen": calibration.started_from if is_start else f"gradient per {calibration.per}",
+        "started_from": calibration.started_from,
+        "seconds": before + descent.spent,
+        "steps": descent.step,
+        "evaluations": evaluations,
+        "curve": descent.curve,
+    }
+    results.save()
+
+
+def read_reports(
+    calibration: Calibration | GradientCalibration,
+    others: Sequence[Document],
+    files: Files,
+    results: Results,
+    sweep: int | None,
+) -> None:
     """Measure the held-out documents and draw the plots."""
-    table = FrequencyTable.load(files.table)
-    report.read_held_out(calibration, table, results)
+    tables = {**calibration.fixed, report.CALIBRATED: load_tables(files.table)}
+    report.read_held_out(calibration.readings, tables, calibration.documents.held_out, results)
     evaluation_report.draw(results.data, files.stem)
-    results.data["calibration"]["held_out_geometric_means"] = report.geometric_means(results)
+    found = results.data["calibration"]
+    found["held_out_geometric_means"] = report.geometric_means(results)
+    if others:
+        part = results.part(report.OTHER_KINDS)
+        report.read_held_out(calibration.readings, tables, others, part)
+        found["other_kinds_geometric_means"] = report.geometric_means(part)
     if sweep:
+        assert isinstance(calibration, Calibration)
         results.data["sweep"] = report.read_sweep(calibration, sweep)
         report.draw_sweep(results.data["sweep"], files.named("sweep.png"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -66,6 +65,8 @@ def document_sets(
     held_out_count: int,
     held_out: str | Path | None = None,
     join: bool = False,
+    deciding_count: int | None = None,
+    whole_search: bool = False,
 ) -> DocumentSets:
     """Deal the first documents of at least ``length`` tokens, cut to it, to the three sets round-robin.
 
@@ -77,6 +78,8 @@ def document_sets(
         held_out_count: maximum number of held-out documents.
         held_out: another file or folder for the held-out documents.
         join: concatenate documents that are too short.
+        deciding_count: maximum number of validation documents, of ``count``; by default half.
+        whole_search: leave search documents whole instead of cutting them.
 
     Warns:
         UserWarning: documents are skipped because their first ``length`` tokens equal those of another.
@@ -86,8 +89,14 @@ def document_sets(
     """
     deduplicate = Deduplicator()
     find = joined_documents if join else long_documents
-    sizes = [math.ceil(count / 2), count // 2, *([held_out_count] if held_out is None else [])]
-    documents = find(path, tokenizer, length, sum(sizes), deduplicate)
+    deciding_count = count // 2 if deciding_count is None else deciding_count
+    sizes = [count - deciding_count, deciding_count, *([held_out_count] if held_out is None else [])]
+    is_cut = join or not whole_search
+    documents = (
+        find(path, tokenizer, length, sum(sizes), deduplicate)
+        if is_cut
+        else long_documents(path, tokenizer, length, sum(sizes), deduplicate, whole=True)
+    )
     deduplicate.warn(path)
     if len(documents) < len(sizes):
         raise ValueError(
@@ -98,6 +107,7 @@ def document_sets(
     for document in documents:
         not_full = (one for one, size in zip(dealt, sizes, strict=True) if len(one) < size)
         min(not_full, key=len).append(document)
+    dealt[1:] = [[Document(one.name, one.tokens[:length]) for one in some] for some in dealt[1:]]
     if held_out is None:
         return DocumentSets(*dealt)
     try:

@@ -92,3 +92,17 @@ class Journal:
                 f"--output must be that of the same run or a new one, and {self.path} is of a run with another "
                 f"{', '.join(differing)}"
             )
+
+
+class UnsavedJournal(Journal):
+    """A journal in memory, for processes that leave the file to another one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._readings = {}
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        pass

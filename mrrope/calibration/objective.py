@@ -22,6 +22,7 @@ from mrrope.calibration.search import BudgetSpentError
 from mrrope.evaluation.documents import Document
 from mrrope.evaluation.perplexity import DocumentLoss, loss_at, token_losses
 from mrrope.hf.patch import patched
+from mrrope.table_lookup import ModelTables
 from mrrope.tables import FrequencyTable
 
 
@@ -77,13 +78,17 @@ class Readings:
         self._fingerprints: dict[int, str] = {}
         self._since = time.monotonic()
 
-    def loss(self, table: FrequencyTable, rung: Rung) -> float:
+    def restart_clock(self) -> None:
+        """Leave the time since the last reading out of the next one's."""
+        self._since = time.monotonic()
+
+    def loss(self, table: ModelTables, rung: Rung) -> float:
         """The objective: the loss of the text plus the penalty for forgotten keys."""
         text, forgotten = self.parts(table, rung)
         loss = text + self.retrieval * forgotten
         return loss if math.isfinite(loss) else math.inf
 
-    def parts(self, table: FrequencyTable, rung: Rung) -> tuple[float, float]:
+    def parts(self, table: ModelTables, rung: Rung) -> tuple[float, float]:
         """The second-half loss, averaged over documents and lengths, and the share of forgotten keys.
 
         The mean loss is the logarithm of the geometric mean of the perplexities.
@@ -92,7 +97,7 @@ class Readings:
         text = fmean(figures.second_half for one in found for figures in one)
         return text, fmean(one[-1].forgotten for one in found)
 
-    def read(self, table: FrequencyTable, document: Document, length: int) -> list[Figures]:
+    def read(self, table: ModelTables, document: Document, length: int) -> list[Figures]:
         """A document's figures at every length up to ``length``."""
         # Cached by id: documents live as long as the run, and hashing long ones takes time.
         if id(document) not in self._fingerprints:
@@ -103,7 +108,7 @@ class Readings:
             known = self._known[key] = self._next_reading(" ".join((*key, str(length))), table, document, length)
         return [loss for loss in known if loss.length <= length]
 
-    def _next_reading(self, key: str, table: FrequencyTable, document: Document, length: int) -> list[Figures]:
+    def _next_reading(self, key: str, table: ModelTables, document: Document, length: int) -> list[Figures]:
         if self.spent >= self.limit:
             raise BudgetSpentError
         reading = self.journal.get(key)
@@ -141,8 +146,10 @@ def figures_at(length: int, losses: torch.Tensor, document: Document) -> Figures
     return Figures(**asdict(loss_at(length, losses)), forgotten=forgotten)
 
 
-def table_numbers(table: FrequencyTable) -> list[float]:
-    """The numbers that determine a table's rotation; equal for equal tables of different methods."""
+def table_numbers(table: ModelTables) -> list[Any]:
+    """The numbers that determine a rotation; equal for equal tables of different methods. Nested for heads, layers."""
+    if not isinstance(table, FrequencyTable):
+        return [table_numbers(one) for one in table]
     return [round(number, 9) for number in (*table.inv_freq.log().tolist(), table.attention_factor)]
 
 

@@ -33,14 +33,28 @@ class Inset:
     """Which of the tokens are the answer to a question."""
 
 
-def with_keys(document: Document, tokenizer: Any, lengths: Sequence[int]) -> KeyedDocument:
-    """Hide keys evenly in the text before each length and ask for them at its end, if there is room."""
-    rng = random.Random(document.name)
+def with_keys(
+    document: Document, tokenizer: Any, lengths: Sequence[int], rng: random.Random | None = None
+) -> KeyedDocument:
+    """Hide keys in the text before each length and ask for them at its end, if there is room.
+
+    Args:
+        document: the text.
+        tokenizer: the model's.
+        lengths: in tokens.
+        rng: for keys, owners and random depths; by default the depths are even, and the rest follows the name.
+    """
+    are_depths_random = rng is not None
+    rng = rng or random.Random(document.name)
     owners = iter(rng.sample([f"the {colour} {thing}" for colour in COLOURS for thing in THINGS], k=100))
     insets: list[Inset] = []
     for length in sorted(lengths):
         hidden, questions = [], []
-        for depth, owner in zip(even_depths(KEYS_A_LENGTH), owners, strict=False):
+        depths = even_depths(KEYS_A_LENGTH)
+        if are_depths_random:
+            # The last share may be taken by the questions.
+            depths = [rng.uniform(0, 1 - LARGEST_SHARE) for _ in depths]
+        for depth, owner in zip(depths, owners, strict=False):
             key = five_digits(rng)
             sentence = encode(tokenizer, f"\nThe pass key of {owner} is {key}. Remember it.\n")
             hidden.append(Inset(round(depth * length), sentence))

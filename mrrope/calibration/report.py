@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mrrope.calibration.calibrate import Calibration
-from mrrope.calibration.objective import Rung
+from mrrope.calibration.objective import Readings, Rung
 from mrrope.calibration.spaces import PowerSpace, clamp
+from mrrope.evaluation.documents import Document
 from mrrope.evaluation.evaluate import PERPLEXITY, perplexity_figures
 from mrrope.evaluation.perplexity import perplexity
 from mrrope.evaluation.results import Results
 from mrrope.reporting import plotting
 from mrrope.reporting.optional_packages import progress_bar
-from mrrope.tables import FrequencyTable
+from mrrope.table_lookup import ModelTables
 
 CALIBRATED = "calibrated"
+OTHER_KINDS = "other kinds"
+"""The part of the results on texts of other kinds than any that were searched."""
 
 
-def read_held_out(calibration: Calibration, table: FrequencyTable, results: Results) -> None:
-    """Measure held-out perplexity of every fixed method and the table, in the format of ``mrrope eval``."""
-    readings, documents = calibration.readings, calibration.documents.held_out
-    tables = {**calibration.fixed, CALIBRATED: table}
+def read_held_out(
+    readings: Readings, tables: Mapping[str, ModelTables], documents: Sequence[Document], results: Results
+) -> None:
+    """Measure perplexity of all tables on documents, in the format of ``mrrope eval``."""
     for method, one in progress_bar(tables.items(), desc="held-out documents", unit="table"):
         found = [readings.read(one, document, readings.lengths[-1]) for document in documents]
         for losses in zip(*found, strict=True):
@@ -42,17 +46,32 @@ def geometric_means(results: Results) -> dict[str, float]:
 
 
 def summary(data: dict[str, Any]) -> str:
-    """The chosen table, and its held-out perplexity relative to the best fixed method."""
-    means = data["calibration"]["held_out_geometric_means"]
-    best = min((method for method in means if method != CALIBRATED), key=means.__getitem__)
-    change = means[CALIBRATED] / means[best] - 1
+    """The chosen tables, and their perplexity relative to the best fixed method, also on texts of other kinds."""
+    found = data["calibration"]
+    columns = {"held-out": found["held_out_geometric_means"]}
+    if "other_kinds_geometric_means" in found:
+        columns["other kinds"] = found["other_kinds_geometric_means"]
+    header = [f"{'':<12}" + "".join(f"{name:>13}" for name in columns)] if len(columns) > 1 else []
+    width = 13 if header else 10
+    changes = [change_against_best(means) for means in columns.values()]
+    names = ["", " on texts of other kinds"]
     lines = [
         "geometric mean over all lengths, second half, held-out documents",
-        *(f"{method:<12}{mean:>10.3f}" for method, mean in means.items()),
+        *header,
+        *(
+            f"{method:<12}" + "".join(f"{means[method]:>{width}.3f}" for means in columns.values())
+            for method in columns["held-out"]
+        ),
         "",
-        f"chosen: {data['calibration']['chosen']}, {change:+.1%} against {best}",
+        f"chosen: {found['chosen']}, " + ", ".join(map(str.__add__, changes, names)),
     ]
     return "\n".join(lines)
+
+
+def change_against_best(means: Mapping[str, float]) -> str:
+    """The calibrated tables relative to the best fixed method."""
+    best = min((method for method in means if method != CALIBRATED), key=means.__getitem__)
+    return f"{means[CALIBRATED] / means[best] - 1:+.1%} against {best}"
 
 
 def swept_bounds(space: PowerSpace, side: int) -> tuple[list[int], list[int]]:

@@ -60,8 +60,10 @@ def long_documents(
     length: int,
     limit: int | None = None,
     is_wanted: Callable[[Document], bool] = lambda _: True,
+    *,
+    whole: bool = False,
 ) -> list[Document]:
-    """The first ``length`` tokens of at most ``limit`` documents that are long enough and wanted.
+    """The first ``length`` tokens of at most ``limit`` documents that are long enough and wanted; or ``whole`` ones.
 
     Raises:
         ValueError: no document is long enough; the message names the longest.
@@ -76,7 +78,7 @@ def long_documents(
         if 2 * len(text.encode()) >= length:
             tokens = opening + encode(tokenizer, text)
             if len(tokens) >= length and is_wanted(document := Document(name, tokens[:length])):
-                documents.append(document)
+                documents.append(Document(name, tokens) if whole else document)
                 if len(documents) == limit:
                     break
         longest = max(longest, (name, text), key=lambda one: len(one[1]))

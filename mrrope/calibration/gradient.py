@@ -1,0 +1,111 @@
+"""The calibration by gradient: from the best fixed method or given tables to tables per model, layer or key head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrrope.calibration.calibrate import FIXED_METHODS
+from mrrope.calibration.descent import Descent
+from mrrope.calibration.document_sets import DocumentSets
+from mrrope.calibration.learnable_tables import LearnableTables, Sharing
+from mrrope.calibration.objective import Readings, Rung
+from mrrope.calibration.processes import ALONE, Processes
+from mrrope.calibration.search import successive_halving
+from mrrope.calibration.training_texts import TrainingTexts
+from mrrope.hf import rope_config
+from mrrope.hf.model_layers import ServedLayers
+from mrrope.table_lookup import ModelTables, NativeRope, resolve_table
+from mrrope.tables import FrequencyTable
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The layers and key heads that tables can be given to."""
+
+    layers: int
+    heads: int
+
+    @staticmethod
+    def of(model: Any) -> ModelShape:
+        """The shape of a model.
+
+        Raises:
+            ValueError: its layers do not take their tables from one place, or differ in their key heads.
+        """
+        served = [ServedLayers.of(model, rotary) for rotary in rope_config.rotary_embeddings(model)]
+        heads = {one.key_heads(layer) for one in served for layer in range(one.count)}
+        if len(served) != 1 or served[0].holders or len(heads) != 1:
+            raise ValueError(
+                f"--by gradient must be left out for {type(model).__name__}: it needs one rotary embedding for all "
+                "layers, and as many key heads in each"
+            )
+        return ModelShape(served[0].count, heads.pop())
+
+
+@dataclass
+class GradientCalibration:
+    """A search by gradient, with what it starts from and decides by."""
+
+    readings: Readings
+    trained: NativeRope
+    scale: float
+    documents: DocumentSets
+    """Of the search: whole and without keys."""
+    seconds: float
+    per: Sharing
+    tokenizer: Any
+    state_path: Path
+    start: ModelTables | None = None
+    """By default the fixed method with the lowest loss on a validation document."""
+    processes: Processes = ALONE
+
+    def __post_init__(self) -> None:
+        self.fixed = {method: resolve_table(self.trained, method, self.scale, {}) for method in FIXED_METHODS}
+
+    def descent(self) -> Descent:
+        """The search from its start; ``run`` it."""
+        model = self.readings.model
+        name, start = ("given", self.start) if self.start is not None else self.best_fixed()
+        self.started_from = name
+        shape = ModelShape.of(model)
+        device = next(model.parameters()).device
+        learnable = LearnableTables(
+            start, self.trained, layers=shape.layers, heads=shape.heads, per=self.per, device=device
+        )
+        lengths = self.readings.lengths
+        texts = TrainingTexts(self.documents.search, self.tokenizer, lengths, self.readings.retrieval)
+        return Descent(
+            model,
+            learnable,
+            texts,
+            self.validation_loss,
+            self.readings.journal,
+            self.state_path,
+            self.processes.agreed(self.seconds - self.readings.spent),
+            processes=self.processes,
+        )
+
+    def best_fixed(self) -> tuple[str, FrequencyTable]:
+        """The fixed method with the lowest loss on one validation document, which the first process reads."""
+        name = ""
+        if self.processes.is_first:
+            lengths, some = self.readings.lengths, self.documents.decide[:1]
+            rungs = [Rung(some, length) for length in lengths[-2:]]
+            name = successive_halving(
+                self.fixed, lambda method, rung: self.readings.loss(self.fixed[method], rungs[rung]), range(len(rungs))
+            )[0]
+        name = self.processes.agreed(name)
+        return name, self.fixed[name]
+
+    def validation_loss(self, tables: ModelTables) -> float:
+        """The loss on the validation documents, which the processes deal out among themselves."""
+        self.readings.restart_clock()
+        documents = self.documents.decide
+        mine = documents[self.processes.rank :: self.processes.size]
+        losses = [self.readings.loss(tables, Rung([one], self.readings.lengths[-1])) for one in mine]
+        total = torch.tensor([sum(losses)], dtype=torch.float64, device=next(self.readings.model.parameters()).device)
+        return float(self.processes.mean(total)) * self.processes.size / len(documents)
