@@ -11,8 +11,8 @@ from torch import nn
 
 from mrrope.calibrated_tables import names as calibrated_table_names
 from mrrope.hf.patch import patched
-from mrrope.table_lookup import is_saved_table
-from mrrope.tables import METHODS, FrequencyTable, frequency_table
+from mrrope.table_lookup import ModelTables, is_saved_table, load_tables
+from mrrope.tables import METHODS, frequency_table
 
 UNPATCHED = "unpatched"
 """The model with its own table and its own code."""
@@ -27,8 +27,8 @@ class Method:
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
-    table: FrequencyTable | None = None
-    """The table to use; without one, ``name`` is a method or the name of a table."""
+    table: ModelTables | None = None
+    """The table or tables to use; without them, ``name`` is a method or the name of a table."""
 
     @property
     def follows_length(self) -> bool:
@@ -41,7 +41,7 @@ class Method:
         if self.name == UNPATCHED:
             yield
             return
-        table = self.table or (FrequencyTable.load(self.name) if is_saved_table(self.name) else self.name)
+        table = self.table or (load_tables(self.name) if is_saved_table(self.name) else self.name)
         with patched(model, table, **dict(self.options)):
             yield
 
@@ -61,10 +61,10 @@ def methods_named(names: Sequence[str], **options: Any) -> list[Method]:
             raise ValueError(f"methods must be {known} or tables' .json files, got {name!r}")
         try:
             if is_saved_table(name):
-                FrequencyTable.load(name)
+                load_tables(name)
             elif name != UNPATCHED:
                 frequency_table(name, **TYPICAL_SETTINGS)
-        except (ValueError, OSError) as error:
+        except (ValueError, TypeError, OSError) as error:
             raise ValueError(f"methods must give a table, and {name} does not: {error}") from None
         fixed = name == UNPATCHED or is_saved_table(name)
         methods.append(Method(name, () if fixed else tuple(options.items())))
