@@ -231,6 +231,21 @@ def test_compiled_in_one_graph(name: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_offloaded_by_accelerate(name: str, when: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_model(name)
+    tables = set_for(model, 2)
+    want = logits(mrrope.patch(model, tables))
+    if when == "after":
+        mrrope.unpatch(model)
+    accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=True)
+    if when == "after":
+        mrrope.patch(model, tables)
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
+
+
 def test_copies_and_pickles() -> None:
     model = tiny_model("llama")
     plain = logits(model)
