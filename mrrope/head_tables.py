@@ -55,6 +55,9 @@ class HeadTables(OpTable):
             words = [table.packed(torch.device("cpu")) for table in self._tables]
             super().__init__(torch.stack(words)[None, None])
 
+    def _words_of_heads(self) -> list[list[int]]:
+        return [words for table in self for words in table._words_of_heads()]
+
     @property
     def rotary_dim(self) -> int:
         """The number of rotated components of a head."""
