@@ -20,9 +20,9 @@ MODELING_MODULE = "transformers.modeling_utils"
 
 
 def patch_as_configured(model: nn.Module) -> None:
-    """Patch a model with the tables that its configuration holds, if any; not before it has its weights."""
+    """Patch a model with the tables per layer or head that its configuration holds, if any."""
     tables, local_layers = _tables_per_layer_or_head(model.config)
-    if tables is None or any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    if tables is None:
         return
     from mrrope.hf.patch import patch  # imports torch._dynamo and more, which most programs do not need here
 
@@ -58,7 +58,9 @@ def install(modeling: ModuleType) -> None:
     @functools.wraps(post_init)
     def patching_post_init(self: Any) -> None:
         post_init(self)
-        patch_as_configured(self)
+        # from_pretrained builds models on the meta device, and patches them once they are loaded.
+        if not any(buffer.is_meta for buffer in self.buffers()):
+            patch_as_configured(self)
 
     @functools.wraps(from_pretrained)
     def patching_from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:

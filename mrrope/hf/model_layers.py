@@ -98,3 +98,12 @@ def layer_index(module: nn.Module) -> int | None:
     """Return the layer that a module belongs to by its own account."""
     index = getattr(module, "layer_idx", None)
     return index if isinstance(index, int) and not isinstance(index, bool) else None
+
+
+def key_layer(config: Any, layer: int) -> int:
+    """Return the layer whose keys a layer attends to: in Gemma 3n and 4 the last layers have none of their own."""
+    first_without = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    if layer < first_without:
+        return layer
+    kinds = config.layer_types
+    return max((i for i in range(first_without) if kinds[i] == kinds[layer]), default=layer)

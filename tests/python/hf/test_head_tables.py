@@ -41,6 +41,11 @@ class Family:
     function: str = "apply_rotary_pos_emb"
     key_heads: int = 2
     dtype: torch.dtype = torch.float64
+    keys_of: tuple[tuple[int, int], ...] = ()
+    """Layers without keys of their own, each with the layer whose keys it attends to."""
+
+    def entry(self, tables: mrrope.TableSet, layer: int) -> Any:
+        return tables[dict(self.keys_of).get(layer, layer)]
 
 
 FAMILIES = {
@@ -52,7 +57,7 @@ FAMILIES = {
     "glm": Family(),  # interleaved, half of each head
     "cohere": Family(INTERLEAVED),
     "gemma3_text": Family(),  # local layers with a RoPE of their own
-    "gemma4_text": Family(),  # and fewer rotated pairs in the others
+    "gemma4_text": Family(keys_of=((2, 0), (3, 1))),  # and fewer rotated pairs in the others
     "llama4_text": Family(COMPLEX, "apply_rotary_emb"),
     "gpt_oss": Family(ONE_HALF, dtype=torch.float32),
     "qwen3_next": Family(dtype=torch.float32),  # layers without RoPE
@@ -106,7 +111,7 @@ def test_every_layer_and_head_rotates_by_its_own_table(name: str) -> None:
     tables = set_for(model, family.key_heads)
     ids = tokens(2, 24)
     plain = logits(model, input_ids=ids)
-    of_layer = lambda i: None if is_local(model, i) else tables[i]  # noqa: E731
+    of_layer = lambda i: None if is_local(model, i) else family.entry(tables, i)  # noqa: E731
     want = reference(model, family, of_layer, lambda model: logits(model, input_ids=ids))
     mrrope.patch(model, tables)
     assert relative(logits(model, input_ids=ids), want) < ROUNDING
@@ -224,6 +229,21 @@ def test_compiled_in_one_graph(name: str) -> None:
     got = logits(torch.compile(model, backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_offloaded_by_accelerate(name: str, when: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_model(name)
+    tables = set_for(model, 2)
+    want = logits(mrrope.patch(model, tables))
+    if when == "after":
+        mrrope.unpatch(model)
+    accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=True)
+    if when == "after":
+        mrrope.patch(model, tables)
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
 
 
 def test_copies_and_pickles() -> None:
@@ -574,7 +594,7 @@ def test_learned_tables_rotate_as_ready_ones(name: str) -> None:
     rotary.learned = {"full_attention": by_layer, None: by_layer}
     assert relative(logits(model), want) < ROUNDING
     model(input_ids=tokens(2, 24)).logits.square().sum().backward()
-    is_used = torch.tensor([not is_local(model, layer) for layer in range(len(tables))])
+    is_used = torch.tensor([not is_local(model, i) and i not in dict(family.keys_of) for i in range(len(tables))])
     if name == "llama4_text":
         is_used = torch.tensor([bool(layer) for layer in model.config.no_rope_layers])
     assert (by_layer.grad.abs().amax((1, 2)) > 0).equal(is_used)
