@@ -30,7 +30,8 @@ namespace mrrope {
 // the last word tells whether the table is negated. On a CPU the ops reject a factor that is not a positive finite
 // float32; on a GPU they multiply by it unchecked. Tables stack to [count, words]. For positions of [rows, batch,
 // tokens], each table has a second row, [count, 2, words], with the row of positions of each pair; negating a table
-// negates both rows.
+// negates both rows. Head tables, [count, 1 or 2 rows, tables, words], hold a table for each group of neighbouring
+// heads: head h of n uses table h / (n / tables).
 at::Tensor packed_tensor(const FrequencyTable& table, at::Device device);
 
 // Rotates q, or q and k. Differentiable. conjugate: rotate by the negated angle, with the same attention factor.
@@ -76,7 +77,8 @@ at::Tensor qkv_rotary(const at::Tensor& x, const at::Tensor& weight, const std::
                       std::string_view pairing = "halves");
 
 // Re-rotates cached keys in place from one table of a stack to another: those of sequence i from tables[from[i]] to
-// tables[to[i]]. keys holds one tensor per layer; from and to are int32, [batch].
+// tables[to[i]]. keys holds one tensor per layer; from and to are int32, [batch]. tables is [count, words], or [count, 1
+// or layers, head tables, words].
 void rescale_cache_(at::TensorList keys, const at::Tensor& positions, const at::Tensor& tables, const at::Tensor& from,
                     const at::Tensor& to, std::string_view layout = "bhsd", std::string_view pairing = "halves");
 
