@@ -57,7 +57,9 @@ void check_kinds(const LearnableRotaryCall& call) {
     TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble, "frequencies must be float32 or float64, got ",
                      dtype);
     check_device(frequencies, q);
-    check_like(factor, frequencies);
+    check_device(factor, q);
+    TORCH_CHECK_TYPE(factor.tensor.scalar_type() == dtype, "attention_factor must have the dtype of frequencies, ",
+                     dtype, ", got ", factor.tensor.scalar_type());
     TORCH_CHECK_VALUE(frequencies.tensor.dim() == 2, "frequencies must be [key heads or 1, rotary_dim / 2], got a ",
                       "tensor of ", frequencies.tensor.dim(), " dimensions");
     TORCH_CHECK_VALUE(factor.tensor.dim() == 1, "attention_factor must be [key heads or 1], got a tensor of ",

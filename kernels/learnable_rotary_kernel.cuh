@@ -60,24 +60,39 @@ struct LearnablePointers {
     }
 };
 
+// A block's memory in one pass: first the phase steps, pair j of lane l at [j * lanes + l], then the sums of pair j of
+// every thread.
+template <int Vector>
+union LearnableShared {
+    uint64_t phase_steps[Vector * learnable_block_threads];
+    double sums[Vector][learnable_block_threads];
+};
+
 // A thread's part of one table: the phase steps of its pairs, and the attention factor.
 template <class Real, int Vector>
 struct LearnablePairs {
     uint64_t phase_steps[Vector];
     Real gain;  // NaN where a frequency is none
 
+    // Called by all threads. Each frequency is converted once per block: by every thread, the FP64 units of an SM would
+    // be busy for 1000 cycles.
     template <class Layout>
-    __device__ void load(const LearnableRotaryArgs& args, int table, const Layout& layout) {
-        double factor = load_real(args.attention_factors, args.table_dtype, table);
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) {
-            const int64_t at = int64_t{table} * layout.half + layout.pair(j);
-            const double frequency = load_real(args.frequencies, args.table_dtype, at);
+    __device__ void load(LearnableShared<Vector>& shared, const LearnableRotaryArgs& args, int table, int first_lane,
+                         int lanes, int lane) {
+        const int half = args.rotary.rotary_dim / 2;
+        const double factor = load_real(args.attention_factors, args.table_dtype, table);
+        bool invalid = false;
+        for (int at = threadIdx.x; at < Vector * lanes; at += learnable_block_threads) {
+            const int pair = Layout{first_lane + at % lanes, half}.pair(at / lanes);
+            const double frequency = load_real(args.frequencies, args.table_dtype, int64_t{table} * half + pair);
             const bool valid = is_frequency(frequency);
-            phase_steps[j] = valid ? phase_step_of(frequency) : 0;
-            if (!valid) factor = NAN;
+            shared.phase_steps[at] = valid ? phase_step_of(frequency) : 0;
+            invalid = invalid || !valid;
         }
-        gain = static_cast<Real>(factor);
+        gain = static_cast<Real>(__syncthreads_or(invalid) ? NAN : factor);
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Vector; ++j) phase_steps[j] = shared.phase_steps[j * lanes + min(lane, lanes - 1)];
+        __syncthreads();
     }
 
     __device__ void cos_sin(CosSin<Real> (&by)[Vector], int64_t position, Real scale, Real direction) const {
@@ -135,22 +150,42 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
     // This block's row of partial sums.
     double* table_sums = launch.args.table_sums + (int64_t{block.number} * plan.tables + block.table) * (half + 1);
     LearnableSums<Real, Vector> sums;
+    __shared__ LearnableShared<Vector> shared;
+    const auto pointers_to = [&](const LearnableItem& item, int j) {
+        return LearnablePointers<Element>(launch.args, item, map.head(block.table, item.first_head + j));
+    };
+    // The first item, while frequencies are converted.
+    const auto prefetch = [&](const Layout& layout) {
+        const uint32_t number = map.first_item(block, slot);
+        if (number >= map.items) return;
+        const LearnableItem item = map.item(number);
+        for (int j = 0; j < item.heads; ++j) {
+            const LearnablePointers<Element> head = pointers_to(item, j);
+            prefetch_l2(head.in + layout.first());
+            prefetch_l2(head.in + layout.second());
+            if constexpr (gradient) {
+                prefetch_l2(head.gradient + layout.first());
+                prefetch_l2(head.gradient + layout.second());
+            }
+        }
+    };
     pdl_wait();
     pdl_trigger();
 
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first_lane = 0; first_lane < plan.lanes; first_lane += plan.lanes_per_pass) {
         const Layout layout{first_lane + lane_of_pass, half};
+        const int lanes = min(plan.lanes_per_pass, plan.lanes - first_lane);
+        const bool active = slot < plan.slots && lane_of_pass < lanes;
+        if (active) prefetch(layout);
+        LearnablePairs<Real, Vector> pairs;
+        pairs.template load<Layout>(shared, call, block.table, first_lane, lanes, lane_of_pass);
         if constexpr (gradient) sums.clear_frequencies();
-        if (slot < plan.slots && layout.lane < plan.lanes) {
-            LearnablePairs<Real, Vector> pairs;
-            pairs.load(call, block.table, layout);
+        if (active) {
             CUTLASS_PRAGMA_NO_UNROLL
             for (uint32_t number = map.first_item(block, slot); number < map.items; number += map.item_step()) {
                 const LearnableItem item = map.item(number);
-                const auto pointers = [&](int j) {
-                    return LearnablePointers<Element>(launch.args, item, map.head(block.table, item.first_head + j));
-                };
+                const auto pointers = [&](int j) { return pointers_to(item, j); };
                 const int64_t position = load_position(args.positions, 0, item.batch, item.token);
                 Fragment x[HeadsPerThread];
                 Fragment rotated_gradient[gradient ? HeadsPerThread : 1];
@@ -207,15 +242,13 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
         }
         if constexpr (gradient) {
             // Summed over the slots in a fixed order: the result is deterministic.
-            __shared__ double of_slots[Vector][learnable_block_threads];
             CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < Vector; ++j) of_slots[j][threadIdx.x] = sums.frequencies[j];
+            for (int j = 0; j < Vector; ++j) shared.sums[j][threadIdx.x] = sums.frequencies[j];
             __syncthreads();
-            const int lanes = min(plan.lanes_per_pass, plan.lanes - first_lane);
             for (int at = threadIdx.x; at < Vector * lanes; at += learnable_block_threads) {
                 const int lane = at % lanes;
                 double sum = 0;
-                for (int i = 0; i < plan.slots; ++i) sum += of_slots[at / lanes][i * plan.lanes_per_pass + lane];
+                for (int i = 0; i < plan.slots; ++i) sum += shared.sums[at / lanes][i * plan.lanes_per_pass + lane];
                 table_sums[Layout{first_lane + lane, half}.pair(at / lanes)] = sum;
             }
             __syncthreads();

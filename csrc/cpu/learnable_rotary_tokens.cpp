@@ -92,8 +92,8 @@ struct PairSums {
 };
 
 // The components of pair i are those at i * step and at i * step + second.
-template <bool writes, class Storage, class Real>
-void add_head(const Storage* x, const Storage* gradient, Storage* out, int step, int second, Real gain,
+template <bool writes, int step, class Storage, class Real>
+void add_head(const Storage* x, const Storage* gradient, Storage* out, int second, Real gain,
               const PairTile<Real>& tile, PairSums<Real>& sums) {
 #pragma omp simd
     for (int i = 0; i < tile.pairs; ++i) {
@@ -111,22 +111,22 @@ void add_head(const Storage* x, const Storage* gradient, Storage* out, int step,
     }
 }
 
-template <class Storage, class Real>
+template <Pairing pairing, class Storage, class Real>
 void add_view(const LearnableRotaryArgs& args, const HeadsView& view, const RotatedGradient& gradient, int64_t batch,
               int64_t token, int table, Real gain, const PairTile<Real>& tile, PairSums<Real>& sums) {
-    const bool halves = args.rotary.pairing == Pairing::halves;
-    const int step = halves ? 1 : 2;
+    constexpr bool halves = pairing == Pairing::halves;
+    constexpr int step = halves ? 1 : 2;
     const int second = halves ? args.rotary.rotary_dim / 2 : 1;
     const int start = tile.first * step;
     for_each_head_of(view, args.tables, table, [&](int head) {
         const auto* x = static_cast<const Storage*>(view.in) + offset_of(view.in_strides, batch, token, head);
         const auto* g = static_cast<const Storage*>(gradient.data) + offset_of(gradient.strides, batch, token, head);
         if (view.out == nullptr) {
-            add_head<false>(x + start, g + start, static_cast<Storage*>(nullptr), step, second, gain, tile, sums);
+            add_head<false, step>(x + start, g + start, static_cast<Storage*>(nullptr), second, gain, tile, sums);
             return;
         }
         auto* out = static_cast<Storage*>(view.out) + offset_of(view.out_strides, batch, token, head);
-        add_head<true>(x + start, g + start, out + start, step, second, gain, tile, sums);
+        add_head<true, step>(x + start, g + start, out + start, second, gain, tile, sums);
         if (tile.first == 0) copy_tail(args.rotary, g, out);
     });
 }
@@ -168,8 +168,15 @@ void MRROPE_INSTRUCTION_SET::learnable_gradient_tokens(const LearnableRotaryGrad
                           static_cast<Real>(rotary.conjugate ? 1 : -1));
                 PairSums<Real> of_token{};
                 const auto gain = static_cast<Real>(phase_table.gains[table]);
-                add_view<Storage>(call, rotary.q, args.q, batch, token, table, gain, tile, of_token);
-                add_view<Storage>(call, rotary.k, args.k, batch, token, table, gain, tile, of_token);
+                const auto add_views = [&]<Pairing pairing>() {
+                    add_view<pairing, Storage>(call, rotary.q, args.q, batch, token, table, gain, tile, of_token);
+                    add_view<pairing, Storage>(call, rotary.k, args.k, batch, token, table, gain, tile, of_token);
+                };
+                if (rotary.pairing == Pairing::halves) {
+                    add_views.template operator()<Pairing::halves>();
+                } else {
+                    add_views.template operator()<Pairing::interleaved>();
+                }
                 double* sums = all_sums + int64_t{table} * (half + 1);
                 double dot = 0.0;
 #pragma omp simd reduction(+ : dot)

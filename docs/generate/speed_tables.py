@@ -99,6 +99,11 @@ def qk_norm_rotary() -> list[str]:
     )
 
 
+def learnable_rotary() -> list[str]:
+    """Return the times of learnable_rotary and of the rotation in PyTorch."""
+    return times("learnable_rotary_cuda.json", "tokens x q/k heads x head_dim", lambda row: row["name"])
+
+
 def rescale_cache() -> list[str]:
     """Return the times of re-rotating a cache."""
     return times("rescale_cache_cuda.json", "cached tokens", lambda row: str(row["tokens"]))
@@ -165,7 +170,7 @@ def serving() -> list[str]:
     )
 
 
-OF_OPS = (rotary, rotary_ratios, host, rotary_and_cache, qk_norm_rotary, qkv_rotary, rescale_cache)
+OF_OPS = (rotary, rotary_ratios, host, rotary_and_cache, qk_norm_rotary, qkv_rotary, learnable_rotary, rescale_cache)
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     **{function.__name__: function for function in (*OF_OPS, serving)},

@@ -8,7 +8,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-OPS = ("rotary", "rotary_", "rotary_and_cache_", "qk_norm_rotary", "qk_norm_rotary_", "qkv_rotary", "rescale_cache_")
+OPS = (
+    "rotary",
+    "rotary_",
+    "rotary_and_cache_",
+    "qk_norm_rotary",
+    "qk_norm_rotary_",
+    "qkv_rotary",
+    "learnable_rotary",
+    "rescale_cache_",
+)
 QUERY = ("driver_version", "name", "compute_cap", "memory.total")
 FUSED = "fused (wgmma), where the shape allows"
 UNFUSED = "fallback: cuBLAS, then rotary"
