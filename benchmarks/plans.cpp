@@ -28,6 +28,7 @@ namespace {
 constexpr int head_dim = 128;
 constexpr int element_size = 2;
 constexpr int tables = 5;
+constexpr int head_tables = 8;
 constexpr int64_t max_tokens = 131072;
 constexpr int64_t max_decoded = 256;
 constexpr int64_t cache_bytes = int64_t{60} << 20;  // the L2 of an H200
@@ -125,7 +126,7 @@ public:
         std::vector<int64_t> positions(max_tokens);
         for (int64_t i = 0; i < max_tokens; ++i) positions[i] = i;
         std::vector<uint64_t> stack;
-        for (int i = 0; i < tables; ++i) {
+        for (int i = 0; i < head_tables; ++i) {
             const auto words = packed(build_table({.method = Method::mrrope_pro,
                                                    .rotary_dim = head_dim,
                                                    .base = 5e5,
@@ -133,7 +134,7 @@ public:
                                                    .scale = static_cast<double>(1 << i)}));
             stack.insert(stack.end(), words.begin(), words.end());
         }
-        words_ = static_cast<int32_t>(stack.size()) / tables;
+        words_ = static_cast<int32_t>(stack.size()) / head_tables;
         positions_ = std::make_unique<DeviceMemory>(positions);
         tables_ = std::make_unique<DeviceMemory>(stack);
         index_ = std::make_unique<DeviceMemory>(std::vector<int32_t>(max_decoded, tables - 1));
@@ -149,6 +150,16 @@ public:
         for (const int64_t tokens : {64, 8192, 131072}) rotary({tokens, 4, 1});
         rotary({65536, 8, 1});
         rotary({8192, 64, 8});
+    }
+
+    void rotary_by_head() const {
+        std::printf(
+            "\nrotary with a table per key head: one table by its plan; bytes per vector, heads per thread: "
+            "speculative, indexed\n");
+        for (const int64_t tokens : {1, 16, 64, 256, 1024, 8192, 131072}) {
+            rotary_by_head({tokens, 32, 8});
+            rotary_by_head({tokens, 9, 3});
+        }
     }
 
     void norm(NormOver over) const {
@@ -183,20 +194,24 @@ private:
                 .out_strides = strides};
     }
 
-    RotaryArgs args(const Geometry& geometry, int set, bool has_choice) const {
+    // In decoding every token belongs to a sequence of its own, with its own index.
+    TableChoice by_index(const Geometry& geometry) const {
+        return {.count = tables,
+                .stride = words_,
+                .index = index_->as<int32_t>(),
+                .token_stride = geometry.tokens <= max_decoded ? 1 : 0};
+    }
+
+    TableChoice by_head(const Geometry& geometry) const { return {.heads = geometry.k_heads, .head_stride = words_}; }
+
+    RotaryArgs args(const Geometry& geometry, int set, const TableChoice& choice) const {
         const int64_t start = set * geometry.bytes();
         RotaryArgs args;
         args.q = view(start, geometry.q_heads);
         args.k = view(start + geometry.tokens * geometry.q_heads * head_dim * element_size, geometry.k_heads);
         args.positions.data = positions_->data();
         args.table = tables_->as<uint64_t>();
-        if (has_choice) {
-            // In decoding every token belongs to a sequence of its own, with its own index.
-            args.choice = {.count = tables,
-                           .stride = words_,
-                           .index = index_->as<int32_t>(),
-                           .token_stride = geometry.tokens <= max_decoded ? 1 : 0};
-        }
+        args.choice = choice;
         args.batch = 1;
         args.tokens = geometry.tokens;
         args.head_dim = args.rotary_dim = head_dim;
@@ -204,10 +219,43 @@ private:
         return args;
     }
 
+    size_t add_rotary(RoundRobin& timing, const Geometry& geometry, const TableChoice& choice,
+                      const RotaryPlan& plan) const {
+        return timing.add(geometry.sets(),
+                          [&](int i, cudaStream_t stream) { rotary_cuda(args(geometry, i, choice), plan, stream); });
+    }
+
+    void rotary_by_head(const Geometry& geometry) const {
+        RoundRobin timing;
+        const size_t copy = add_copy(timing, geometry);
+        const size_t one_table = add_rotary(timing, geometry, {}, plan(shape_of(args(geometry, 0, {})), device_));
+        const RotaryShape shape = shape_of(args(geometry, 0, by_head(geometry)));
+        const RotaryPlan chosen = plan(shape, device_);
+        std::vector<std::pair<RotaryPlan, size_t>> timed;
+        for (const auto& [vector, heads] : {std::array{1, 1}, {4, 1}, {8, 1}, {8, 2}, {8, 3}}) {
+            RotaryPlan plan = plan_with(shape, device_, vector, heads);
+            for (const bool speculates : {true, false}) {
+                plan.speculates_table = speculates;
+                timed.emplace_back(plan, add_rotary(timing, geometry, by_head(geometry), plan));
+            }
+        }
+        timing.run();
+        begin(geometry, timing.microseconds(copy));
+        std::printf(" | one table %8.3f", timing.microseconds(one_table));
+        for (const auto& [plan, graph] : timed) {
+            const bool is_chosen = chosen.vector == plan.vector && chosen.heads_per_thread == plan.heads_per_thread &&
+                                   chosen.speculates_table == plan.speculates_table;
+            if (plan.speculates_table) std::printf(" | %d, %d:", plan.vector * element_size, plan.heads_per_thread);
+            std::printf(" %s%.3f", is_chosen ? "*" : "", timing.microseconds(graph));
+        }
+        std::printf("\n");
+        std::fflush(stdout);
+    }
+
     void rotary(const Geometry& geometry) const {
         RoundRobin timing;
         const size_t copy = add_copy(timing, geometry);
-        const RotaryShape shape = shape_of(args(geometry, 0, false));
+        const RotaryShape shape = shape_of(args(geometry, 0, {}));
         struct Timed {
             RotaryPlan plan;
             size_t single, speculative, indexed;
@@ -215,16 +263,14 @@ private:
         std::vector<Timed> timed;
         for (const auto& [vector, heads] : {std::array{1, 1}, {4, 1}, {8, 1}, {8, 2}, {8, 3}}) {
             RotaryPlan plan = plan_with(shape, device_, vector, heads);
-            const auto add = [&](bool has_choice, bool speculates) {
+            const auto add = [&](const TableChoice& choice, bool speculates) {
                 plan.speculates_table = speculates;
-                return timing.add(geometry.sets(), [&](int i, cudaStream_t stream) {
-                    rotary_cuda(args(geometry, i, has_choice), plan, stream);
-                });
+                return add_rotary(timing, geometry, choice, plan);
             };
             timed.push_back({.plan = plan,
-                             .single = add(false, false),
-                             .speculative = add(true, true),
-                             .indexed = add(true, false)});
+                             .single = add({}, false),
+                             .speculative = add(by_index(geometry), true),
+                             .indexed = add(by_index(geometry), false)});
         }
         timing.run();
         begin(geometry, timing.microseconds(copy));
@@ -245,7 +291,7 @@ private:
     void norm(const Geometry& geometry, NormOver over) const {
         const auto norm_args = [&](int set) {
             QkNormRotaryArgs found;
-            found.rotary = args(geometry, set, false);
+            found.rotary = args(geometry, set, {});
             found.q_weight = found.k_weight = weights_.data();
             found.eps = 1e-6;
             found.over = over;
@@ -289,6 +335,7 @@ int main() {
     const mrrope::Benchmark benchmark;
     std::printf("microseconds; * marks the chosen plan\n");
     benchmark.rotary();
+    benchmark.rotary_by_head();
     benchmark.norm(mrrope::NormOver::head);
     benchmark.norm(mrrope::NormOver::all_heads);
 }

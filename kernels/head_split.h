@@ -38,4 +38,9 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
+// Groups of up to heads_per_thread heads; with head tables, all of one table.
+constexpr int groups_of(int heads, int heads_per_thread, int table_heads = 1) {
+    return static_cast<int>(table_heads * ceil_div(heads / table_heads, heads_per_thread));
+}
+
 }  // namespace mrrope

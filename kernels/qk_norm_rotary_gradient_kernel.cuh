@@ -78,7 +78,6 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
     const NormView<Element>& view = mine.view;
     const NormGradientThread thread = launch.map.template thread<over>(mine.block, threadIdx.x);
     const Lane lane(thread.lane, args.rotary_dim / 2);
-    const int groups = launch.map.groups(mine.block);
     const Real direction = args.conjugate ? Real(1) : Real(-1);
     pdl_wait();
     pdl_trigger();
@@ -89,14 +88,15 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
     for (int64_t first_row = static_cast<int64_t>(mine.block.block) * thread.slots; first_row < thread.rows;
          first_row += static_cast<int64_t>(mine.block.blocks) * thread.slots) {
         const auto [group, batch, token, active] = launch.map.template row<over>(mine.block, thread, first_row);
-        const auto has_head = [&](int j) { return active && group + j * groups < view.heads; };
+        const StridedHeads heads = launch.map.heads_of(mine.block, group);
+        const auto has_head = [&](int j) { return active && heads.exists(j); };
 
         LaneAngles<Vector, true> angles;
-        angles.load(args, lane, batch, token);
+        angles.load(args, lane, batch, token, heads.table);
         Fragment x[HeadsPerThread], output_gradient[HeadsPerThread];
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) {
-            const int64_t head = group + j * groups;
+            const int64_t head = heads.head(j);
             x[j] = output_gradient[j] = Fragment{};
             if (!has_head(j)) continue;
             x[j].load(view.in + offset_of(view.in_strides, batch, token, head), lane);
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
         Fragment weights[weight_sets];
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < weight_sets; ++j) {
-            const int64_t head = over_head ? 0 : group + j * groups;
+            const int64_t head = over_head ? 0 : heads.head(j);
             weights[j] = Fragment{};
             if (has_head(j)) weights[j].load(view.weight + head * args.head_dim, lane);
         }
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
             }
             Fragment narrow;
             narrow.narrow(result);
-            narrow.store(view.out + offset_of(view.out_strides, batch, token, group + j * groups), lane);
+            narrow.store(view.out + offset_of(view.out_strides, batch, token, heads.head(j)), lane);
         }
     }
 
@@ -179,10 +179,11 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
             mine.weight_sums[at] = sum;
         }
     } else {
+        const StridedHeads heads = launch.map.heads_of(mine.block, thread.has_lane ? thread.slot : 0);
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) {
-            const int64_t head = thread.slot + j * groups;
-            if (!thread.has_lane || head >= view.heads) break;
+            if (!thread.has_lane || !heads.exists(j)) break;
+            const int64_t head = heads.head(j);
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < Vector; ++i) {
                 mine.weight_sums[head * args.head_dim + lane.first() + i] = weight_gradients[j].first[i];
@@ -205,6 +206,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     const int heads = over_head ? 1 : view.heads;
     const int64_t rows = static_cast<int64_t>(launch.map.all_tokens) * (over_head ? view.heads : 1);
     const int half = args.rotary_dim / 2;
+    const int heads_per_table = view.heads / args.choice.heads;
     const int tail = args.head_dim - args.rotary_dim;
     const Real direction = args.conjugate ? Real(1) : Real(-1);
     pdl_wait();
@@ -228,7 +230,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
             for_each_row_pair(threadIdx.x, heads, half, [&](int head, int pair) {
                 const NormLaneLayout<pairing, 1> lane(pair, half);
                 LaneAngles<1, true> angles;
-                angles.load(args, lane, batch, token);
+                angles.load(args, lane, batch, token, (first_head + head) / heads_per_table);
                 CosSin<Real> by[1];
                 angles.compute(by, args, lane, batch, token, direction);
                 const Pair<Real> v =
@@ -280,7 +282,7 @@ void launch_qk_norm_rotary_gradient(const QkNormRotaryGradientArgs& args, const 
     const QkNormRotaryGradientLaunch<RealOf<Element>> launch{
         .args = args,
         .constants = NormConstants<RealOf<Element>>(args.call),
-        .map = QkNormRotaryGradientMap<cutlass::FastDivmod>::of(plan, args.call.over, rotary.batch, rotary.tokens),
+        .map = QkNormRotaryGradientMap<cutlass::FastDivmod>::of(plan, shape_of(args)),
     };
     const auto kernel = rotary.pairing == Pairing::halves
                             ? norm_gradient_kernel<Element, Pairing::halves>(plan, args.call.over)

@@ -38,9 +38,10 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     const NormPlace place = launch.map.template place<over>(blockIdx.x, threadIdx.x);
     const Lane lane(place.lane, args.rotary_dim / 2);
     const NormView<Element> view(launch.args, place.is_q);
-    const Element* in = view.in + offset_of(view.in_strides, place.batch, place.token, place.group);
-    const int64_t in_step = place.groups * view.in_strides.head;
-    const auto has_head = [&](int j) { return place.active && place.group + j * place.groups < view.heads; };
+    const StridedHeads heads = launch.map.template heads_of<needs_lookup>(place, view.heads);
+    const Element* in = view.in + offset_of(view.in_strides, place.batch, place.token, heads.first);
+    const int64_t in_step = heads.step * view.in_strides.head;
+    const auto has_head = [&](int j) { return place.active && heads.exists(j); };
     // As in rotary_kernel: small launches are latency-bound, so all addresses are computed before the wait.
     if constexpr (HeadsPerThread <= 2) {
         const bool always_false = launch.map.threads < 0;
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     };
     const auto load_weights = [&](int j) {
         if constexpr (!shares_cos_sin) weights[j % weights_held] = Fragment{};
-        const int64_t head = over_head ? 0 : place.group + j * place.groups;
+        const int64_t head = over_head ? 0 : heads.head(j);
         if (has_head(j)) weights[j % weights_held].load(view.weight + head * args.head_dim, lane);
     };
     const auto load_first = [&] {
@@ -82,11 +83,12 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     __shared__ std::conditional_t<shares_cos_sin, SharedCosSin<Real, Vector>, std::monostate> shared_cos_sin;
     if constexpr (shares_cos_sin) {
         load_first();
-        shared_cos_sin.template compute<pairing, needs_lookup>(args, place.batch, place.token, direction);
+        static_assert(!needs_lookup, "heads share cos/sin of one table only");
+        shared_cos_sin.template compute<pairing>(args, place.batch, place.token, direction);
     } else {
         // Issued first, as in rotary_kernel, since loads return in issue order.
         LaneAngles<Vector, needs_lookup> angles;
-        angles.load(args, lane, place.batch, place.token);
+        angles.load(args, lane, place.batch, place.token, heads.table);
         load_first();
         angles.compute(by, args, lane, place.batch, place.token, direction);
     }
@@ -100,8 +102,8 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
                 [&](int i, Real a, Real b) { weighted[i] = WeightedRotation<Real>(a, b, by[i]); });
     }
 
-    Element* out = view.out + offset_of(view.out_strides, place.batch, place.token, place.group);
-    const int64_t out_step = place.groups * view.out_strides.head;
+    Element* out = view.out + offset_of(view.out_strides, place.batch, place.token, heads.first);
+    const int64_t out_step = heads.step * view.out_strides.head;
     CUTLASS_PRAGMA_UNROLL
     for (int first = 0; first < HeadsPerThread; first += held) {
         Real sums[held];
@@ -183,6 +185,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     const Real scale = launch.constants.inverse_rms(sums[0], view.is_q);
 
     const int half = args.rotary_dim / 2;
+    const int heads_per_table = view.heads / args.choice.heads;
     const Real direction = args.conjugate ? Real(-1) : Real(1);
     for_each_row_pair(threadIdx.x, heads, half, [&](int head, int pair) {
         const NormLaneLayout<pairing, 1> lane(pair, half);
@@ -192,7 +195,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
                    (static_cast<Real>(weight[at]) + launch.constants.weight_offset);
         };
         LaneAngles<1, true> angles;
-        angles.load(args, lane, batch, token);
+        angles.load(args, lane, batch, token, (first_head + head) / heads_per_table);
         CosSin<Real> by[1];
         angles.compute(by, args, lane, batch, token, direction);
         const Pair<Real> rotated = rotate<Real>({normed(lane.first()), normed(lane.second())}, by[0]);
@@ -247,7 +250,7 @@ void launch_qk_norm_rotary(const QkNormRotaryArgs& args, const QkNormRotaryPlan&
     const QkNormRotaryLaunch<RealOf<Element>> launch{
         .args = args,
         .constants = NormConstants<RealOf<Element>>(args),
-        .map = QkNormRotaryMap<cutlass::FastDivmod>::of(plan, args.over, args.rotary.batch, args.rotary.tokens),
+        .map = QkNormRotaryMap<cutlass::FastDivmod>::of(plan, shape_of(args)),
     };
     const auto kernel = args.rotary.pairing == Pairing::halves
                             ? norm_kernel<Element, Pairing::halves>(args, plan, needs_lookup)

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "head_tables_map.h"
 #include "lane_layout.h"
 #include "qk_norm_rotary_plan.h"
 
@@ -12,7 +13,7 @@ namespace mrrope {
 // A thread of the forward kernel that holds heads in registers.
 struct NormPlace {
     int lane;
-    int group;   // heads group, group + groups, ... of q or of k
+    int group;   // of heads of q or of k
     int groups;  // of q or of k
     int batch;
     int token;
@@ -36,17 +37,28 @@ struct QkNormRotaryMap {
     Divmod tokens;
     int q_rows;   // how many of the rows per token are q's
     int threads;  // over a head, in registers: of the launch
+    HeadTablesMap<Divmod> q_tables;
+    HeadTablesMap<Divmod> k_tables;
 
-    static QkNormRotaryMap of(const QkNormRotaryPlan& plan, NormOver over, int64_t batch, int64_t tokens) {
-        const bool by_team = plan.in_registers && over == NormOver::head;
+    static QkNormRotaryMap of(const QkNormRotaryPlan& plan, const QkNormRotaryShape& shape) {
+        const bool by_team = plan.in_registers && shape.over == NormOver::head;
         return {
             .plan = plan,
             .lanes = Divmod{by_team ? plan.team : plan.lanes},
-            .groups = Divmod{by_team ? plan.groups() : static_cast<int>(blocks_of(plan, over, 1))},
-            .tokens = Divmod{static_cast<int>(tokens)},
+            .groups = Divmod{by_team ? plan.groups() : static_cast<int>(blocks_of(plan, shape.over, 1))},
+            .tokens = Divmod{static_cast<int>(shape.tokens)},
             .q_rows = plan.in_registers ? (plan.q_groups > 0 ? 1 : 0) : plan.q_groups,
-            .threads = by_team ? static_cast<int>(batch * tokens * plan.team * plan.groups()) : 0,
+            .threads = by_team ? static_cast<int>(shape.batch * shape.tokens * plan.team * plan.groups()) : 0,
+            .q_tables = HeadTablesMap<Divmod>::of(shape.q_heads, plan.q_groups, shape.table_heads),
+            .k_tables = HeadTablesMap<Divmod>::of(shape.k_heads, plan.k_groups, shape.table_heads),
         };
+    }
+
+    // The heads of a thread, in registers; `has_tables`: there may be several head tables.
+    template <bool has_tables>
+    MRROPE_HOST_DEVICE StridedHeads heads_of(const NormPlace& place, int heads) const {
+        if constexpr (has_tables) return (place.is_q ? q_tables : k_tables).heads_of(place.group);
+        return {place.group, place.groups, heads, 0};
     }
 
     template <NormOver over>
@@ -120,7 +132,7 @@ struct NormGradientThread {
 
 // The row that a thread works on.
 struct NormGradientRow {
-    int group;  // heads group, group + groups, ...
+    int group;  // of heads
     int batch;
     int token;
     bool active;
@@ -134,19 +146,27 @@ struct QkNormRotaryGradientMap {
     Divmod k_groups;
     Divmod tokens;
     int all_tokens;
+    HeadTablesMap<Divmod> q_tables;
+    HeadTablesMap<Divmod> k_tables;
 
-    static QkNormRotaryGradientMap of(const QkNormRotaryGradientPlan& plan, NormOver over, int64_t batch,
-                                      int64_t tokens) {
-        const bool over_head = over == NormOver::head;
+    static QkNormRotaryGradientMap of(const QkNormRotaryGradientPlan& plan, const QkNormRotaryShape& shape) {
+        const bool over_head = shape.over == NormOver::head;
         const auto rows = [&](int groups) { return over_head && groups > 0 ? groups : 1; };
         return {
             .plan = plan,
             .lanes = Divmod{over_head ? plan.team : plan.lanes},
             .q_groups = Divmod{rows(plan.q_groups)},
             .k_groups = Divmod{rows(plan.k_groups)},
-            .tokens = Divmod{static_cast<int>(tokens)},
-            .all_tokens = static_cast<int>(batch * tokens),
+            .tokens = Divmod{static_cast<int>(shape.tokens)},
+            .all_tokens = static_cast<int>(shape.batch * shape.tokens),
+            .q_tables = HeadTablesMap<Divmod>::of(shape.q_heads, plan.q_groups, shape.table_heads),
+            .k_tables = HeadTablesMap<Divmod>::of(shape.k_heads, plan.k_groups, shape.table_heads),
         };
+    }
+
+    // The heads of a group, in registers.
+    MRROPE_HOST_DEVICE StridedHeads heads_of(const NormGradientBlock& block, int group) const {
+        return (block.is_q ? q_tables : k_tables).heads_of(group);
     }
 
     MRROPE_HOST_DEVICE NormGradientBlock block(uint32_t block) const {

@@ -25,12 +25,8 @@ int lanes_per_head(const QkNormRotaryShape& shape) {
     return lanes <= warp ? lanes : 0;
 }
 
-int groups_of(int heads, int heads_per_thread) {
-    return static_cast<int>(ceil_div(heads, heads_per_thread));
-}
-
 int64_t threads_over_all_heads(const QkNormRotaryShape& shape, int lanes, int heads_per_thread) {
-    const int64_t groups = groups_of(std::max(shape.q_heads, shape.k_heads), heads_per_thread);
+    const int64_t groups = groups_of(std::max(shape.q_heads, shape.k_heads), heads_per_thread, shape.table_heads);
     return ceil_div(lanes * groups, warp) * warp;
 }
 
@@ -92,7 +88,8 @@ QkNormRotaryShape shape_of(const QkNormRotaryArgs& args) {
             .element_size = shape.element_size,
             .over = args.over,
             .aligned = shape.aligned && starts_aligned(args.q_weight) && starts_aligned(args.k_weight),
-            .needs_lookup = shape.with_rows || rotary.choice.count > 1};
+            .needs_lookup = shape.with_rows || rotary.choice.count > 1 || rotary.choice.heads > 1,
+            .table_heads = rotary.choice.heads};
 }
 
 QkNormRotaryShape shape_of(const QkNormRotaryGradientArgs& args) {
@@ -126,8 +123,8 @@ QkNormRotaryPlan plan_with(const QkNormRotaryShape& shape, const Device&, int he
         plan.lanes = lanes;
         plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
         plan.heads_per_thread = heads_per_thread;
-        plan.q_groups = groups_of(shape.q_heads, heads_per_thread);
-        plan.k_groups = groups_of(shape.k_heads, heads_per_thread);
+        plan.q_groups = groups_of(shape.q_heads, heads_per_thread, shape.table_heads);
+        plan.k_groups = groups_of(shape.k_heads, heads_per_thread, shape.table_heads);
         plan.block_threads = norm_block_threads;
         if (shape.over == NormOver::all_heads) {
             // Blocks of q and of k have the same size; the smaller of the two spreads its heads over all threads.
@@ -156,8 +153,8 @@ QkNormRotaryGradientPlan plan_gradient(const QkNormRotaryShape& shape, const Dev
         plan.in_registers = true;
         plan.lanes = lanes;
         plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
-        plan.q_groups = groups_of(shape.q_heads, heads_per_thread);
-        plan.k_groups = groups_of(shape.k_heads, heads_per_thread);
+        plan.q_groups = groups_of(shape.q_heads, heads_per_thread, shape.table_heads);
+        plan.k_groups = groups_of(shape.k_heads, heads_per_thread, shape.table_heads);
         if (shape.over == NormOver::head) {
             plan.block_threads = norm_gradient_block_threads;
             rows_per_block = plan.block_threads / plan.team;

@@ -21,6 +21,7 @@ struct QkNormRotaryShape {
     NormOver over = NormOver::head;
     bool aligned = false;       // every head, and the weights, start at a multiple of 16 bytes
     bool needs_lookup = false;  // several tables, or several positions per token
+    int table_heads = 1;        // TableChoice::heads
 };
 
 QkNormRotaryShape shape_of(const QkNormRotaryArgs& args);
@@ -62,7 +63,7 @@ struct QkNormRotaryPlan {
     int lanes = 1;
     int team = 1;  // threads that reduce a head: a power of two
     int heads_per_thread = 1;
-    int q_groups = 0;  // of up to heads_per_thread heads; two passes: rows
+    int q_groups = 0;  // of up to heads_per_thread heads of one head table; two passes: rows
     int k_groups = 0;
     int block_threads = norm_row_block_threads;
     int64_t tokens_per_launch = 0;  // as in RotaryPlan

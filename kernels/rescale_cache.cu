@@ -12,11 +12,13 @@ namespace {
 // Passed to the kernel by value.
 struct RescaleCacheLaunch {
     void* keys[max_layers_per_launch];
+    int32_t layer_of_keys[max_layers_per_launch];
     int layers;
     HeadStrides strides;
     PositionsView positions;
     const uint64_t* tables;
     uint32_t table_count;
+    int table_layers;
     const int32_t* from;
     const int32_t* to;
     int64_t batch;
@@ -28,7 +30,7 @@ struct RescaleCacheLaunch {
 
 // All blocks re-rotate one sequence of one layer, then the next. Sequences whose table does not change are skipped, so
 // a call that changes nothing returns at once. The arithmetic is that of rotary_kernel, by the difference of two
-// tables.
+// tables: loaded once per sequence, or per layer where layers have tables of their own.
 template <class Element, int Vector, Pairing pairing>
 __global__ void __launch_bounds__(rescale_cache_block_threads, rescale_cache_min_blocks_per_sm)
     rescale_cache_kernel(const __grid_constant__ RescaleCacheLaunch launch) {
@@ -41,24 +43,32 @@ __global__ void __launch_bounds__(rescale_cache_block_threads, rescale_cache_min
     pdl_trigger();
     if (place.first_token >= launch.plan.token_step) return;
 
+    const StridedHeads of_thread = place.heads_of_group(launch.plan, launch.heads);
+    const int heads = of_thread.count();
+    const int64_t next_head = of_thread.step * launch.strides.head;
     for (int64_t sequence = 0; sequence < launch.batch; ++sequence) {
         // Clamped as unsigned, so that no index, negative ones included, leads out of the tables.
         const auto table_index = [&](const int32_t* index) {
             return min(static_cast<uint32_t>(index[sequence]), launch.table_count - 1);
         };
         if (table_index(launch.from) == table_index(launch.to)) continue;
-        const uint64_t* from = launch.tables + table_index(launch.from) * static_cast<int64_t>(launch.half + 1);
-        const uint64_t* to = launch.tables + table_index(launch.to) * static_cast<int64_t>(launch.half + 1);
-        const auto gain =
-            static_cast<Real>(attention_factor_of(to[launch.half]) / attention_factor_of(from[launch.half]));
+        Real gain;
         uint64_t steps[Vector];
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) steps[j] = to[layout.pair(j)] - from[layout.pair(j)];
-        const int heads = place.heads_in_group(launch.plan, launch.heads);
-        const int64_t next_head = launch.plan.head_groups * launch.strides.head;
+        const auto load_tables = [&](int table_layer) {
+            const auto table = [&](const int32_t* index) {
+                const int64_t layer = int64_t{table_index(index)} * launch.table_layers + table_layer;
+                return launch.tables + (layer * launch.plan.table_heads + of_thread.table) * (launch.half + 1);
+            };
+            const uint64_t* from = table(launch.from);
+            const uint64_t* to = table(launch.to);
+            gain = static_cast<Real>(attention_factor_of(to[launch.half]) / attention_factor_of(from[launch.half]));
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < Vector; ++j) steps[j] = to[layout.pair(j)] - from[layout.pair(j)];
+        };
         for (int layer = 0; layer < launch.layers; ++layer) {
+            if (layer == 0 || launch.table_layers > 1) load_tables(launch.layer_of_keys[layer]);
             Element* head = static_cast<Element*>(launch.keys[layer]) + sequence * launch.strides.batch +
-                            place.first_token * launch.strides.token + place.group * launch.strides.head;
+                            place.first_token * launch.strides.token + of_thread.first * launch.strides.head;
             for (int64_t token = place.first_token; token < launch.tokens; token += launch.plan.token_step) {
                 HeadFragment<Element, Vector> fragments[rescale_cache_heads_per_thread];
                 CUTLASS_PRAGMA_UNROLL
@@ -88,6 +98,7 @@ void launch_rescale(const RescaleCacheArgs& args, const RescaleCachePlan& plan, 
                               .positions = args.positions,
                               .tables = args.tables,
                               .table_count = static_cast<uint32_t>(args.table_count),
+                              .table_layers = args.table_layers,
                               .from = args.from,
                               .to = args.to,
                               .batch = args.batch,
@@ -96,6 +107,7 @@ void launch_rescale(const RescaleCacheArgs& args, const RescaleCachePlan& plan, 
                               .half = args.rotary_dim / 2,
                               .plan = plan};
     std::copy(args.keys.begin(), args.keys.end(), launch.keys);
+    std::copy(args.layer_of_keys.begin(), args.layer_of_keys.end(), launch.layer_of_keys);
     const auto launch_with = [&](const auto& kernel) {
         launch_with_pdl(kernel, dim3(plan.blocks), rescale_cache_block_threads, stream, launch);
     };

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "head_tables_map.h"
 #include "lane_layout.h"
 #include "rescale_cache_plan.h"
 
@@ -10,7 +11,7 @@ namespace mrrope {
 
 struct RescaleCachePlace {
     int lane;
-    int group;        // heads group, group + head_groups, ...
+    int group;        // of heads
     int first_token;  // advances by token_step; a thread whose first_token is not below token_step idles
 
     MRROPE_HOST_DEVICE RescaleCachePlace(const RescaleCachePlan& plan, int thread) {
@@ -19,9 +20,10 @@ struct RescaleCachePlace {
         first_token = thread / plan.lanes / plan.head_groups;
     }
 
-    // How many of the `heads` heads are in the group.
-    MRROPE_HOST_DEVICE int heads_in_group(const RescaleCachePlan& plan, int heads) const {
-        return (heads - group + plan.head_groups - 1) / plan.head_groups;
+    // The thread's heads, of `heads` heads.
+    MRROPE_HOST_DEVICE StridedHeads heads_of_group(const RescaleCachePlan& plan, int heads) const {
+        const HeadTablesMap<PlainDivmod> map{{plan.head_groups / plan.table_heads}, heads / plan.table_heads};
+        return map.heads_of(group);
     }
 };
 

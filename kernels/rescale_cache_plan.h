@@ -17,6 +17,7 @@ struct RescaleCacheShape {
     int rotary_dim = 0;
     int element_size = 0;
     bool aligned = false;  // every head of every layer starts at a multiple of 16 bytes
+    int table_heads = 1;
 };
 
 RescaleCacheShape shape_of(const RescaleCacheArgs& args);
@@ -29,7 +30,7 @@ inline constexpr int rescale_cache_min_blocks_per_sm = 6;
 inline constexpr int rescale_cache_min_blocks_per_sm = 8;
 #endif
 inline constexpr int rescale_cache_heads_per_thread = 4;
-// The layers' pointers are kernel parameters: 1 KiB of 4 KiB.
+// The layers' pointers and table numbers are kernel parameters: 1.5 KiB of 4 KiB.
 inline constexpr int max_layers_per_launch = 128;
 
 // A persistent grid that goes through the layers. A thread keeps its lane and its heads, and steps through the tokens
@@ -37,7 +38,8 @@ inline constexpr int max_layers_per_launch = 128;
 struct RescaleCachePlan {
     int vector = 1;
     int lanes = 1;        // threads per head
-    int head_groups = 1;  // of up to rescale_cache_heads_per_thread heads
+    int head_groups = 1;  // of up to rescale_cache_heads_per_thread heads of one head table
+    int table_heads = 1;
     // At most one wave, so that a call that changes nothing returns at once; more only if one token needs more.
     int blocks = 1;
     int token_step = 1;
@@ -50,7 +52,9 @@ template <class F>
 void for_each_rescale_launch(const RescaleCacheArgs& args, F&& f) {
     for (size_t layer = 0; layer < args.keys.size(); layer += max_layers_per_launch) {
         RescaleCacheArgs part = args;
-        part.keys = args.keys.subspan(layer, std::min<size_t>(max_layers_per_launch, args.keys.size() - layer));
+        const size_t layers = std::min<size_t>(max_layers_per_launch, args.keys.size() - layer);
+        part.keys = args.keys.subspan(layer, layers);
+        if (!args.layer_of_keys.empty()) part.layer_of_keys = args.layer_of_keys.subspan(layer, layers);
         f(part);
     }
 }

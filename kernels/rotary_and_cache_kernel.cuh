@@ -22,7 +22,7 @@ struct RotaryAndCacheLaunch {
     RotaryAndCacheArgs args;
     RotaryMap<cutlass::FastDivmod> map;
     cutlass::FastDivmod block_size;
-    HeadGroups groups;
+    HeadGroupsOfCacheMap<cutlass::FastDivmod> groups;
     int threads;
     uint32_t slots;
     bool has_tail;
@@ -65,12 +65,14 @@ __global__ void __launch_bounds__(rotary_block_threads,
     const int lane = place.lane;
     const CachePlace token{place.batch, place.token};
 
-    const HeadsOfThread heads(launch.groups, place.group);
+    constexpr bool has_tables = lookup != TableLookup::single;
+    const HeadsOfThread heads =
+        launch.groups.template heads_of<has_tables>(place.group, rotary.q.heads, args.k.view.heads);
     const HeadsView& view = heads.view(args);
     const bool is_query = heads.kind == HeadsOfThread::query;
     const int half = rotary.rotary_dim / 2;
     const Layout layout{lane, half};
-    const auto exists = [&](int j) { return heads.head(j) < view.heads; };
+    const auto exists = [&](int j) { return heads.exists(j); };
     const Element* in =
         static_cast<const Element*>(view.in) + token.offset(view.in_strides) + heads.first * view.in_strides.head;
     const int64_t in_step = heads.step * view.in_strides.head;
@@ -90,9 +92,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
     // Loads that lead to the angles are issued first: with a table index they are two dependent round trips.
     const int64_t position = load_position(rotary.positions, token_position);
     int64_t offset = 0;
-    if constexpr (lookup != TableLookup::single) {
-        offset = table_offset(rotary.choice, token.outer, token.inner);
-    }
+    if constexpr (has_tables) offset = table_offset(rotary.choice, token.outer, token.inner, heads.table);
     const int64_t slot = load_position(args.slots.of_tokens, token_slot);
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
@@ -173,7 +173,7 @@ void launch_cached_planned(const RotaryAndCacheArgs& args, const RotaryPlan& pla
         .args = args,
         .map = RotaryMap<cutlass::FastDivmod>::of(plan, args.rotary.tokens),
         .block_size = cutlass::FastDivmod(static_cast<int>(std::max<int64_t>(1, args.slots.block_size))),
-        .groups = head_groups(args.rotary.q.heads, args.k.view.heads, plan.heads_per_thread),
+        .groups = HeadGroupsOfCacheMap<cutlass::FastDivmod>::of(plan, args.rotary.q.heads, args.k.view.heads),
         .threads = threads,
         .slots = static_cast<uint32_t>(args.slots.count()),
         .has_tail = args.rotary.rotary_dim < args.rotary.head_dim,
@@ -201,7 +201,7 @@ void launch_cached_lookup(const RotaryAndCacheArgs& args, const RotaryPlan& plan
     if (plan.vector == 1) {
         return launch_cached_planned<Element, Cached, 1, 1, pairing, TableLookup::indexed>(args, plan, stream);
     }
-    if (args.rotary.choice.count > 1) {
+    if (args.rotary.choice.count > 1 || args.rotary.choice.heads > 1) {
         return launch_cached_vectors<Element, Cached, pairing, TableLookup::indexed>(args, plan, stream);
     }
     return launch_cached_vectors<Element, Cached, pairing, TableLookup::single>(args, plan, stream);

@@ -27,12 +27,14 @@ RotaryAndCacheShape shape_of(const RotaryAndCacheArgs& args) {
             .element_size = element_size,
             .aligned = starts_aligned(args.rotary.q, element_size, element_size) &&
                        starts_aligned(args.k.view, element_size, cached_size) &&
-                       starts_aligned(args.v.view, element_size, cached_size)};
+                       starts_aligned(args.v.view, element_size, cached_size),
+            .table_heads = args.rotary.choice.heads};
 }
 
-HeadGroups head_groups(int q_heads, int kv_heads, int heads_per_thread) {
-    const auto groups = [&](int heads) { return static_cast<int>(ceil_div(heads, heads_per_thread)); };
-    return {.queries = groups(q_heads), .keys = groups(kv_heads)};
+HeadGroups head_groups(int q_heads, int kv_heads, int heads_per_thread, int table_heads) {
+    return {.queries = groups_of(q_heads, heads_per_thread, table_heads),
+            .keys = groups_of(kv_heads, heads_per_thread, table_heads),
+            .values = groups_of(kv_heads, heads_per_thread)};
 }
 
 // Independent of the device so far: the thresholds are those of an H200.
@@ -48,8 +50,10 @@ RotaryPlan plan(const RotaryAndCacheShape& shape, const Device&) {
     const int64_t threads = shape.batch * shape.tokens * heads.heads * split.lanes;
     const int vector = split.vector > 1 && threads < threads_for_full_vectors ? split.vector / 2 : split.vector;
     const int heads_per_thread = split.vector > 1 && heads.heads > 1 && threads >= threads_for_two_heads ? 2 : 1;
-    return plan_groups(heads, vector, heads_per_thread,
-                       head_groups(shape.q_heads, shape.kv_heads, heads_per_thread).count());
+    const HeadGroups groups = head_groups(shape.q_heads, shape.kv_heads, heads_per_thread, shape.table_heads);
+    RotaryPlan plan = plan_groups(heads, vector, heads_per_thread, groups.count());
+    plan.table_heads = shape.table_heads;
+    return plan;
 }
 
 }  // namespace mrrope

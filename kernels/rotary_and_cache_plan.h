@@ -18,6 +18,7 @@ struct RotaryAndCacheShape {
     int rotary_dim = 0;
     int element_size = 0;
     bool aligned = false;  // every vector that is loaded or stored is aligned to its size
+    int table_heads = 1;   // TableChoice::heads
 };
 
 RotaryAndCacheShape shape_of(const RotaryAndCacheArgs& args);
@@ -32,15 +33,17 @@ constexpr int rotary_and_cache_min_blocks_per_sm(bool float8) {
 #endif
 }
 
-// Groups of heads, one group per thread: those of q first, then those of k, then as many of v. No group mixes them.
+// Groups of heads, one group per thread: those of q first, then those of k, then those of v. No group mixes them, and
+// no group of q or k mixes head tables.
 struct HeadGroups {
     int queries = 0;
     int keys = 0;
+    int values = 0;
 
-    int count() const { return queries + 2 * keys; }
+    int count() const { return queries + keys + values; }
 };
 
-HeadGroups head_groups(int q_heads, int kv_heads, int heads_per_thread);
+HeadGroups head_groups(int q_heads, int kv_heads, int heads_per_thread, int table_heads = 1);
 
 RotaryPlan plan(const RotaryAndCacheShape& shape, const Device& device);
 

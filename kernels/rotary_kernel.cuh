@@ -17,6 +17,7 @@ namespace mrrope {
 struct RotaryLaunch {
     RotaryArgs args;
     RotaryMap<cutlass::FastDivmod> map;
+    HeadGroupsMap<cutlass::FastDivmod> head_groups;
     int threads;
     bool copies_tail;
     // Prefetch distance of positions.
@@ -28,6 +29,9 @@ struct RotaryLaunch {
 // load, all in flight while it computes the Vector cos/sin that those heads share. Heads further apart would cost 9 %
 // at 512 tokens and 2 % at 8192 on an H200. Loads issued before griddepcontrol.wait are speculative; their values are
 // re-read after it. The order of events is explained in rotary_schedule.h.
+//
+// Head tables: a thread's heads are all of one table. They have no instantiations of their own; `single` has the code
+// of one table only.
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm(HeadsPerThread))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
@@ -38,9 +42,11 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     constexpr bool has_choice = lookup != TableLookup::single;
     const RotaryArgs& args = launch.args;
     const int thread = blockIdx.x * rotary_block_threads + threadIdx.x;
-    const auto [lane, group, batch, token] = launch.map.place(thread);
+    auto [lane, group, batch, token] = launch.map.place(thread);
 
-    const HeadRange heads(group, HeadsPerThread, args.q.heads + args.k.heads);
+    HeadsOfTable heads_of_table{0, args.q.heads, args.k.heads};
+    if constexpr (has_choice) heads_of_table = launch.head_groups.table_of(group);
+    const HeadRange heads(group, HeadsPerThread, heads_of_table.count());
     const int half = args.rotary_dim / 2;
     const Layout layout{lane, half};
     const PositionsView& positions = args.positions;
@@ -53,7 +59,14 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     }
     const Element* in[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < HeadsPerThread; ++j) in[j] = HeadPointers<Element>(args, batch, token, heads.first + j).in;
+    for (int j = 0; j < HeadsPerThread; ++j) {
+        in[j] = HeadPointers<Element>(args, heads_of_table, batch, token, heads.first + j).in;
+    }
+    const auto offset_of_table = [&](uint32_t index) {
+        int64_t offset = table_offset(args.choice, index);
+        if constexpr (has_choice) offset += head_table_offset(args.choice, heads_of_table.table);
+        return offset;
+    };
     // Small launches are latency-bound, so all addresses are computed before the wait.
     const bool always_false = launch.threads < 0;
     CUTLASS_PRAGMA_UNROLL
@@ -65,7 +78,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     if constexpr (has_choice && !schedule.speculates_index) {
         compute_before_wait(always_false, token_index);
     } else {
-        compute_before_wait(always_false, args.table + table_offset(args.choice, index) + layout.pair(0));
+        compute_before_wait(always_false, args.table + offset_of_table(index) + layout.pair(0));
     }
     pdl_wait();
     if constexpr (schedule.trigger == Trigger::after_wait) {
@@ -88,7 +101,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
         load_heads();
         __syncwarp();  // the compiler moves no load across it; exited threads need not arrive
     }
-    const int64_t offset = table_offset(args.choice, index);
+    const int64_t offset = offset_of_table(index);
     const uint64_t* table = args.table + offset;
     uint64_t steps[Vector];
     load_phase_steps(steps, table, layout);
@@ -124,7 +137,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     compute_cos_sin();
     pdl_trigger();
     if (verified_index != index) {  // mispredict
-        table = args.table + table_offset(args.choice, verified_index);
+        table = args.table + offset_of_table(verified_index);
         load_phase_steps(steps, table, layout);
         factor = table[half];
         compute_cos_sin();
@@ -134,13 +147,13 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     for (int j = 0; j < HeadsPerThread; ++j) {
         if (j >= heads.count) break;
         fragments[j].template rotate<Layout::crosses_vectors>(by);
-        fragments[j].store(HeadPointers<Element>(args, batch, token, heads.first + j).out, layout);
+        fragments[j].store(HeadPointers<Element>(args, heads_of_table, batch, token, heads.first + j).out, layout);
     }
 
     if (!launch.copies_tail) return;
     using Stored = cutlass::AlignedArray<Element, Vector>;
     for (int j = 0; j < heads.count; ++j) {
-        const HeadPointers<Element> pointers(args, batch, token, heads.first + j);
+        const HeadPointers<Element> pointers(args, heads_of_table, batch, token, heads.first + j);
         for (int at = first_tail_component<Vector>(lane, args.rotary_dim); at < args.head_dim;
              at += tail_step<Vector>(launch.map.lanes.divisor)) {
             *reinterpret_cast<Stored*>(pointers.out + at) = *reinterpret_cast<const Stored*>(pointers.in + at);
@@ -155,6 +168,7 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
     const RotaryLaunch launch{
         .args = args,
         .map = RotaryMap<cutlass::FastDivmod>::of(plan, args.tokens),
+        .head_groups = HeadGroupsMap<cutlass::FastDivmod>::of(plan, args),
         .threads = threads,
         .copies_tail = args.rotary_dim < args.head_dim && (args.q.in != args.q.out || args.k.in != args.k.out),
         .tokens_ahead = tokens_ahead,
@@ -186,7 +200,7 @@ void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t 
         }
         throw std::logic_error("mrrope: no rotary kernel takes positions with rows by short vectors");
     }
-    if (args.choice.count > 1) {
+    if (args.choice.count > 1 || args.choice.heads > 1) {
         if (plan.speculates_table) {
             return launch_heads<Element, Vector, pairing, TableLookup::speculative>(args, plan, stream);
         }

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "head_tables_map.h"
 #include "lane_layout.h"
 #include "mrrope/rotary.h"
 #include "rotary_plan.h"
@@ -10,16 +11,6 @@
 // head groups, then tokens.
 
 namespace mrrope {
-
-// Integer division for host tests. Kernels use cutlass::FastDivmod, which multiplies and shifts.
-struct PlainDivmod {
-    int divisor = 1;
-
-    MRROPE_HOST_DEVICE void operator()(int& quotient, int& remainder, int dividend) const {
-        quotient = dividend / divisor;
-        remainder = dividend % divisor;
-    }
-};
 
 struct RotaryPlace {
     int lane;
@@ -48,7 +39,42 @@ struct RotaryMap {
     }
 };
 
-// The heads of a group, numbered through q and then k.
+// The heads of q and of k that use one head table, numbered through q and then k: all heads, if there is one table.
+struct HeadsOfTable {
+    int table;
+    int q_heads;  // of this table
+    int k_heads;
+
+    MRROPE_HOST_DEVICE int count() const { return q_heads + k_heads; }
+    MRROPE_HOST_DEVICE bool is_q(int head) const { return head < q_heads; }
+    // The number of the head among all heads of q, or of k.
+    MRROPE_HOST_DEVICE int index_of(int head) const {
+        return is_q(head) ? table * q_heads + head : table * k_heads + head - q_heads;
+    }
+};
+
+// Groups of neighbouring heads, one group per thread: first those of the first table's heads, then the second's.
+template <class Divmod>
+struct HeadGroupsMap {
+    Divmod groups;  // per table
+    int q_heads;    // per table
+    int k_heads;
+
+    static HeadGroupsMap of(const RotaryPlan& plan, const RotaryArgs& args) {
+        const int tables = plan.table_heads;
+        return {Divmod{plan.head_groups / tables}, args.q.heads / tables, args.k.heads / tables};
+    }
+
+    // Replaces `group` by its number among the table's groups.
+    MRROPE_HOST_DEVICE HeadsOfTable table_of(int& group) const {
+        int table, group_of_table;
+        groups(table, group_of_table, group);
+        group = group_of_table;
+        return {table, q_heads, k_heads};
+    }
+};
+
+// The heads of a group, among `heads` heads.
 struct HeadRange {
     int first;
     int count;
@@ -59,16 +85,15 @@ struct HeadRange {
     }
 };
 
-// A token's head of q or k. `head` is numbered through q and then k.
+// A token's head of q or k, numbered as in HeadsOfTable.
 template <class Element>
 struct HeadPointers {
     const Element* in;
     Element* out;
 
-    MRROPE_HOST_DEVICE HeadPointers(const RotaryArgs& args, int batch, int token, int head) {
-        const bool is_q = head < args.q.heads;
-        const HeadsView& view = is_q ? args.q : args.k;
-        const int64_t index = is_q ? head : head - args.q.heads;
+    MRROPE_HOST_DEVICE HeadPointers(const RotaryArgs& args, const HeadsOfTable& heads, int batch, int token, int head) {
+        const HeadsView& view = heads.is_q(head) ? args.q : args.k;
+        const int64_t index = heads.index_of(head);
         const auto offset = [&](const HeadStrides& strides) {
             return batch * strides.batch + token * strides.token + index * strides.head;
         };

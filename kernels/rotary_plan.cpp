@@ -35,9 +35,10 @@ int choose_vector(const RotaryShape& shape, int64_t threads, int full) {
 
 int choose_heads_per_thread(const RotaryShape& shape, int64_t threads, int full) {
     if (shape.with_rows) return heads_per_thread_with_rows;
-    if (shape.heads == 1 || threads < threads_for_full_vectors) return 1;
-    // With five heads, two per thread would leave every third thread with one.
-    const bool divides_badly = shape.heads % 2 == 1 && shape.heads <= 5;
+    const int heads = shape.heads / shape.table_heads;
+    if (heads == 1 || threads < threads_for_full_vectors) return 1;
+    // With five heads, or five per head table, two per thread would leave every third thread with one.
+    const bool divides_badly = heads % 2 == 1 && heads <= 5;
     return full > 1 && divides_badly ? 3 : 2;
 }
 
@@ -66,7 +67,8 @@ RotaryShape shape_of(const RotaryArgs& args) {
             .rotary_dim = args.rotary_dim,
             .element_size = element_size,
             .aligned = starts_aligned(args.q, element_size) && starts_aligned(args.k, element_size),
-            .with_rows = args.positions.row_of_pair != nullptr};
+            .with_rows = args.positions.row_of_pair != nullptr,
+            .table_heads = args.choice.heads};
 }
 
 RotaryPlan plan(const RotaryShape& shape, const Device& device) {
@@ -78,7 +80,8 @@ RotaryPlan plan(const RotaryShape& shape, const Device& device) {
 
 RotaryPlan plan_with(const RotaryShape& shape, const Device& device, int vector, int heads_per_thread) {
     RotaryPlan plan =
-        plan_groups(shape, vector, heads_per_thread, static_cast<int>(ceil_div(shape.heads, heads_per_thread)));
+        plan_groups(shape, vector, heads_per_thread, groups_of(shape.heads, heads_per_thread, shape.table_heads));
+    plan.table_heads = shape.table_heads;
     // Without PDL there is nothing to overlap with, and rotary_schedule is the same for `speculative` and `indexed`.
     const int64_t threads = shape.batch * shape.tokens * plan.threads_per_token();
     plan.speculates_table = device.pdl && threads < threads_without_speculation(heads_per_thread);

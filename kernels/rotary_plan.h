@@ -20,6 +20,7 @@ struct RotaryShape {
     int element_size = 0;
     bool aligned = false;    // every head starts at a multiple of 16 bytes
     bool with_rows = false;  // a token has several positions, and every pair names one
+    int table_heads = 1;     // TableChoice::heads
 };
 
 RotaryShape shape_of(const RotaryArgs& args);
@@ -48,7 +49,8 @@ struct RotaryPlan {
     int vector = 1;
     int lanes = 1;
     int heads_per_thread = 1;
-    int head_groups = 1;            // of heads_per_thread heads
+    int head_groups = 1;            // of heads_per_thread heads of one head table
+    int table_heads = 1;            // head tables
     bool speculates_table = false;  // with several tables: loads the table index before griddepcontrol.wait, too
     int64_t tokens_per_launch = 0;  // of the whole batch if it fits in one launch, else of one sequence
 

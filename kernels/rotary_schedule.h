@@ -10,9 +10,9 @@ namespace mrrope {
 // How a thread finds its phase steps. Each is a separate instantiation: a run-time branch costs a decoding step a third
 // of its time.
 enum class TableLookup {
-    single,         // one table for every token
-    speculative,    // TableChoice selects it; the index is also loaded before griddepcontrol.wait, and verified after
-    indexed,        // TableChoice selects it; the index is loaded after the wait
+    single,         // one table for every token and head
+    speculative,    // TableChoice selects it; an index is also loaded before griddepcontrol.wait, and verified after
+    indexed,        // TableChoice selects it; an index is loaded after the wait
     position_rows,  // every pair has a position of its own; one table, or TableChoice selects it
 };
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mrrope import __version__
+from mrrope import __version__, calibrated_tables
 from mrrope.benchmark import command as benchmark_command
 from mrrope.calibration import command as calibration_command
 from mrrope.demo import command as demo_command
@@ -20,8 +20,14 @@ from mrrope.evaluation import command as evaluation_command
 from mrrope.evaluation.results import EvaluationStoppedError
 from mrrope.export.gguf import export_gguf
 from mrrope.export.hf_config import ENGINES, export_config
+from mrrope.head_tables import HeadTables
+from mrrope.table_lookup import ModelTables, is_saved_table, load_tables
+from mrrope.table_set import TableSet
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
 from mrrope.theory import command as theory_command
+
+SHOWN_PAIRS = 8
+"""Number of pairs of which ``mrrope table`` shows the cumulative scale in every layer and head."""
 
 PACKAGE_COMMANDS: tuple[tuple[str, Any, str], ...] = (
     ("eval", evaluation_command, "compare methods on a model: perplexity by length, retrieval tasks"),
@@ -40,11 +46,15 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"mrrope {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
 
-    table = commands.add_parser("table", help="build a frequency table and print or save it")
-    table.add_argument("method", choices=METHODS)
-    table.add_argument("--rotary-dim", type=int, required=True, metavar="N", help="components of a head that rotate")
-    table.add_argument("--base", type=float, required=True, help="RoPE's theta")
-    table.add_argument("--original-max-position", type=float, required=True, metavar="N", help="the trained length")
+    table = commands.add_parser("table", help="build or read a frequency table or a set, and print or save it")
+    table.add_argument(
+        "method",
+        metavar="METHOD|FILE",
+        help=f"one of {', '.join(METHODS)}; or the JSON or the shipped name of a table, head tables or a table set",
+    )
+    table.add_argument("--rotary-dim", type=int, metavar="N", help="components of a head that rotate")
+    table.add_argument("--base", type=float, help="RoPE's theta")
+    table.add_argument("--original-max-position", type=float, metavar="N", help="the trained length")
     add_table_options(table)
     table.add_argument("--json", action="store_true", help="print the table as JSON")
     table.add_argument("--save", metavar="FILE", help="write the table's JSON to a file")
@@ -54,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("model", metavar="MODEL", help="a model's folder, its config.json, or a .gguf file")
     chosen = export.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--method", choices=METHODS)
-    chosen.add_argument("--table", metavar="FILE", help="a table's JSON, instead of a method")
+    chosen.add_argument(
+        "--table", metavar="FILE", help="the JSON or shipped name of a table or a set, instead of a method"
+    )
     export.add_argument("--engine", choices=(*ENGINES, "llama.cpp"), required=True, help="the engine that reads it")
     export.add_argument(
         "--original-max-position", type=float, metavar="N", help="extend plain RoPE, trained on N tokens"
@@ -91,20 +103,34 @@ def table_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def run_table(options: argparse.Namespace) -> None:
     """Run ``mrrope table``."""
-    table = frequency_table(
-        options.method,
-        rotary_dim=options.rotary_dim,
-        base=options.base,
-        original_max_position=options.original_max_position,
-        scale=options.scale,
-        **table_options(options),
-    )
+    tables = chosen_tables(options)
     if options.save:
-        table.save(options.save)
+        tables.save(options.save)
     if options.json:
-        print(json.dumps(table.to_dict()))
+        print(json.dumps(tables.to_dict()))
+    elif isinstance(tables, FrequencyTable):
+        print_table(tables)
     else:
-        print_table(table)
+        print_tables(tables)
+
+
+def chosen_tables(options: argparse.Namespace) -> ModelTables:
+    """The tables of a file, or the table that the options describe."""
+    names = ("rotary_dim", "base", "original_max_position")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    chosen = table_options(options)
+    if is_saved_table(options.method):
+        if unused := [*given, *chosen, *(["scale"] if options.scale != 1.0 else [])]:
+            raise ValueError(f"{options.method} is a ready table, which leaves no room for {', '.join(unused)}")
+        return load_tables(options.method)
+    if options.method not in METHODS:
+        raise ValueError(
+            f"method must be one of {', '.join(METHODS)}, the path of a table's .json, or the name of a table that "
+            f"comes with mrrope ({calibrated_tables.listed()}), got {options.method!r}"
+        )
+    if missing := [f"--{name.replace('_', '-')}" for name in names if name not in given]:
+        raise ValueError(f"a method needs {', '.join(missing)}")
+    return frequency_table(options.method, scale=options.scale, **given, **chosen)
 
 
 def print_table(table: FrequencyTable) -> None:
@@ -119,9 +145,24 @@ def print_table(table: FrequencyTable) -> None:
         print(f"{pair:>5}{frequency:26.17g}{wavelength:16.2f}{scale:19.6f}{last}")
 
 
+def print_tables(tables: HeadTables | TableSet) -> None:
+    """Print one row per layer and key head: the attention factor and the cumulative scale of some pairs."""
+    print(tables)
+    pairs = tables.rotary_dim // 2
+    shown = sorted({round(i * (pairs - 1) / (SHOWN_PAIRS - 1)) for i in range(SHOWN_PAIRS)})
+    print("layer  head  attention factor  cumulative scale of pair" + "".join(f"{pair:>9}" for pair in shown))
+    for number, layer in enumerate(tables if isinstance(tables, TableSet) else [tables]):
+        rows = enumerate(layer) if isinstance(layer, HeadTables) else [("all", layer)]
+        for head, table in rows:
+            scales = table.cumulative_scale.tolist() or [math.nan] * pairs
+            numbers = "".join(f"{scales[pair]:9.3f}" for pair in shown)
+            place = f"{number:>5}" if isinstance(tables, TableSet) else f"{'all':>5}"
+            print(f"{place}{head:>6}{table.attention_factor:18.6f}{'':>26}{numbers}")
+
+
 def run_export(options: argparse.Namespace) -> None:
     """Run ``mrrope export``."""
-    method = Path(options.table) if options.table else options.method
+    method = load_tables(options.table) if options.table else options.method
     given = {"scale": options.scale, **table_options(options)}
     if options.original_max_position is not None:
         given["original_max_position"] = options.original_max_position

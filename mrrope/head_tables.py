@@ -42,10 +42,9 @@ class HeadTables(OpTable):
             TypeError: ``tables`` holds something else.
             ValueError: ``tables`` is empty, or two of them do not agree.
         """
-        try:
-            self._tables = tuple(tables)
-        except TypeError:
-            raise TypeError(f"tables must be a FrequencyTable per key head, got {type(tables).__name__}") from None
+        if not isinstance(tables, Iterable):
+            raise TypeError(f"tables must be a FrequencyTable per key head, got {type(tables).__name__}")
+        self._tables = tuple(tables)
         if not self._tables:
             raise ValueError("tables must hold a FrequencyTable per key head, got none")
         for i, table in enumerate(self._tables):
@@ -55,6 +54,9 @@ class HeadTables(OpTable):
         with torch.inference_mode(False):
             words = [table.packed(torch.device("cpu")) for table in self._tables]
             super().__init__(torch.stack(words)[None, None])
+
+    def _words_of_heads(self) -> list[list[int]]:
+        return [words for table in self for words in table._words_of_heads()]
 
     @property
     def rotary_dim(self) -> int:

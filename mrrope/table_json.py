@@ -39,7 +39,7 @@ def without_format(data: object, expected: str) -> dict[str, Any]:
     found = data.get("format")
     if found != expected:
         others = {TABLE_FORMAT: "FrequencyTable", HEADS_FORMAT: "HeadTables", SET_FORMAT: "TableSet"}
-        reader = f", which mrrope.{others[found]} reads" if found in others else ""
+        reader = f", which mrrope.{others[found]} reads" if isinstance(found, str) and found in others else ""
         raise ValueError(f"format must be {expected!r}, got {found!r}{reader}")
     return {name: value for name, value in data.items() if name != "format"}
 

@@ -42,10 +42,10 @@ class TableSet:
             TypeError: ``layers`` holds something else.
             ValueError: ``layers`` is empty, or two of them do not agree.
         """
-        try:
-            self._layers = tuple(layers)
-        except TypeError:
-            raise TypeError(f"layers must be tables of every layer, got {type(layers).__name__}") from None
+        # Head tables are iterable too, but a table for each head is not one for each layer.
+        if not isinstance(layers, Iterable) or isinstance(layers, HeadTables):
+            raise TypeError(f"layers must be the tables of every layer, got {type(layers).__name__}")
+        self._layers = tuple(layers)
         if not self._layers:
             raise ValueError("layers must hold the tables of every layer, got none")
         self._key_heads: int | None = None

@@ -139,8 +139,14 @@ class OpTable:
 
     def is_like(self, other: OpTable) -> bool:
         """Whether both tables rotate alike, whatever their method and settings."""
-        mine, others = (words_per_head(table.packed(torch.device("cpu"))) for table in (self, other))
-        return len({len(mine), len(others)} - {1}) <= 1 and bool((mine == others).all())
+        mine, others = self._words_of_heads(), other._words_of_heads()
+        heads = max(len(mine), len(others))
+        # One table for all heads is like as many equal ones.
+        return (mine * heads if len(mine) == 1 else mine) == (others * heads if len(others) == 1 else others)
+
+    def _words_of_heads(self) -> list[list[int]]:
+        """The words of every head's table; one row where one table rotates all heads."""
+        raise NotImplementedError
 
 
 class FrequencyTable(OpTable):
@@ -153,6 +159,9 @@ class FrequencyTable(OpTable):
         self._core = core
         with torch.inference_mode(False):
             super().__init__(torch.tensor(core.packed(), dtype=torch.int64, device="cpu"))
+
+    def _words_of_heads(self) -> list[list[int]]:
+        return [self._core.packed()]
 
     @property
     def method(self) -> str:

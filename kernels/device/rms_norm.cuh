@@ -34,7 +34,8 @@ private:
     }
 };
 
-// The angles of a lane at one token: load() issues the loads, before those of the heads; compute() uses them.
+// The angles of a lane at one token, by the table of a table head: load() issues the loads, before those of the heads;
+// compute() uses them.
 template <int Vector, bool needs_lookup>
 struct LaneAngles {
     int64_t position;
@@ -43,9 +44,9 @@ struct LaneAngles {
     uint64_t factor;
 
     template <class Lane>
-    __device__ void load(const RotaryArgs& args, const Lane& lane, int batch, int token) {
+    __device__ void load(const RotaryArgs& args, const Lane& lane, int batch, int token, int table_head) {
         position = load_position(args.positions, 0, batch, token);
-        if constexpr (needs_lookup) offset = table_offset(args.choice, batch, token);
+        if constexpr (needs_lookup) offset = table_offset(args.choice, batch, token, table_head);
         const uint64_t* table = args.table + offset;
         load_phase_steps(steps, table, lane);
         factor = table[args.rotary_dim / 2];
@@ -70,8 +71,8 @@ struct LaneAngles {
     }
 };
 
-// The cos/sin of a token in shared memory: each thread of a block computes some, all read them after __syncthreads. Two
-// elements of padding per lane avoid bank conflicts.
+// The cos/sin of a token by one table in shared memory: each thread of a block computes some, all read them after
+// __syncthreads. Two elements of padding per lane avoid bank conflicts.
 template <class Real, int Vector>
 struct SharedCosSin {
     static constexpr int max_pairs = 32 * Vector;  // of a head that a warp can hold
@@ -80,13 +81,13 @@ struct SharedCosSin {
 
     __device__ CosSin<Real>& operator[](int pair) { return of[pair + pair / Vector * 2]; }
 
-    template <Pairing pairing, bool needs_lookup>
+    template <Pairing pairing>
     __device__ void compute(const RotaryArgs& args, int batch, int token, Real direction) {
         const int pairs = args.rotary_dim / 2;
         for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
             const NormLaneLayout<pairing, 1> lane(pair, pairs);
-            LaneAngles<1, needs_lookup> angles;
-            angles.load(args, lane, batch, token);
+            LaneAngles<1, false> angles;
+            angles.load(args, lane, batch, token, /*table_head=*/0);
             CosSin<Real> cos_sin[1];
             angles.compute(cos_sin, args, lane, batch, token, direction);
             (*this)[pair] = cos_sin[0];

@@ -37,9 +37,15 @@ __device__ inline int64_t table_offset(const TableChoice& choice, uint32_t index
     return static_cast<int64_t>(uint64_t{number} * static_cast<uint32_t>(choice.stride));
 }
 
-// Offset of a token's table, for kernels that do not speculate.
-__device__ inline int64_t table_offset(const TableChoice& choice, int batch, int token) {
-    return table_offset(choice, load_index(choice, index_address(choice, batch, token), batch));
+// Offset of a head table from the first of its table. All head tables of one table are fewer than 2^31 words.
+__device__ inline int head_table_offset(const TableChoice& choice, int table_head) {
+    return table_head * choice.head_stride;
+}
+
+// Offset of the table of a token and a table head, for kernels that do not speculate.
+__device__ inline int64_t table_offset(const TableChoice& choice, int batch, int token, int table_head) {
+    return table_offset(choice, load_index(choice, index_address(choice, batch, token), batch)) +
+           head_table_offset(choice, table_head);
 }
 
 }  // namespace mrrope

@@ -61,6 +61,15 @@ def ours_by_index(heads: Heads) -> RotatedHeads:
     return heads.rotated()
 
 
+def ours_by_head(heads: Heads) -> RotatedHeads:
+    """By a table for each key head; query heads use their key head's."""
+    shared = heads.shared
+    torch.ops.mrrope.rotary_.default(
+        [heads.q, heads.k], shared.positions, shared.head_tables, heads.layout, heads.case.pairing
+    )
+    return heads.rotated()
+
+
 def transformers_eager(heads: Heads) -> RotatedHeads:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -86,12 +95,19 @@ def is_llama_style(case: Case) -> bool:
     return case.pairing == "halves" and case.rotary_dim == case.head_dim and not case.backward
 
 
+def is_usual_of_any_heads(case: Case) -> bool:
+    """Whether a case differs from the usual in its sizes only, with groups of query heads for head tables."""
+    usual = Case(case.tokens, case.q_heads, case.k_heads, head_dim=case.head_dim, rotary_dim=case.head_dim)
+    return case == usual and case.q_heads % case.k_heads == 0
+
+
 OURS = (
     Contender("mrrope in place", ours_in_place),
     Contender("mrrope", ours),
     Contender(
         "mrrope by table_index", ours_by_index, lambda case: case == Case(case.tokens, case.q_heads, case.k_heads)
     ),
+    Contender("mrrope by head", ours_by_head, is_usual_of_any_heads),
 )
 TRANSFORMERS = (
     Contender("transformers compiled", transformers_compiled, is_llama_style),

@@ -79,6 +79,7 @@ CASES = {
         Case(8192, 64, 8),
         *(Case(8192, layout=layout) for layout in LAYOUTS[1:]),
         *(_wide(head_dim) for head_dim in (64, 80, 96, 256)),
+        *(Case(tokens, 9, 3, head_dim=64, rotary_dim=64) for tokens in (1, 64, 1024, 8192, 131072)),
         Case(8192, rotary_dim=64),
         Case(8192, pairing="interleaved"),
         Case(8192, dtype="float16"),
@@ -108,6 +109,8 @@ class Positions:
         self.tables = case.tables
         self.positions = torch.arange(first, first + case.tokens, device=device)
         self.index = torch.full((case.tokens,), len(SCALES) - 1, device=device, dtype=torch.int32)
+        # A table for each key head, as packed for the ops: all alike, so that errors compare, but not shared in memory.
+        self.head_tables = self.table.packed(torch.device(device)).repeat(1, 1, case.k_heads, 1)
 
     @cached_property
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:

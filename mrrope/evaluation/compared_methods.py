@@ -11,8 +11,8 @@ from torch import nn
 
 from mrrope.calibrated_tables import names as calibrated_table_names
 from mrrope.hf.patch import patched
-from mrrope.table_lookup import is_saved_table
-from mrrope.tables import METHODS, FrequencyTable, frequency_table
+from mrrope.table_lookup import ModelTables, is_saved_table, load_tables
+from mrrope.tables import METHODS, frequency_table
 
 UNPATCHED = "unpatched"
 """The model with its own table and its own code."""
@@ -23,12 +23,12 @@ TYPICAL_SETTINGS: dict[str, Any] = {"rotary_dim": 128, "base": 10_000.0, "origin
 
 @dataclass(frozen=True)
 class Method:
-    """A frequency table, or a method that makes one for a model."""
+    """A frequency table, tables per head or layer, or a method that makes a table for a model."""
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
-    table: FrequencyTable | None = None
-    """The table to use; without one, ``name`` is a method or the name of a table."""
+    table: ModelTables | None = None
+    """The table or set to use; without one, ``name`` is a method or the name of a table or set."""
 
     @property
     def follows_length(self) -> bool:
@@ -41,13 +41,13 @@ class Method:
         if self.name == UNPATCHED:
             yield
             return
-        table = self.table or (FrequencyTable.load(self.name) if is_saved_table(self.name) else self.name)
+        table = self.name if self.table is None else self.table
         with patched(model, table, **dict(self.options)):
             yield
 
 
 def methods_named(names: Sequence[str], **options: Any) -> list[Method]:
-    """The methods of these names; ``options`` do not apply to tables and to the unpatched model.
+    """The methods of these names; ``options`` do not apply to tables, to sets and to the unpatched model.
 
     Raises:
         ValueError: a name is unknown, or gives no table.
@@ -58,10 +58,10 @@ def methods_named(names: Sequence[str], **options: Any) -> list[Method]:
     for name in dict.fromkeys(names):
         if name != UNPATCHED and name not in METHODS and not is_saved_table(name):
             known = ", ".join([UNPATCHED, *METHODS, *calibrated_table_names()])
-            raise ValueError(f"methods must be {known} or tables' .json files, got {name!r}")
+            raise ValueError(f"methods must be {known} or .json files of tables or sets, got {name!r}")
         try:
             if is_saved_table(name):
-                FrequencyTable.load(name)
+                load_tables(name)
             elif name != UNPATCHED:
                 frequency_table(name, **TYPICAL_SETTINGS)
         except (ValueError, OSError) as error:

@@ -72,6 +72,8 @@ def is_by_layer(table: torch.Tensor) -> bool:
 
 def of_layer(embedding: Any, layer: int, *, in_one_tensor: bool) -> Any:
     """Return the embedding of one layer, given that of all; other embeddings as they are."""
+    if isinstance(embedding, dict):  # by layer type, of which the attention takes one
+        return {key: of_layer(value, layer, in_one_tensor=in_one_tensor) for key, value in embedding.items()}
     is_pair = isinstance(embedding, (tuple, list)) and len(embedding) == 2
     if not is_pair or not is_packed(embedding) or not is_by_layer(embedding[1]):
         return embedding
@@ -87,7 +89,10 @@ def unpack(embedding: Sequence[torch.Tensor], tokens: int) -> tuple[torch.Tensor
     """
     if len(embedding) == 2:
         if is_by_layer(embedding[1]):
-            raise ValueError("model must be patched with a TableSet to rotate by tables per layer, and it is not")
+            raise ValueError(
+                f"a table of {embedding[1].shape[0]} layers must pass an attention module that knows its layer, and "
+                "did not: patch the model with a TableSet, or with tables that are the same for all layers"
+            )
         return embedding[0], embedding[1]
     packed = embedding[0]
     positions, table = packed[..., :tokens], packed[..., tokens:]

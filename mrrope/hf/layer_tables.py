@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from mrrope.hf import handoff
-from mrrope.hf.model_layers import layer_index
+from mrrope.hf.model_layers import key_layer, layer_index
 from mrrope.hf.rotary_embedding import TableRotaryEmbedding
 
 EMBEDDINGS = "position_embeddings"
@@ -58,7 +58,8 @@ class LayerTables:
                 if reason := _indistinct_layers(owner, rotary):
                     raise ValueError(f"method must be one table for all layers of {type(model).__name__}: {reason}")
                 for module, layer in _modules_of_layers(owner).items():
-                    yield module, LayerTable(layer, _place_in(module), rotary.in_one_tensor)
+                    table_of = key_layer(rotary.config, layer)  # queries rotate as the keys that they meet
+                    yield module, LayerTable(table_of, _place_in(module), rotary.in_one_tensor)
 
     def apply(self, module: nn.Module, state: LayerTable) -> None:
         """Register the hook, ahead of others: they may look into what it replaces."""

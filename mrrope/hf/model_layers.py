@@ -49,9 +49,13 @@ class ServedLayers:
     def key_heads(self, layer: int) -> int:
         """Return the number of key heads that RoPE sees in a layer."""
         config = self.config.per_layer_config[layer] if getattr(self.config, "is_heterogeneous", False) else self.config
+        is_falcon_40b = getattr(config, "new_decoder_architecture", False)  # which says multi_query, and has groups
+        if getattr(config, "multi_query", False) and not is_falcon_40b:
+            return 1
         if getattr(config, "kv_lora_rank", None):
             return 1  # latent attention rotates one key for all heads
-        return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
+        return next(int(heads) for heads in (getattr(config, name, None) for name in names) if heads)
 
     def fitted(self, table: OfOneLayer | TableSet, layer_type: str | None, own: FrequencyTable) -> RotaryTable:
         """Return a table as the rotary embedding hands it to its layers.
@@ -94,3 +98,12 @@ def layer_index(module: nn.Module) -> int | None:
     """Return the layer that a module belongs to by its own account."""
     index = getattr(module, "layer_idx", None)
     return index if isinstance(index, int) and not isinstance(index, bool) else None
+
+
+def key_layer(config: Any, layer: int) -> int:
+    """Return the layer whose keys a layer attends to: in Gemma 3n and 4 the last layers have none of their own."""
+    first_without = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    if layer < first_without:
+        return layer
+    kinds = config.layer_types
+    return max((i for i in range(first_without) if kinds[i] == kinds[layer]), default=layer)

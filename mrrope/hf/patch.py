@@ -73,8 +73,8 @@ def patch(
         method: a method's name, for a table that extends the model's own frequencies; or a ready
             :class:`FrequencyTable`, :class:`HeadTables` for all layers, a :class:`TableSet`, the path of their JSON, or
             the name of those that come with the package; with ``scale="auto"`` also a list of those, one per step.
-            A set has an entry for every layer of the model. Entries of layers without RoPE, and of local layers
-            without ``local_layers=True``, are ignored.
+            A set has an entry for every layer of the model. Entries of layers without RoPE or without keys of their
+            own, and of local layers without ``local_layers=True``, are ignored.
         scale: by how much to extend the length that the model reads without the patch, with a method's name. Scale 1,
             or a method that extends nothing, leaves the logits as they are. With ``"auto"`` every sequence is read
             with the smallest scale that covers its length: 1 (the model's own table), 2, 4, and so on. The cached keys

@@ -17,10 +17,14 @@ from typing import Any
 
 import torch
 
+from mrrope.table_lookup import ModelTables, load_tables, tables_from_dict
 from mrrope.tables import METHOD_TRAITS, FrequencyTable, frequency_table
 
 ROPE_TYPES = tuple(name for name, method in METHOD_TRAITS.items() if method.has_temperature and name != "yarn")
 """The values of ``rope_type`` that ``register_rope_types`` adds, named as in ``mrrope.frequency_table``."""
+
+TABLE_TYPE = "mrrope"
+"""The ``rope_type`` whose key ``table`` holds ready tables: their dict, the path of their JSON, or a shipped name."""
 
 OPTIONS = {
     "beta_slow": "alpha",
@@ -37,12 +41,15 @@ MIXIN = "RotaryEmbeddingConfigMixin"
 
 
 def register_rope_types() -> None:
-    """Register ``mrrope_pro``, ``mrrope_uni``, ``mrrope_pow`` and ``yarn_ratio`` as a ``rope_type`` of transformers.
+    """Register ``mrrope_pro``, ``mrrope_uni``, ``mrrope_pow``, ``yarn_ratio`` and ``mrrope`` as a ``rope_type``.
 
     Importing mrrope does this already; calling it again has no effect. The ``rope_parameters`` are ``rope_type``,
     ``rope_theta``, ``factor``, ``original_max_position_embeddings``, and ``power`` for ``mrrope_pow``. Optional are
     ``partial_rotary_factor``, ``beta_slow``, ``beta_fast``, ``bounds`` and ``attention_factor``. Names and meanings
     are those of transformers' ``yarn``.
+
+    ``mrrope`` takes ready tables as ``table``: a dict of ``to_dict``, the path of a JSON, or the name of shipped ones.
+    A model with head tables or a set is patched when it is built or loaded.
 
     Raises:
         ImportError: transformers is not installed.
@@ -50,6 +57,7 @@ def register_rope_types() -> None:
     """
     rope_utils = importlib.import_module(TRANSFORMERS_MODULE)
     expect_rope_parameters()
+    register_on_import()
     _register(rope_utils)
 
 
@@ -67,6 +75,8 @@ def _register(rope_utils: ModuleType) -> None:
     for rope_type in ROPE_TYPES:
         rope_utils.ROPE_INIT_FUNCTIONS[rope_type] = _compute_parameters
         setattr(mixin, f"_validate_{rope_type}_rope_parameters", _validate)
+    rope_utils.ROPE_INIT_FUNCTIONS[TABLE_TYPE] = _compute_parameters
+    setattr(mixin, f"_validate_{TABLE_TYPE}_rope_parameters", _validate_table)
 
 
 def _compute_parameters(
@@ -78,13 +88,23 @@ def _compute_parameters(
 
 
 def config_table(config: Any, layer_type: str | None = None) -> FrequencyTable:
-    """Return the table of a configuration whose ``rope_type`` is in ``ROPE_TYPES``."""
+    """Return the table of a configuration whose ``rope_type`` is in ``ROPE_TYPES``, or ``mrrope``.
+
+    Where ``mrrope`` has tables per layer or head, it is that of plain RoPE: such models are patched
+    (:mod:`mrrope.hf.embedded_tables`).
+    """
     if layer_type is not None:
         # As in transformers' own types. Configurations with one kind of layer raise.
         with contextlib.suppress(AttributeError, ValueError):
             config = config.per_layer_config[layer_type]
     config.standardize_rope_params()
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    if parameters["rope_type"] == TABLE_TYPE:
+        tables = embedded_table(parameters)
+        if isinstance(tables, FrequencyTable):
+            return tables
+        own = {name: getattr(tables, name) for name in ("rotary_dim", "base", "original_max_position")}
+        return frequency_table("rope", **own)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return frequency_table(
         parameters["rope_type"],
@@ -94,6 +114,21 @@ def config_table(config: Any, layer_type: str | None = None) -> FrequencyTable:
         scale=parameters["factor"],
         **{argument: parameters[key] for key, argument in OPTIONS.items() if parameters.get(key) is not None},
     )
+
+
+def embedded_table(parameters: dict[str, Any]) -> ModelTables:
+    """Return the tables in ``rope_parameters`` of type ``mrrope``."""
+    table = parameters["table"]
+    return tables_from_dict(table) if isinstance(table, dict) else load_tables(table)
+
+
+def _validate_table(config: Any, rope_parameters: dict[str, Any], ignore_keys: set[str] | None = None) -> None:
+    """Validate ``rope_parameters`` of type ``mrrope``; installed as a method of transformers' configurations."""
+    table = rope_parameters.get("table")
+    if isinstance(table, dict):
+        tables_from_dict(table)
+    elif not isinstance(table, (str, list)) and rope_parameters.get("factor") is None:
+        raise ValueError(f"`rope_parameters`'s table field must be a dict of tables, a path or a name, got {table!r}")
 
 
 def _validate(config: Any, rope_parameters: dict[str, Any], ignore_keys: set[str] | None = None) -> None:
@@ -122,12 +157,12 @@ def _validate(config: Any, rope_parameters: dict[str, Any], ignore_keys: set[str
 
 
 class _RegisterOnImport(importlib.abc.MetaPathFinder):
-    """Import hook that registers the types right after transformers' RoPE module is executed."""
+    """Import hook that calls ``ON_IMPORT`` right after modules of transformers are executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != TRANSFORMERS_MODULE:
+        if fullname not in ON_IMPORT:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
@@ -136,15 +171,26 @@ class _RegisterOnImport(importlib.abc.MetaPathFinder):
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
-            _register(module)
+            ON_IMPORT[fullname](module)
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
+def _patch_as_configured(modeling: ModuleType) -> None:
+    from mrrope.hf import embedded_tables
+
+    embedded_tables.install(modeling)
+
+
+ON_IMPORT = {TRANSFORMERS_MODULE: _register, "transformers.modeling_utils": _patch_as_configured}
+"""What is done with modules of transformers when they are imported."""
+
+
 def register_on_import() -> None:
     """Register the types now if transformers is imported, else through an import hook. Imports nothing itself."""
-    if TRANSFORMERS_MODULE in sys.modules:
-        _register(sys.modules[TRANSFORMERS_MODULE])
+    for name, register in ON_IMPORT.items():
+        if name in sys.modules:
+            register(sys.modules[name])
     if not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RegisterOnImport())

@@ -56,7 +56,8 @@ class TableRotaryEmbedding(nn.Module):
 
     learned: Mapping[str | None, torch.Tensor] | None
     """By layer type, tables to return instead of the packed ones, with gradients: float32 or float64, radians per
-    position and the attention factor, ``[H, W]``, or ``[layers, H, W]`` in a model patched with a TableSet."""
+    position and the attention factor, ``[H, W]``, or ``[layers, H, W]`` in a model patched with a TableSet. Layer types
+    without an entry keep their packed tables."""
 
     def __init__(self, original: nn.Module, tables: RotaryTables, functions: list[RotaryFunction]) -> None:
         super().__init__()
@@ -89,10 +90,11 @@ class TableRotaryEmbedding(nn.Module):
         for function in self.installed:
             function.expect_in_place()
         positions = position_ids.to(x.device, handoff.PACKED_TABLE_DTYPE)
-        if self.learned is None:
+        learned = None if self.learned is None else self.learned.get(layer_type)
+        if learned is None:
             table = self._packed_table(positions, layer_type)
         else:
-            table = self.learned[layer_type].to(x.device)
+            table = learned.to(x.device)
             rotated = self.settings[layer_type].rotated_pairs
             if not rotated.all():
                 table = table * torch.nn.functional.pad(rotated, (0, 1), value=True).to(x.device)

@@ -51,7 +51,8 @@ def rotary(
         return [_rotated(x.float(), cos, sin, pairing).to(x.dtype) for x in heads]
     # The heads of one table get a dimension of their own, over which its cos/sin broadcast.
     cos, sin = (part.movedim(2, heads_dim).unsqueeze(heads_dim + 1) for part in (cos, sin))
-    grouped = [x.float().unflatten(heads_dim, (table.shape[2], x.shape[heads_dim] // table.shape[2])) for x in heads]
+    tables = table.shape[2]
+    grouped = [torch.unflatten(x.float(), heads_dim, (tables, x.shape[heads_dim] // tables)) for x in heads]
     rotated = [_rotated(x, cos, sin, pairing).flatten(heads_dim, heads_dim + 1) for x in grouped]
     return [x.to(like.dtype) for x, like in zip(rotated, heads, strict=True)]
 

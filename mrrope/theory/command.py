@@ -17,11 +17,13 @@ from mrrope.hf.rope_config import global_settings
 from mrrope.reporting.optional_packages import require
 from mrrope.reporting.options import add_output
 from mrrope.reporting.output import checked_stem, with_ending
-from mrrope.theory import drawing, figure_data
+from mrrope.table_lookup import load_tables
+from mrrope.theory import drawing, figure_data, table_set_figure
 from mrrope.theory.figure_data import Setting
 
 FORMAT = "mrrope.theory/1"
 ATTENTION = "attention"
+HEADS = "heads"
 TOKENS_READ = 2048
 
 NUMBERS: dict[str, Callable[[Setting], Any]] = {
@@ -39,24 +41,29 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "figures",
         nargs="*",
         metavar="FIGURE",
-        help=f"of {', '.join(drawing.FIGURES)} (default: all; {ATTENTION} needs --model)",
+        help=f"of {', '.join(drawing.FIGURES)} (default: all; {ATTENTION} needs --model, {HEADS} --table)",
     )
     add("--rotary-dim", type=int, default=128, metavar="N", help="components of a head that rotate (default: 128)")
     add("--base", type=float, default=10_000.0, help="RoPE's theta (default: 10000)")
     add("--original-max-position", type=int, default=4096, metavar="N", help="the trained length (default: 4096)")
     add("--scale", type=float, default=16.0, help="factor of the extension (default: 16)")
     add("--model", metavar="MODEL", help=f"a folder, a name on the hub or a .gguf file, whose {ATTENTION} is drawn")
+    add("--table", metavar="FILE", help=f"JSON or shipped name of a table set, of which only {HEADS} is drawn")
     add_output(command, "mrrope-theory", "NAME.json and NAME.FIGURE.png")
 
 
-def chosen_figures(names: list[str], *, has_model: bool) -> list[str]:
+def chosen_figures(names: list[str], *, has_model: bool, has_table: bool) -> list[str]:
     """The distinct figures to draw, in their fixed order."""
     unknown = [name for name in names if name not in drawing.FIGURES]
     if unknown:
         raise ValueError(f"figures must be of {', '.join(drawing.FIGURES)}, got {unknown[0]!r}")
     if ATTENTION in names and not has_model:
         raise ValueError(f"{ATTENTION} needs --model, whose heads it is about")
-    return [name for name in drawing.FIGURES if name in names or (not names and (has_model or name != ATTENTION))]
+    if HEADS in names and not has_table:
+        raise ValueError(f"{HEADS} needs --table, whose scales it shows")
+    if not names:
+        names = [HEADS] if has_table else [*NUMBERS, *[ATTENTION] * has_model]
+    return [name for name in drawing.FIGURES if name in names]
 
 
 def attention_of(source: str, scale: float) -> dict[str, Any]:
@@ -78,22 +85,30 @@ def attention_of(source: str, scale: float) -> dict[str, Any]:
     return {"model": model_loading.short_name(source), "setting": asdict(setting), **found}
 
 
-def run(options: argparse.Namespace) -> None:
-    """Compute the data of the figures, write it, and draw."""
-    require("matplotlib")
-    names = chosen_figures(options.figures, has_model=options.model is not None)
-    stem = checked_stem(options.output)
+def theory_of(names: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """The data of the figures about methods, and of the attention figure."""
     setting = Setting(options.rotary_dim, options.base, options.original_max_position, options.scale)
     middle = setting.middle
     # First, since a model may turn out to be unsuitable.
     of_model = {ATTENTION: attention_of(options.model, options.scale)} if ATTENTION in names else {}
-    data: dict[str, Any] = {
-        "format": FORMAT,
+    return {
         "setting": asdict(setting),
         "bounds": [middle.start, middle.stop],
-        **{name: NUMBERS[name](setting) for name in names if name != ATTENTION},
+        **{name: NUMBERS[name](setting) for name in names if name in NUMBERS},
         **of_model,
     }
+
+
+def run(options: argparse.Namespace) -> None:
+    """Compute the data of the figures, write it, and draw."""
+    require("matplotlib")
+    names = chosen_figures(options.figures, has_model=options.model is not None, has_table=options.table is not None)
+    stem = checked_stem(options.output)
+    data: dict[str, Any] = {"format": FORMAT}
+    if HEADS in names:
+        data[HEADS] = table_set_figure.numbers(load_tables(options.table))
+    if names != [HEADS]:
+        data |= theory_of(names, options)
     numbers = with_ending(stem, "json")
     numbers.write_text(json.dumps(data) + "\n")
     pictures = drawing.draw(data, stem)
@@ -120,6 +135,8 @@ def summary(data: dict[str, Any]) -> str:
         lines += ["", f"standard deviation of the middle pairs' score past the native length of {found['model']}"]
         lines += [f"({found['layers']}):"]
         lines += [f"  {method:12} {wavering:.2f}" for method, wavering in wavering_past_native(found).items()]
+    if HEADS in data:
+        lines += ["", *table_set_figure.summary(data[HEADS])]
     return "\n".join([*lines, ""])
 
 

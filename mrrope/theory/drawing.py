@@ -8,6 +8,7 @@ from typing import Any
 
 from mrrope.reporting import plotting
 from mrrope.reporting.output import with_ending
+from mrrope.theory import table_set_figure
 
 Data = dict[str, Any]
 
@@ -138,6 +139,7 @@ FIGURES: dict[str, Callable[[Any, Data], None]] = {
     "digits": draw_digits,
     "similarity": draw_similarity,
     "attention": draw_attention,
+    "heads": table_set_figure.draw,
 }
 """Drawing functions by name, which is also the key of their data."""
 

@@ -234,10 +234,11 @@ private:
         const CaseOptions& o = options_.rotary;
         const int half = o.rotary_dim / 2;
         const bool halves = o.pairing == Pairing::halves;
-        const std::vector<ReferenceCosSin> cos_sins = rotary_.reference_cos_sins(row.batch, row.token);
         RotatedRow rotated{x, std::vector<long double>(x.size())};
         for (int head = 0; head < row.heads; ++head) {
             const int start = head * o.head_dim;
+            const int table_head = rotary_.table_head_of(row.first + head, heads(row.is_q));
+            const std::vector<ReferenceCosSin> cos_sins = rotary_.reference_cos_sins(row.batch, row.token, table_head);
             for (int at = 0; at < o.head_dim; ++at) rotated.norm[start + at] = std::abs(x[start + at]);
             for (int pair = 0; pair < half; ++pair) {
                 const int a = start + (halves ? pair : 2 * pair);

@@ -1,6 +1,5 @@
 #include <gtest/gtest.h>
 
-#include <tuple>
 #include <vector>
 
 #include "mrrope/qk_norm_rotary.h"
@@ -43,6 +42,16 @@ TEST(QkNormRotaryCpu, EveryKind) {
     for_each_kind_of_norm([](NormCaseOptions o) {
         norm_and_expect(o);
         o.rotary.in_place = true;
+        norm_and_expect(o);
+        differentiate_and_expect(o);
+    });
+}
+
+TEST(QkNormRotaryCpu, EveryGroupOfHeadsHasItsTable) {
+    for_each_kind_of_norm([](NormCaseOptions o) {
+        o.rotary.tables = {.table_for = TableFor::each_index, .count = 2, .padding = 1, .heads = 2};
+        o.rotary.q_heads = 6;
+        o.rotary.k_heads = 2;
         norm_and_expect(o);
         differentiate_and_expect(o);
     });

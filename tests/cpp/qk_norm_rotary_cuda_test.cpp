@@ -168,6 +168,36 @@ TEST_F(QkNormRotaryCuda, EveryRegisterKernel) {
     }
 }
 
+TEST_F(QkNormRotaryCuda, HeadTablesByEveryKernel) {
+    for (const DType dtype : all_dtypes) {
+        for (const Pairing pairing : both_pairings) {
+            for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
+                for (const auto& [tables, q_per_table, k_per_table] : {std::tuple{8, 4, 1}, {3, 3, 1}, {2, 1, 3}}) {
+                    for (const int64_t misalignment : {0, 1}) {
+                        NormCaseOptions o;
+                        o.over = over;
+                        o.rotary.dtype = dtype;
+                        o.rotary.pairing = pairing;
+                        o.rotary.tokens = 11;
+                        o.rotary.q_heads = tables * q_per_table;
+                        o.rotary.k_heads = tables * k_per_table;
+                        o.rotary.head_dim = 96;
+                        o.rotary.rotary_dim = 64;
+                        o.rotary.in.misalignment = misalignment;
+                        o.rotary.tables = {.table_for = TableFor::each_index, .count = 2, .heads = tables};
+                        norm_and_expect(o);
+                        differentiate_and_expect(o);
+                        o.rotary.tables.table_for = TableFor::all;
+                        norm_and_expect(o);
+                        differentiate_and_expect(o);
+                        if (HasFailure()) return;
+                    }
+                }
+            }
+        }
+    }
+}
+
 // Several rows per block.
 TEST_F(QkNormRotaryCuda, GradientsOfManyTokens) {
     for (const NormOver over : {NormOver::head, NormOver::all_heads}) {

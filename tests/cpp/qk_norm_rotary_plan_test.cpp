@@ -28,7 +28,7 @@ std::string describe(const QkNormRotaryShape& s) {
            std::to_string(s.q_heads) + "+" + std::to_string(s.k_heads) + " head_dim " + std::to_string(s.head_dim) +
            " rotary_dim " + std::to_string(s.rotary_dim) + " element " + std::to_string(s.element_size) +
            (s.over == NormOver::head ? " over a head" : " over all heads") + (s.aligned ? " aligned" : " unaligned") +
-           (s.needs_lookup ? " with lookup" : "");
+           (s.needs_lookup ? " with lookup" : "") + " head tables " + std::to_string(s.table_heads);
 }
 
 template <class F>
@@ -220,7 +220,7 @@ public:
           sums_(shape.batch * shape.tokens * (shape.q_heads + shape.k_heads) * shape.head_dim, none) {}
 
     void run(const QkNormRotaryPlan& plan) {
-        const auto map = QkNormRotaryMap<PlainDivmod>::of(plan, shape_.over, shape_.batch, shape_.tokens);
+        const auto map = QkNormRotaryMap<PlainDivmod>::of(plan, shape_);
         const auto blocks = static_cast<int>(blocks_of(plan, shape_.over, shape_.batch * shape_.tokens));
         for (int block = 0; block < blocks; ++block) {
             for (int thread = 0; thread < plan.block_threads; ++thread) {
@@ -229,10 +229,10 @@ public:
                 } else if (shape_.over == NormOver::head) {
                     const NormPlace place = map.place<NormOver::head>(block, thread);
                     const int64_t team = (int64_t{block} * plan.block_threads + thread) / plan.team;
-                    if (place.active) run_in_registers(place, plan.heads_per_thread, team);
+                    if (place.active) run_in_registers(place, heads_of(map, place), plan.heads_per_thread, team);
                 } else {
                     const NormPlace place = map.place<NormOver::all_heads>(block, thread);
-                    if (place.active) run_in_registers(place, plan.heads_per_thread, block);
+                    if (place.active) run_in_registers(place, heads_of(map, place), plan.heads_per_thread, block);
                 }
                 if (::testing::Test::HasFatalFailure()) return;
             }
@@ -273,7 +273,7 @@ private:
 
     template <NormOver over>
     void run_gradient(const QkNormRotaryGradientPlan& plan) {
-        const auto map = QkNormRotaryGradientMap<PlainDivmod>::of(plan, over, shape_.batch, shape_.tokens);
+        const auto map = QkNormRotaryGradientMap<PlainDivmod>::of(plan, shape_);
         for (int block = 0; block < plan.q_blocks + plan.k_blocks; ++block) {
             const NormGradientBlock mine = map.block(block);
             if (!plan.in_registers) {
@@ -295,22 +295,30 @@ private:
                     const NormPlace place{thread.lane, row.group, map.groups(mine), row.batch, row.token,
                                           mine.is_q,   true};
                     const int64_t team = first_row + (over == NormOver::head ? thread.slot : 0);
-                    run_in_registers(place, norm_heads_per_thread_with_lookup, team * 2 + mine.is_q);
+                    run_in_registers(place, map.heads_of(mine, row.group), norm_heads_per_thread_with_lookup,
+                                     team * 2 + mine.is_q);
                     if (::testing::Test::HasFatalFailure()) return;
                 }
             }
         }
     }
 
-    void run_in_registers(const NormPlace& place, int heads_per_thread, int64_t team) {
+    StridedHeads heads_of(const QkNormRotaryMap<PlainDivmod>& map, const NormPlace& place) const {
+        return shape_.needs_lookup ? map.heads_of<true>(place, 0)
+                                   : map.heads_of<false>(place, place.is_q ? shape_.q_heads : shape_.k_heads);
+    }
+
+    void run_in_registers(const NormPlace& place, const StridedHeads& mine, int heads_per_thread, int64_t team) {
         const int vector = 16 / shape_.element_size;
         with_pairing_and_vector(pairing_, vector, [&]<Pairing pairing, int Vector>() {
             const int half = shape_.rotary_dim / 2;
             const int heads = place.is_q ? shape_.q_heads : shape_.k_heads;
             const NormLaneLayout<pairing, Vector> lane(place.lane, half);
+            ASSERT_FALSE(mine.exists(heads_per_thread)) << "heads left out";
             for (int j = 0; j < heads_per_thread; ++j) {
-                const int head = place.group + j * place.groups;
-                if (head >= heads) break;
+                const int head = mine.head(j);
+                if (!mine.exists(j)) break;
+                ASSERT_EQ(mine.table, head / (heads / shape_.table_heads));
                 // Over a head, each of a thread's heads has a reduction of its own.
                 const int64_t sum = shape_.over == NormOver::head ? team * heads_per_thread + j : team;
                 const auto touch_component = [&](int at) { touch(place, head, at, sum); };
@@ -357,6 +365,32 @@ private:
 };
 
 const std::vector<std::pair<int, int>> covered_heads{{0, 2}, {5, 3}, {9, 0}};
+
+QkNormRotaryShape with_head_tables(QkNormRotaryShape shape, int table_heads) {
+    shape.needs_lookup = true;
+    shape.table_heads = table_heads;
+    return shape;
+}
+
+TEST(Kernel, GivesEveryHeadItsTable) {
+    for (const int table_heads : {2, 3, 8}) {
+        const std::vector<std::pair<int, int>> heads{
+            {4 * table_heads, table_heads}, {table_heads, 3 * table_heads}, {3 * table_heads, 0}, {0, table_heads}};
+        for_each_shape(heads, {6, 64, 80, 128}, {{2, 3}}, [&](const QkNormRotaryShape& plain) {
+            const QkNormRotaryShape shape = with_head_tables(plain, table_heads);
+            const QkNormRotaryPlan planned = plan(shape, h200);
+            if (planned.in_registers) {
+                EXPECT_EQ(planned.heads_per_thread, norm_heads_per_thread_with_lookup);
+            }
+            Coverage kernel(shape, Pairing::halves);
+            kernel.run(planned);
+            kernel.expect_each_component_once();
+            Coverage gradient(shape, Pairing::halves);
+            gradient.run(plan_gradient(shape, h200));
+            gradient.expect_each_component_once();
+        });
+    }
+}
 
 TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
     for_each_shape(covered_heads, {6, 17, 64, 72, 80, 128}, {{2, 3}}, [](const QkNormRotaryShape& shape) {

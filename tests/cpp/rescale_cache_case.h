@@ -29,6 +29,8 @@ struct RescaleCacheOptions {
     int head_dim = 16;
     int rotary_dim = 16;
     int64_t tables = 3;
+    int table_layers = 1;  // or more than `layers`
+    int table_heads = 1;   // divides `heads`
     double attention_factor = 1.2772588722239782;
     Placement placement = {};
     bool only_last_layer_misaligned = false;
@@ -40,9 +42,10 @@ inline std::string describe(const RescaleCacheOptions& o) {
     return std::string(name_of(o.dtype)) + (o.pairing == Pairing::halves ? " halves" : " interleaved") + " layers " +
            std::to_string(o.layers) + " batch " + std::to_string(o.batch) + " tokens " + std::to_string(o.tokens) +
            " heads " + std::to_string(o.heads) + " head_dim " + std::to_string(o.head_dim) + " rotary_dim " +
-           std::to_string(o.rotary_dim) + " tables " + std::to_string(o.tables) + " keys {" + describe(o.placement) +
-           (o.only_last_layer_misaligned ? ", the last layer alone" : "") + "} positions " + describe(o.positions) +
-           " seed " + std::to_string(o.seed);
+           std::to_string(o.rotary_dim) + " tables " + std::to_string(o.tables) + " of " +
+           std::to_string(o.table_layers) + " layers and " + std::to_string(o.table_heads) + " heads, keys {" +
+           describe(o.placement) + (o.only_last_layer_misaligned ? ", the last layer alone" : "") + "} positions " +
+           describe(o.positions) + " seed " + std::to_string(o.seed);
 }
 
 class RescaleCacheCase {
@@ -50,9 +53,11 @@ public:
     explicit RescaleCacheCase(const RescaleCacheOptions& options)
         : options_(options),
           random_(options.seed),
-          tables_(
-              {.rotary_dim = options.rotary_dim, .count = options.tables, .attention_factor = options.attention_factor},
-              random_),
+          tables_({.rotary_dim = options.rotary_dim,
+                   .count = options.tables,
+                   .attention_factor = options.attention_factor,
+                   .heads = options.table_layers * options.table_heads},
+                  random_),
           positions_(options.positions, 1, options.batch, options.tokens, random_) {
         for (int layer = 0; layer < options.layers; ++layer) {
             const HeadsShape shape{.dtype = options.dtype,
@@ -63,6 +68,9 @@ public:
             Placement placement = options.placement;
             if (options.only_last_layer_misaligned && layer + 1 < options.layers) placement.misalignment = 0;
             layers_.push_back(make_heads(shape, placement, random_));
+        }
+        for (int layer = 0; options.table_layers > 1 && layer < options.layers; ++layer) {
+            layer_of_keys_.push_back(static_cast<int32_t>(random_() % options.table_layers));
         }
         for (std::vector<int32_t>* index : {&from_, &to_}) {
             index->resize(options.batch);
@@ -94,6 +102,9 @@ public:
                 .positions = positions_.view(),
                 .tables = tables_.words().data(),
                 .table_count = options_.tables,
+                .table_layers = options_.table_layers,
+                .layer_of_keys = layer_of_keys_,
+                .table_heads = options_.table_heads,
                 .from = from_.data(),
                 .to = to_.data(),
                 .batch = options_.batch,
@@ -109,28 +120,29 @@ public:
         SCOPED_TRACE(describe(options_));
         for (size_t layer = 0; layer < layers_.size(); ++layer) {
             SCOPED_TRACE("layer " + std::to_string(layer));
-            expect_rescaled(layers_[layer]);
+            expect_rescaled(layers_[layer], layer_of_keys_.empty() ? 0 : layer_of_keys_[layer]);
             if (::testing::Test::HasFatalFailure()) return;
         }
     }
 
 private:
-    std::vector<ReferenceCosSin> reference_cos_sins(int64_t batch, int64_t token) const {
+    std::vector<ReferenceCosSin> reference_cos_sins(int64_t batch, int64_t token, int table) const {
         const int64_t from = from_[batch];
         const int64_t to = to_[batch];
         const long double gain =
-            static_cast<long double>(tables_.attention_factor(to)) / tables_.attention_factor(from);
+            static_cast<long double>(tables_.attention_factor(to, table)) / tables_.attention_factor(from, table);
         const int64_t position = positions_.at(0, batch, token);
         std::vector<ReferenceCosSin> cos_sins;
         for (int pair = 0; pair < options_.rotary_dim / 2; ++pair) {
-            cos_sins.push_back(reference_cos_sin(reference_angle(position, tables_.phase_step(to, pair)) -
-                                                     reference_angle(position, tables_.phase_step(from, pair)),
+            cos_sins.push_back(reference_cos_sin(reference_angle(position, tables_.phase_step(to, pair, table)) -
+                                                     reference_angle(position, tables_.phase_step(from, pair, table)),
                                                  gain));
         }
         return cos_sins;
     }
 
-    void expect_rescaled(const HeadBuffer& keys) const {
+    void expect_rescaled(const HeadBuffer& keys, int table_layer) const {
+        const int heads_per_table = options_.heads / options_.table_heads;
         std::vector<ReferenceCosSin> cos_sins;
         keys.for_each_head([&](int64_t batch, int64_t token, int head) {
             const std::byte* before = keys.head_before(batch, token, head);
@@ -139,7 +151,10 @@ private:
                 ASSERT_EQ(std::memcmp(after, before, keys.head_bytes()), 0) << "sequence " << batch << " was touched";
                 return;
             }
-            if (head == 0) cos_sins = reference_cos_sins(batch, token);
+            if (head % heads_per_table == 0) {
+                const int table = table_layer * options_.table_heads + head / heads_per_table;
+                cos_sins = reference_cos_sins(batch, token, table);
+            }
             expect_rotated_head(keys.shape, options_.pairing, before, after, cos_sins);
             if (::testing::Test::HasFatalFailure()) {
                 ADD_FAILURE() << "batch " << batch << " token " << token << " head " << head << " from " << from_[batch]
@@ -155,6 +170,7 @@ private:
     PositionWords positions_;
     std::vector<HeadBuffer> layers_;
     std::vector<void*> keys_;
+    std::vector<int32_t> layer_of_keys_;
     std::vector<int32_t> from_;
     std::vector<int32_t> to_;
 };
@@ -181,6 +197,10 @@ inline RescaleCacheOptions random_rescale_options(uint64_t seed) {
     o.placement = random_placement(o.dtype, random);
     o.only_last_layer_misaligned = coin();
     o.positions = random_position_options(random);
+    o.table_layers = coin() ? 1 : static_cast<int>(upto(2, 4));
+    if (coin()) return o;
+    o.table_heads = static_cast<int>(upto(2, 4));
+    o.heads = o.table_heads * static_cast<int>(upto(1, 6));
     return o;
 }
 

@@ -61,6 +61,19 @@ TEST_P(EveryKind, EveryPairOfTables) {
     rescale.expect_rescaled();
 }
 
+TEST_P(EveryKind, ATableForEveryLayerAndGroupOfHeads) {
+    for (const int table_layers : {1, 4}) {
+        for (const auto& [table_heads, heads] : {std::tuple{1, 3}, {3, 3}, {2, 6}, {2, 8}}) {
+            RescaleCacheOptions o = options();
+            o.layers = 5;
+            o.heads = heads;
+            o.table_layers = table_layers;
+            o.table_heads = table_heads;
+            rescale_and_expect(o);
+        }
+    }
+}
+
 TEST_P(EveryKind, SequencesThatKeepTheirTableAreNotTouched) {
     RescaleCacheOptions o = options();
     o.batch = 4;

@@ -103,6 +103,36 @@ TEST_F(RescaleCacheCuda, EveryKernel) {
     }
 }
 
+TEST_F(RescaleCacheCuda, ATableForEveryLayerAndGroupOfHeads) {
+    for (const DType dtype : all_dtypes) {
+        for (const bool aligned : {false, true}) {
+            for (const int table_layers : {1, 4}) {
+                for (const auto& [table_heads, heads] : {std::tuple{1, 3}, {3, 3}, {2, 10}, {8, 8}}) {
+                    RescaleCacheOptions o;
+                    o.dtype = dtype;
+                    o.layers = 5;
+                    o.tokens = 40;
+                    o.heads = heads;
+                    o.head_dim = o.rotary_dim = 64;
+                    o.table_layers = table_layers;
+                    o.table_heads = table_heads;
+                    o.placement.misalignment = aligned ? 0 : 1;
+                    rescale_and_expect(o);
+                    if (HasFailure()) return;
+                }
+            }
+        }
+    }
+}
+
+// The tables of layers past the first launch.
+TEST_F(RescaleCacheCuda, ATableForEachOfManyLayers) {
+    RescaleCacheOptions o;
+    o.layers = max_layers_per_launch + 2;
+    o.table_layers = 5;
+    rescale_and_expect(o);
+}
+
 TEST_F(RescaleCacheCuda, OneMisalignedLayerOfSeveral) {
     for (const DType dtype : all_dtypes) {
         RescaleCacheOptions o;

@@ -141,11 +141,14 @@ private:
         if (place.first_token >= plan_.token_step) return;
         const int half = args_.rotary_dim / 2;
         const LaneLayout<pairing, Vector> layout{place.lane, half};
-        const int heads = place.heads_in_group(plan_, args_.heads);
+        const StridedHeads of_thread = place.heads_of_group(plan_, args_.heads);
+        const int heads = of_thread.count();
+        ASSERT_GE(heads, 1) << "an idle thread";
         ASSERT_LE(heads, rescale_cache_heads_per_thread);
         for (int64_t token = place.first_token; token < args_.tokens; token += plan_.token_step) {
             for (int j = 0; j < heads; ++j) {
-                const int64_t head = place.group + j * plan_.head_groups;
+                const int64_t head = of_thread.head(j);
+                ASSERT_EQ(of_thread.table, head / (args_.heads / args_.table_heads)) << head;
                 rotate_components<pairing, Vector>(
                     layout, half, [&](int at) { ++touched_.at((token * args_.heads + head) * args_.rotary_dim + at); });
             }
@@ -182,6 +185,38 @@ TEST(Kernel, RotatesEveryComponentOfEveryHeadOnce) {
             }
         }
     }
+}
+
+TEST(Kernel, GivesEveryHeadItsTable) {
+    for (const int table_heads : {2, 3, 8}) {
+        for (const int heads_per_table : {1, 2, 4, 5, 9}) {
+            for (const int rotary_dim : {6, 64, 128}) {
+                Keys keys(DType::bfloat16, 2, 7, table_heads * heads_per_table, rotary_dim, true);
+                RescaleCacheArgs args = keys.args();
+                args.table_heads = table_heads;
+                expect_each_component_once(args);
+                if (HasFailure()) return;
+            }
+        }
+    }
+}
+
+TEST(Launches, KeepTheTableOfEveryLayer) {
+    Keys keys(DType::bfloat16, 2 * max_layers_per_launch + 3, 1, 1, 16, true);
+    RescaleCacheArgs args = keys.args();
+    std::vector<int32_t> layer_of_keys;
+    for (size_t layer = 0; layer < args.keys.size(); ++layer) layer_of_keys.push_back(static_cast<int32_t>(7 * layer));
+    args.table_layers = 1 << 12;
+    args.layer_of_keys = layer_of_keys;
+    size_t seen = 0;
+    for_each_rescale_launch(args, [&](const RescaleCacheArgs& part) {
+        ASSERT_EQ(part.layer_of_keys.size(), part.keys.size());
+        for (size_t i = 0; i < part.keys.size(); ++i, ++seen) {
+            EXPECT_EQ(part.keys[i], args.keys[seen]);
+            EXPECT_EQ(part.layer_of_keys[i], layer_of_keys[seen]);
+        }
+    });
+    EXPECT_EQ(seen, args.keys.size());
 }
 
 TEST(Kernel, TakesTokensThatNeedMoreThreadsThanABlock) {

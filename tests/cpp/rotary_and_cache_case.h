@@ -220,7 +220,10 @@ private:
             if (!is_kept(number)) return;
             const int64_t byte = byte_of(cache, number, head);
             std::copy_n(cache.bytes.begin() + byte, head_bytes, expected.begin() + byte);
-            if (is_key && head == 0) cos_sins = rotary_.reference_cos_sins(batch, token);
+            if (is_key) {
+                const int table_head = rotary_.table_head_of(head, heads.shape.heads);
+                cos_sins = rotary_.reference_cos_sins(batch, token, table_head);
+            }
             const std::byte* before = heads.head_before(batch, token, head);
             const float scale = options_.scale_for == ScaleFor::none  ? 1.0f
                                 : options_.scale_for == ScaleFor::all ? scales[0]
@@ -288,8 +291,8 @@ inline CacheOptions random_cache_options(uint64_t seed) {
     const auto coin = [&] { return upto(0, 1) == 1; };
     o.rotary.conjugate = false;
     o.rotary.position_rows = 0;
-    o.rotary.k_heads = static_cast<int>(upto(1, 4));
-    o.rotary.q_heads = static_cast<int>(upto(0, 6));
+    o.rotary.k_heads = o.rotary.tables.heads * static_cast<int>(upto(1, 4));
+    o.rotary.q_heads = o.rotary.tables.heads * static_cast<int>(upto(0, 6));
     o.float8 = o.rotary.dtype != DType::float64 && coin();
     const ScaleFor scales[] = {ScaleFor::none, ScaleFor::all, ScaleFor::each_head};
     if (o.float8) o.scale_for = scales[upto(0, 2)];

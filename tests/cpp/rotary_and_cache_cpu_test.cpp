@@ -64,6 +64,20 @@ TEST(RotaryAndCacheCpu, EveryTokenHasItsTable) {
     }
 }
 
+TEST(RotaryAndCacheCpu, EveryGroupOfHeadsHasItsTable) {
+    for (CacheOptions o : every_cache(DType::bfloat16)) {
+        for (const auto& [tables, q_per_table, k_per_table] : {std::tuple{3, 1, 1}, {2, 3, 1}, {2, 4, 2}}) {
+            o.rotary.q_heads = tables * q_per_table;
+            o.rotary.k_heads = tables * k_per_table;
+            o.rotary.tables = {.table_for = TableFor::each_index, .count = 2, .padding = 1, .heads = tables};
+            write_and_expect(o);
+            o.rotary.tables.table_for = TableFor::all;
+            write_and_expect(o);
+            if (HasFailure()) return;
+        }
+    }
+}
+
 TEST(RotaryAndCacheCpu, ManyTokensOnAllCores) {
     for (const bool paged : {false, true}) {
         for (const bool float8 : {false, true}) {

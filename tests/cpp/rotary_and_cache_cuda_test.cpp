@@ -161,6 +161,38 @@ TEST_F(RotaryAndCacheCuda, EveryKernel) {
     }
 }
 
+TEST_F(RotaryAndCacheCuda, HeadTablesByEveryKernel) {
+    for (const DType dtype : all_dtypes) {
+        for (const bool float8 : {false, true}) {
+            if (float8 && dtype == DType::float64) continue;
+            for (const auto& [tables, q_per_table, k_per_table] : {std::tuple{3, 3, 1}, {2, 5, 3}}) {
+                for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
+                    for (const auto& [heads_per_thread, aligned, full] :
+                         {std::tuple{1, false, false}, {1, true, false}, {1, true, true}, {2, true, true}}) {
+                        CacheOptions o;
+                        o.rotary.dtype = dtype;
+                        o.rotary.q_heads = tables * q_per_table;
+                        o.rotary.k_heads = tables * k_per_table;
+                        o.rotary.head_dim = o.rotary.rotary_dim = 512;
+                        o.rotary.in_place = true;
+                        o.rotary.in.misalignment = aligned ? 0 : 1;
+                        o.rotary.tables = {.table_for = table_for, .count = 4, .heads = tables};
+                        o.float8 = float8;
+                        o.scale_for = float8 ? ScaleFor::each_head : ScaleFor::none;
+                        o.rotary.tokens = full ? fewest_tokens(o, heads_per_thread, full) : 3;
+                        o.block_size = 16;
+                        o.blocks = o.rotary.tokens / 16 + 1;
+                        ASSERT_EQ(plan(shape_of(RotaryAndCacheCase(o).args()), h200).heads_per_thread,
+                                  heads_per_thread);
+                        write_and_expect(o);
+                        if (HasFailure()) return;
+                    }
+                }
+            }
+        }
+    }
+}
+
 TEST_F(RotaryAndCacheCuda, PartialRotationWritesTheTail) {
     for (const DType dtype : all_dtypes) {
         for (CacheOptions o : every_cache(dtype)) {

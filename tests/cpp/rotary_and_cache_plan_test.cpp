@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -59,14 +60,15 @@ RotaryPlan plan_of(const RotaryAndCacheArgs& args) {
 }
 
 HeadGroups head_groups_of(const RotaryAndCacheArgs& args, int heads_per_thread) {
-    return head_groups(args.rotary.q.heads, args.k.view.heads, heads_per_thread);
+    return head_groups(args.rotary.q.heads, args.k.view.heads, heads_per_thread, args.rotary.choice.heads);
 }
 
 std::string describe(const RotaryAndCacheArgs& args) {
     return std::string(name_of(args.rotary.dtype)) + (args.float8 ? " float8" : "") + " batch " +
            std::to_string(args.rotary.batch) + " tokens " + std::to_string(args.rotary.tokens) + " heads " +
            std::to_string(args.rotary.q.heads) + "+" + std::to_string(args.k.view.heads) + " head_dim " +
-           std::to_string(args.rotary.head_dim) + " rotary_dim " + std::to_string(args.rotary.rotary_dim);
+           std::to_string(args.rotary.head_dim) + " rotary_dim " + std::to_string(args.rotary.rotary_dim) +
+           " head tables " + std::to_string(args.rotary.choice.heads);
 }
 
 // Calls f for heads of every dtype, with a cache of their dtype and of float8.
@@ -172,13 +174,20 @@ private:
         const int64_t token = place.batch * args_.rotary.tokens + place.token;
         const int half = args_.rotary.rotary_dim / 2;
         const LaneLayout<pairing, Vector> layout{place.lane, half};
-        const HeadsOfThread heads(head_groups_of(args_, plan_.heads_per_thread), place.group);
+        const auto groups = HeadGroupsOfCacheMap<PlainDivmod>::of(plan_, args_.rotary.q.heads, args_.k.view.heads);
+        const auto with_tables = groups.heads_of<true>(place.group, args_.rotary.q.heads, args_.k.view.heads);
+        const auto with_one = groups.heads_of<false>(place.group, args_.rotary.q.heads, args_.k.view.heads);
+        const HeadsOfThread& heads = plan_.table_heads == 1 && thread % 2 == 0 ? with_one : with_tables;
         const HeadsView& view = heads.view(args_);
+        ASSERT_TRUE(heads.exists(0)) << "an idle thread";
         const int heads_before = heads.kind == HeadsOfThread::query ? 0
                                  : heads.kind == HeadsOfThread::key ? args_.rotary.q.heads
                                                                     : args_.rotary.q.heads + args_.k.view.heads;
-        for (int j = 0; heads.head(j) < view.heads; ++j) {
+        for (int j = 0; heads.exists(j); ++j) {
             ASSERT_LT(j, plan_.heads_per_thread);
+            if (heads.kind != HeadsOfThread::value) {
+                ASSERT_EQ(heads.table, heads.head(j) / (view.heads / args_.rotary.choice.heads)) << heads.head(j);
+            }
             const int head = heads_before + heads.head(j);
             rotate_components<pairing, Vector>(layout, half, [&](int at) { touch(token, head, at); });
             for (int at = first_tail_component<Vector>(place.lane, args_.rotary.rotary_dim); at < args_.rotary.head_dim;
@@ -203,12 +212,23 @@ private:
 
 TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
     for_each_kind([](DType dtype, bool float8) {
-        for (const auto& [q_heads, kv_heads] : {std::pair{1, 1}, {4, 2}, {5, 3}, {0, 2}, {3, 0}, {32, 8}}) {
+        for (const auto& [q_heads, kv_heads, table_heads] : {std::tuple{1, 1, 1},
+                                                             {4, 2, 1},
+                                                             {5, 3, 1},
+                                                             {0, 2, 1},
+                                                             {3, 0, 1},
+                                                             {32, 8, 1},
+                                                             {32, 8, 8},
+                                                             {9, 3, 3},
+                                                             {10, 6, 2},
+                                                             {0, 4, 4},
+                                                             {6, 0, 3}}) {
             for (const int head_dim : {2, 6, 16, 34, 64, 72, 80, 96, 128, 256}) {
                 for (const int rotary_dim : {2, 16, 32, head_dim / 4 * 2, head_dim}) {
                     if (rotary_dim < 2 || rotary_dim > head_dim) continue;
                     RotaryAndCacheArgs args =
                         contiguous_args(dtype, float8, 2, 2, q_heads, kv_heads, head_dim, rotary_dim);
+                    args.rotary.choice.heads = table_heads;
                     RotaryPlan plan = plan_of(args);
                     // Small shapes by the plans of large ones, too.
                     for (const auto& [times, heads_per_thread] : {std::pair{1, 1}, {2, 1}, {1, 2}}) {

@@ -24,17 +24,19 @@ enum class TableFor { all, each_sequence, each_index };
 struct TableOptions {
     TableFor table_for = TableFor::all;
     int64_t count = 1;    // for each_index; each_sequence has one per sequence
-    int64_t padding = 0;  // words of noise after each table
+    int64_t padding = 0;  // words of noise after each table, and after each of several head tables
+    int heads = 1;        // head tables: as many divide the heads of q and of k
     bool same_index_for_all_sequences = false;
     bool same_index_for_all_tokens = false;
 };
 
 inline std::string describe(const TableOptions& o) {
+    const std::string heads = o.heads == 1 ? "" : std::to_string(o.heads) + " head tables, ";
     switch (o.table_for) {
-        case TableFor::all: return "one table";
-        case TableFor::each_sequence: return "a table a sequence, padding " + std::to_string(o.padding);
+        case TableFor::all: return heads + "one table";
+        case TableFor::each_sequence: return heads + "a table a sequence, padding " + std::to_string(o.padding);
         case TableFor::each_index:
-            return std::to_string(o.count) + " tables by index" +
+            return heads + std::to_string(o.count) + " tables by index" +
                    (o.same_index_for_all_sequences ? " of one sequence" : "") +
                    (o.same_index_for_all_tokens ? " of one token" : "") + ", padding " + std::to_string(o.padding);
     }
@@ -110,7 +112,8 @@ public:
                    .count = table_count_,
                    .attention_factor = options.attention_factor,
                    .position_rows = options.position_rows,
-                   .padding = options.tables.padding},
+                   .padding = options.tables.padding,
+                   .heads = options.tables.heads},
                   random_),
           indices_(options.tables, options.batch, options.tokens, random_),
           positions_(options.positions, std::max<int64_t>(1, options.position_rows), options.batch, options.tokens,
@@ -136,6 +139,8 @@ public:
             args.choice = {.count = static_cast<int32_t>(table_count_),
                            .stride = static_cast<int32_t>(tables_.stride())};
         }
+        args.choice.heads = options_.tables.heads;
+        args.choice.head_stride = static_cast<int32_t>(tables_.head_stride());
         if (options_.tables.table_for == TableFor::each_index) {
             args.choice.index = indices_.words().data();
             args.choice.batch_stride = static_cast<int32_t>(indices_.batch_stride());
@@ -163,14 +168,18 @@ public:
         return 0;
     }
 
-    std::vector<ReferenceCosSin> reference_cos_sins(int64_t batch, int64_t token) const {
+    // The head table of a head of `count` heads.
+    int table_head_of(int head, int count) const { return head / (count / options_.tables.heads); }
+
+    std::vector<ReferenceCosSin> reference_cos_sins(int64_t batch, int64_t token, int table_head) const {
         std::vector<ReferenceCosSin> cos_sins(options_.rotary_dim / 2);
         const int64_t table = table_of(batch, token);
         for (int pair = 0; pair < options_.rotary_dim / 2; ++pair) {
-            const int64_t row = options_.position_rows == 0 ? 0 : tables_.row(table, pair);
+            const int64_t row = options_.position_rows == 0 ? 0 : tables_.row(table, pair, table_head);
             const long double angle =
-                reference_angle(positions_.at(row, batch, token), tables_.phase_step(table, pair));
-            cos_sins[pair] = reference_cos_sin(options_.conjugate ? -angle : angle, tables_.attention_factor(table));
+                reference_angle(positions_.at(row, batch, token), tables_.phase_step(table, pair, table_head));
+            cos_sins[pair] =
+                reference_cos_sin(options_.conjugate ? -angle : angle, tables_.attention_factor(table, table_head));
         }
         return cos_sins;
     }
@@ -219,7 +228,10 @@ private:
         const HeadBuffer& out = output(heads);
         std::vector<ReferenceCosSin> cos_sins;
         heads.in.for_each_head([&](int64_t batch, int64_t token, int head) {
-            if (head == 0) cos_sins = reference_cos_sins(batch, token);
+            const int heads_per_table = heads.count() / options_.tables.heads;
+            if (head % heads_per_table == 0) {
+                cos_sins = reference_cos_sins(batch, token, table_head_of(head, heads.count()));
+            }
             expect_rotated_head(heads.in.shape, options_.pairing, heads.in.head_before(batch, token, head),
                                 out.head(batch, token, head), cos_sins);
             if (::testing::Test::HasFatalFailure()) {
@@ -290,6 +302,10 @@ inline CaseOptions random_options(uint64_t seed, RandomLimits limits = {}) {
     o.positions = random_position_options(random);
     o.position_rows = coin() ? 0 : upto(1, 4);
     o.tables = random_table_options(random);
+    if (coin()) return o;
+    o.tables.heads = static_cast<int>(upto(2, 4));
+    o.q_heads = o.tables.heads * static_cast<int>(upto(1, 4));
+    o.k_heads = o.tables.heads * static_cast<int>(upto(0, 2));
     return o;
 }
 

@@ -251,6 +251,41 @@ TEST_P(EveryKind, EveryTableHasPositionRowsOfItsOwn) {
     }
 }
 
+// --- head tables ---
+
+// One, three and four query heads per table, with and without k; the tables' words at odd strides.
+TEST_P(EveryKind, ATableForEveryGroupOfHeads) {
+    for (const auto& [tables, q_per_table, k_per_table] :
+         {std::tuple{3, 1, 1}, {2, 3, 1}, {3, 4, 1}, {2, 1, 3}, {4, 3, 0}}) {
+        for (const TableFor table_for : {TableFor::all, TableFor::each_sequence, TableFor::each_index}) {
+            for (const int64_t rows : {0, 2}) {
+                const int64_t padding = rows == 0 ? 0 : 1;
+                CaseOptions o = options();
+                o.batch = 2;
+                o.q_heads = tables * q_per_table;
+                o.k_heads = tables * k_per_table;
+                o.head_dim = 24;
+                o.rotary_dim = rows == 0 ? 24 : 16;
+                o.in_place = rows == 0;
+                o.in = {.order = "bhs", .padding = padding};
+                o.position_rows = rows;
+                o.tables = {.table_for = table_for, .count = 3, .padding = padding, .heads = tables};
+                rotate_and_expect(o);
+            }
+        }
+    }
+}
+
+TEST_P(EveryKind, HeadTablesOfMoreTokensThanATileAndWiderHeads) {
+    CaseOptions o = options();
+    o.tokens = 70;
+    o.q_heads = 4;
+    o.k_heads = 2;
+    o.head_dim = o.rotary_dim = 260;
+    o.tables.heads = 2;
+    rotate_and_expect(o);
+}
+
 // --- random cases ---
 
 TEST(RotaryCpu, RandomCases) {

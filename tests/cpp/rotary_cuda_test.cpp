@@ -159,6 +159,52 @@ TEST_F(RotaryCuda, EveryKernel) {
     }
 }
 
+// Groups of one to five heads per table, which leave remainders to two and to three heads per thread.
+TEST_F(RotaryCuda, HeadTablesByEveryKernel) {
+    for (const DType dtype : all_dtypes) {
+        for (const Pairing pairing : both_pairings) {
+            for (const auto& [tables, q_per_table, k_per_table] :
+                 {std::tuple{3, 1, 0}, {8, 4, 1}, {3, 3, 1}, {2, 1, 1}, {2, 2, 3}}) {
+                for (const TableFor table_for : {TableFor::all, TableFor::each_sequence, TableFor::each_index}) {
+                    for (const int64_t rows : {0, 3}) {
+                        for (const int64_t misalignment : {0, 1}) {
+                            CaseOptions o;
+                            o.dtype = dtype;
+                            o.pairing = pairing;
+                            o.batch = 2;
+                            o.tokens = 7;
+                            o.q_heads = tables * q_per_table;
+                            o.k_heads = tables * k_per_table;
+                            o.head_dim = 80;
+                            o.rotary_dim = 64;
+                            o.in.misalignment = misalignment;
+                            o.position_rows = rows;
+                            o.tables = {.table_for = table_for, .count = 3, .padding = misalignment, .heads = tables};
+                            rotate_by_every_kernel_and_expect(o);
+                            if (HasFailure()) return;
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+// Enough tokens for the plans of prefill, and for slices.
+TEST_F(RotaryCuda, HeadTablesOfManyTokens) {
+    for (const auto& [tables, q_per_table, head_dim] : {std::tuple{8, 4, 128}, {3, 3, 64}}) {
+        CaseOptions o;
+        o.dtype = DType::bfloat16;
+        o.tokens = 2000;
+        o.q_heads = tables * q_per_table;
+        o.k_heads = tables;
+        o.head_dim = o.rotary_dim = head_dim;
+        o.tables.heads = tables;
+        ASSERT_GT(plan(shape_of(RotaryCase(o).args()), current_device()).heads_per_thread, 1);
+        rotate_and_expect(o);
+    }
+}
+
 // A token is rotated to the same bits by every kernel, so the rest of its batch does not matter.
 TEST_F(RotaryCuda, AllKernelsGiveTheSameBits) {
     for (const DType dtype : all_dtypes) {

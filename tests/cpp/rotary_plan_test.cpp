@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -28,7 +29,8 @@ std::string describe(const RotaryShape& s) {
     return "batch " + std::to_string(s.batch) + " tokens " + std::to_string(s.tokens) + " heads " +
            std::to_string(s.heads) + " head_dim " + std::to_string(s.head_dim) + " rotary_dim " +
            std::to_string(s.rotary_dim) + " element " + std::to_string(s.element_size) +
-           (s.aligned ? " aligned" : " unaligned");
+           (s.aligned ? " aligned" : " unaligned") +
+           (s.table_heads == 1 ? "" : " head tables " + std::to_string(s.table_heads));
 }
 
 // --- invariants of every plan
@@ -218,14 +220,27 @@ TEST(Schedule, PrefetchesPositionsInLargeLaunches) {
 
 // --- thread-to-element map of the kernel
 
-// Counts how often each component is rotated or copied, over all threads of a launch.
+// q and k with this many heads, one after the other: the head with this number through q and then k starts at
+// `components_per_head` times its number.
+RotaryArgs contiguous_args(float* memory, int q_heads, int k_heads, int64_t components_per_head) {
+    const HeadStrides strides{.head = components_per_head};
+    float* k = memory + q_heads * components_per_head;
+    RotaryArgs args;
+    args.q = {.in = memory, .out = memory, .heads = q_heads, .in_strides = strides, .out_strides = strides};
+    args.k = {.in = k, .out = k, .heads = k_heads, .in_strides = strides, .out_strides = strides};
+    return args;
+}
+
+// Counts how often each component is rotated or copied, over all threads of a launch, and expects every head's table.
 class Coverage {
 public:
-    Coverage(const RotaryShape& shape, const RotaryPlan& plan, Pairing pairing)
+    Coverage(const RotaryShape& shape, const RotaryPlan& plan, Pairing pairing, int q_heads)
         : shape_(shape),
           plan_(plan),
           pairing_(pairing),
+          args_(contiguous_args(memory_, q_heads, shape.heads - q_heads, 1)),
           map_(RotaryMap<PlainDivmod>::of(plan, shape.tokens)),
+          head_groups_(HeadGroupsMap<PlainDivmod>::of(plan, args_)),
           touched_(shape.batch * shape.tokens * shape.heads * shape.head_dim) {}
 
     void run() {
@@ -248,8 +263,13 @@ private:
         const RotaryPlace place = map_.place(thread);
         const int half = shape_.rotary_dim / 2;
         const LaneLayout<pairing, Vector> layout{place.lane, half};
-        const HeadRange heads(place.group, plan_.heads_per_thread, shape_.heads);
-        for (int head = heads.first; head < heads.first + heads.count; ++head) {
+        int group = place.group;
+        const HeadsOfTable of_table = head_groups_.table_of(group);
+        const HeadRange heads(group, plan_.heads_per_thread, of_table.count());
+        ASSERT_GE(heads.count, 1) << "an idle thread";
+        for (int number = heads.first; number < heads.first + heads.count; ++number) {
+            const auto head = static_cast<int>(HeadPointers<float>(args_, of_table, 0, 0, number).out - memory_);
+            expect_table(head, of_table.table);
             rotate_components<pairing, Vector>(layout, half, [&](int at) { touch(place, head, at); });
             for (int at = first_tail_component<Vector>(place.lane, shape_.rotary_dim); at < shape_.head_dim;
                  at += tail_step<Vector>(map_.lanes.divisor)) {
@@ -257,6 +277,13 @@ private:
                 for (int j = 0; j < Vector; ++j) touch(place, head, at + j);
             }
         }
+    }
+
+    // Head h of n uses table h / (n / tables).
+    void expect_table(int head, int table) const {
+        const bool is_q = head < args_.q.heads;
+        const int heads = is_q ? args_.q.heads : args_.k.heads;
+        ASSERT_EQ(table, (is_q ? head : head - args_.q.heads) / (heads / shape_.table_heads)) << "head " << head;
     }
 
     void touch(const RotaryPlace& place, int head, int component) {
@@ -268,7 +295,10 @@ private:
     RotaryShape shape_;
     RotaryPlan plan_;
     Pairing pairing_;
+    float memory_[128] = {};
+    RotaryArgs args_;
     RotaryMap<PlainDivmod> map_;
+    HeadGroupsMap<PlainDivmod> head_groups_;
     std::vector<int> touched_;
 };
 
@@ -287,7 +317,7 @@ TEST(Kernel, AddressesHeadsOfQAndThenOfK) {
               .in_strides = {.batch = 50, .token = 10, .head = 4},
               .out_strides = {.batch = 80, .token = 9, .head = 1}};
     for (int head = 0; head < 5; ++head) {
-        const HeadPointers<float> pointers(args, 2, 3, head);
+        const HeadPointers<float> pointers(args, {0, 3, 2}, 2, 3, head);
         if (head < 3) {
             EXPECT_EQ(pointers.in, q_in.data() + 2 * 100 + 3 * 20 + head * 5);
             EXPECT_EQ(pointers.out, q_out.data() + 2 * 200 + 3 * 7 + head * 2);
@@ -295,6 +325,57 @@ TEST(Kernel, AddressesHeadsOfQAndThenOfK) {
             EXPECT_EQ(pointers.in, k_in.data() + 2 * 50 + 3 * 10 + (head - 3) * 4);
             EXPECT_EQ(pointers.out, k_out.data() + 2 * 80 + 3 * 9 + (head - 3));
         }
+    }
+}
+
+TEST(Kernel, GivesEveryHeadItsTable) {
+    for (const auto& [tables, q_per_table, k_per_table] :
+         {std::tuple{1, 4, 1}, {2, 1, 0}, {2, 1, 1}, {3, 3, 1}, {8, 4, 1}, {3, 2, 3}, {4, 5, 2}, {2, 3, 0}}) {
+        for (const int head_dim : {6, 16, 64, 128}) {
+            for (const int element_size : {2, 4, 8}) {
+                for (const bool with_rows : {false, true}) {
+                    const RotaryShape shape{.batch = 2,
+                                            .tokens = 3,
+                                            .heads = tables * (q_per_table + k_per_table),
+                                            .head_dim = head_dim,
+                                            .rotary_dim = head_dim == 128 ? 64 : head_dim,
+                                            .element_size = element_size,
+                                            .aligned = true,
+                                            .with_rows = with_rows,
+                                            .table_heads = tables};
+                    SCOPED_TRACE(describe(shape));
+                    for (const RotaryPlan& plan : every_plan(shape, true)) {
+                        Coverage kernel(shape, plan, Pairing::halves, tables * q_per_table);
+                        kernel.run();
+                        kernel.expect_each_component_once();
+                        if (HasFailure()) return;
+                    }
+                }
+            }
+        }
+    }
+}
+
+TEST(Plan, LeavesFewHeadsOfATableAlone) {
+    const auto planned = [](int heads, int table_heads, int64_t tokens) {
+        return plan({.batch = 1,
+                     .tokens = tokens,
+                     .heads = heads,
+                     .head_dim = 128,
+                     .rotary_dim = 128,
+                     .element_size = 2,
+                     .aligned = true,
+                     .table_heads = table_heads},
+                    h200);
+    };
+    for (const auto& [heads, tables, heads_per_thread, groups] :
+         {std::tuple{40, 8, 3, 16}, {12, 3, 2, 6}, {16, 8, 2, 8}, {8, 8, 1, 8}, {24, 8, 3, 8}, {42, 6, 2, 24}}) {
+        const RotaryPlan large = planned(heads, tables, 1 << 17);
+        EXPECT_EQ(large.heads_per_thread, heads_per_thread) << heads << " heads of " << tables << " tables";
+        EXPECT_EQ(large.head_groups, groups) << heads << " heads of " << tables << " tables";
+        const RotaryPlan small = planned(heads, tables, 1);
+        EXPECT_EQ(small.heads_per_thread, 1);
+        EXPECT_EQ(small.head_groups, heads) << "no thread more than with one table";
     }
 }
 
@@ -315,7 +396,7 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
                         for (const RotaryPlan& plan : every_plan(shape, false)) {
                             for (const Pairing pairing : both_pairings) {
                                 SCOPED_TRACE(describe(shape));
-                                Coverage kernel(shape, plan, pairing);
+                                Coverage kernel(shape, plan, pairing, (heads + 1) / 2);
                                 kernel.run();
                                 kernel.expect_each_component_once();
                                 if (HasFailure()) return;

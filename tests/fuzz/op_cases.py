@@ -66,6 +66,7 @@ class OpCase:
     scale: float = choice(1.0, 2.0, 8.0, 37.5)
     tables: str = choice("one", "one", "each", "index")
     table_count: int = choice(1, 2, 3, 5)
+    table_heads: int = choice(1, 1, 1, 2, 3, 4)
     conjugate: bool = choice(False, False, False, True)
     negated: bool = choice(False, False, False, False, True)
     gradient: str = choice("none", "none", "none", "contiguous", "expanded", "transposed")
@@ -92,6 +93,8 @@ class OpCase:
         op, layout = self.op, self.layout
         if op not in ROTATING or layout == "thd":
             changes["position_rows"] = 0
+        if op not in ROTATING:
+            changes["table_heads"] = 1
         if op not in ("rotary", "rotary_"):
             changes |= {"conjugate": False, "negated": False}
         if op not in DIFFERENTIABLE or self.mode != "eager":
@@ -132,7 +135,9 @@ class OpCase:
                 case = replace(case, **{name: min(largest, getattr(case, name))})
         if case.rotary_dim > case.head_dim:
             case = replace(case, rotary_dim=case.head_dim)
-        return case
+        tables = case.table_heads
+        q_heads, k_heads = (heads - heads % tables for heads in (case.q_heads, case.k_heads))
+        return replace(case, q_heads=max(tables, q_heads), k_heads=k_heads)
 
     @property
     def components(self) -> int:

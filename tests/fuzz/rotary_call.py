@@ -22,11 +22,11 @@ class RotaryCall(OpCall):
     def __init__(self, case: OpCase) -> None:
         super().__init__(case)
         q, *k = self.tensors.heads(case.q_heads, *([case.k_heads] if case.has_k else []))
-        self.tables = [case.make_table(i) for i in range(self.table_count)]
+        self.tables = [case.make_table(i) for i in range(self.table_count * case.table_heads)]
         index = self.tensors.table_index(0) if case.tables == "index" else None
         positions = self.tensors.positions()
         self.is_norm = case.op.startswith("qk_norm")
-        self.is_raw_op = bool(case.position_rows or case.conjugate or case.negated)
+        self.is_raw_op = bool(case.position_rows or case.conjugate or case.negated or case.table_heads > 1)
         self.arguments = {"q": q, "k": k[0] if k else None}
         if self.is_norm:
             counts = [case.q_heads, case.k_heads if case.has_k else None]
@@ -59,8 +59,11 @@ class RotaryCall(OpCall):
             rows[:, -1] = 0
             self.row_of_pair = rows[:, :-1].to(case.device)
             packed = torch.stack([packed, rows], dim=1)
-        elif case.tables == "one":
+        elif case.tables == "one" and case.table_heads == 1:
             packed = packed[0]
+        if case.table_heads > 1:
+            by_head = packed.view(self.table_count, case.table_heads, -1, packed.shape[-1])
+            packed = by_head.transpose(1, 2).contiguous()
         return (-packed if case.negated else packed).to(case.device)
 
     def output_gradient(self, x: Tensor) -> Tensor:
@@ -114,17 +117,29 @@ class RotaryCall(OpCall):
         out = getattr(mrrope, op)(**arguments)
         return [x for x in out if x is not None]
 
-    def steps(self, before: Arguments) -> PhaseSteps:
-        steps = PhaseSteps.of(self.tables, self.case.device)
+    def steps(self, before: Arguments, table_head: int) -> PhaseSteps:
+        steps = PhaseSteps.of(self.tables[table_head :: self.case.table_heads], self.case.device)
         if before["table_index"] is not None:
             steps = steps.select(before["table_index"])
         return steps.negated() if self.case.conjugate != self.case.negated else steps
 
     def rotations(self, before: Arguments) -> Tensor:
-        rows = getattr(self, "row_of_pair", None)
-        if rows is not None and before["table_index"] is not None:
-            rows = rows[before["table_index"].long()]
-        return float64_reference.rotations(before["positions"], self.steps(before), self.case.layout, rows)
+        """Return the complex factor of every pair, with a dimension for the head tables."""
+        of_tables = []
+        for table_head in range(self.case.table_heads):
+            rows = getattr(self, "row_of_pair", None)
+            if rows is not None:
+                rows = rows[table_head :: self.case.table_heads]
+            if rows is not None and before["table_index"] is not None:
+                rows = rows[before["table_index"].long()]
+            steps = self.steps(before, table_head)
+            of_tables.append(float64_reference.rotations(before["positions"], steps, self.case.layout, rows))
+        return torch.cat(of_tables, dim=HEAD_AXIS[self.case.layout])
+
+    def by_head(self, by: Tensor, x: Tensor) -> Tensor:
+        """Return the factors of every head of x: neighbouring heads share a table."""
+        axis = HEAD_AXIS[self.case.layout]
+        return by.repeat_interleave(x.shape[axis] // self.case.table_heads, dim=axis)
 
     def expected(self, before: Arguments) -> list[Expected]:
         case, by, heads = self.case, self.rotations(before), self.heads_of(before)
@@ -134,7 +149,7 @@ class RotaryCall(OpCall):
         whole = []
         for i, x in enumerate(leaves):
             normed = self.normed(x, weights[i]) if self.is_norm else x
-            whole.append(float64_reference.rotated(normed, by, case.pairing))
+            whole.append(float64_reference.rotated(normed, self.by_head(by, x), case.pairing))
             # The norm adds a sum of squares and an inverse square root.
             more = 16 * compute_eps(case) if self.is_norm else 0.0
             value = whole[i].detach()
@@ -158,7 +173,7 @@ class RotaryCall(OpCall):
             ]
         back = [
             float64_reference.pair_norms(
-                float64_reference.rotated(g, by.conj(), case.pairing), case.rotary_dim, case.pairing
+                float64_reference.rotated(g, self.by_head(by, g).conj(), case.pairing), case.rotary_dim, case.pairing
             )
             for g in given
         ]

@@ -384,3 +384,16 @@ def test_a_model_that_states_no_length_needs_one():
 def test_yarn_of_mistral_without_a_temperature():
     (expected,) = patched_tables(YARN | {"attention_factor": 1.0}, "mrrope_pro", scale=4.0)
     assert served(PRO, YARN | {"apply_yarn_scaling": False, "mscale_all_dim": 1}).ladder(DIM).tables == (expected,)
+
+
+@pytest.mark.parametrize("kind", ["set", "heads"])
+def test_tables_per_layer_and_head_are_refused(tmp_path, kind):
+    shipped = mrrope.FrequencyTable.load("smollm2-135m-4x")
+    heads = mrrope.HeadTables([shipped, shipped])
+    tables = mrrope.TableSet([heads, shipped]) if kind == "set" else heads
+    native = {"rope_type": "default", "rope_theta": shipped.base}
+    tables.save(tmp_path / "tables.json")
+    message = "rope_parameters: table must be one table for all layers and heads, since vLLM's layers share one rotary"
+    for table in (str(tmp_path / "tables.json"), tables.to_dict(), ["smollm2-135m-2x", str(tmp_path / "tables.json")]):
+        with pytest.raises(ValueError, match=message):
+            merged({"rope_type": "mrrope", "table": table}, native, shipped.original_max_position)

@@ -19,7 +19,7 @@ struct RescaleCacheArgs {
     int64_t table_count = 0;
     // Layer i's tables are number layer_of_keys[i] of the table_layers; empty: number 0 for every layer.
     int32_t table_layers = 1;
-    std::span<const int32_t> layer_of_keys;
+    std::span<const int32_t> layer_of_keys = {};
     int32_t table_heads = 1;  // divides `heads`; head h uses table h / (heads / table_heads)
     // Per sequence, the index of the table that its keys are rotated by, and of the one to re-rotate them to, in the
     // tables' memory space. Sequences with equal indices are not touched.

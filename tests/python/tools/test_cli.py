@@ -1,5 +1,6 @@
-"""Exit codes common to all commands."""
+"""Exit codes common to all commands, and ``mrrope table``."""
 
+import json
 import os
 import re
 import signal
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from command_line import MRROPE
+from layer_tables import random_set
 
 import mrrope
-from mrrope import cli
+from mrrope import calibrated_tables, cli
+from mrrope.table_lookup import load_tables
 
 TABLE = ["table", "mrrope_pro", "--base", "10000", "--original-max-position", "64", "--rotary-dim"]
 
@@ -50,3 +53,67 @@ def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(cli, "frequency_table", interrupt)
     assert cli.main([*TABLE, "8"]) == 128 + signal.SIGINT
     assert capsys.readouterr().err == "mrrope table: interrupted\n"
+
+
+SET = random_set(2, 3)
+KINDS = {"set": SET, "per layer": mrrope.TableSet([SET[0][0], SET[1][0]]), "heads": SET[0], "table": SET[0][0]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_table_reads_files_and_shipped_names(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = KINDS[kind]
+    monkeypatch.setattr(calibrated_tables, "FOLDER", tmp_path)
+    tables.save(tmp_path / "tiny.json")
+    for source in ("tiny", str(tmp_path / "tiny.json")):
+        assert cli.main(["table", source, "--save", str(tmp_path / "copy.json")]) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith(repr(tables))
+        assert load_tables(tmp_path / "copy.json") == tables
+        assert cli.main(["table", source, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == tables.to_dict()
+
+
+@pytest.mark.parametrize("kind", ["set", "per layer", "heads"])
+def test_table_prints_every_layer_and_head(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = KINDS[kind]
+    tables.save(tmp_path / "t.json")
+    assert cli.main(["table", str(tmp_path / "t.json")]) == 0
+    _, header, *rows = capsys.readouterr().out.splitlines()
+    pairs = [int(word) for word in header.split() if word.isdigit()]
+    assert pairs == list(range(8))
+    layers = list(tables) if isinstance(tables, mrrope.TableSet) else [tables]
+    expected = []
+    for number, layer in enumerate(layers):
+        place = str(number) if isinstance(tables, mrrope.TableSet) else "all"
+        heads = enumerate(layer) if isinstance(layer, mrrope.HeadTables) else [("all", layer)]
+        expected += [[place, str(head), table] for head, table in heads]
+    assert len(rows) == len(expected)
+    for row, (place, head, table) in zip(rows, expected, strict=True):
+        words = row.split()
+        assert words[:2] == [place, head]
+        assert float(words[2]) == pytest.approx(table.attention_factor, abs=1e-6)
+        assert [float(word) for word in words[3:]] == pytest.approx(table.cumulative_scale.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["yarn", "--base", "1e4"], "a method needs --rotary-dim, --original-max-position"),
+        (["yarnn"], "method must be one of rope, pi, "),
+        (["{file}", "--scale", "4"], "is a ready table, which leaves no room for scale"),
+        (["{file}", "--base", "1e4", "--bounds", "1", "2"], "is a ready table, which leaves no room for base, bounds"),
+        (["{folder}/none.json"], "none.json"),
+    ],
+)
+def test_bad_input_of_table(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    SET.save(tmp_path / "t.json")
+    given = [argument.format(file=tmp_path / "t.json", folder=tmp_path) for argument in arguments]
+    assert cli.main(["table", *given]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("mrrope table: ")
+    assert message in printed
+    assert printed.count("\n") == 1

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ import torch
 import mrrope
 from mrrope import cli
 from mrrope.export import hf_config
+from mrrope.table_lookup import tables_from_dict
 
 transformers = pytest.importorskip("transformers")
+from layer_tables import random_set  # noqa: E402
 from tiny_models import TINY_SIZES  # noqa: E402
 
 ORIGINAL, SCALE = 64, 4.0
@@ -342,6 +345,89 @@ def test_errors(make, arguments, error, message):
     arguments = {"method": "mrrope_pro", "scale": SCALE, "engine": "vllm"} | arguments
     with pytest.raises(error, match=message):
         mrrope.export_config(make(), **arguments)
+
+
+def tables_for(config, *, layers: int | None = None, key_heads: int | None = None) -> mrrope.TableSet:
+    """Return a random set for a tiny model; other numbers of layers or heads make it one for another model."""
+    return random_set(
+        layers or config.num_hidden_layers,
+        key_heads or config.num_key_value_heads,
+        rotary_dim=32,
+        base=50_000.0,
+        original_max_position=ORIGINAL,
+        scale=SCALE,
+    )
+
+
+@pytest.mark.parametrize("kind", ["set", "heads"])
+def test_tables_per_layer_and_head_are_exported_whole(kind, tmp_path):
+    config = tiny("llama")
+    tables = tables_for(config) if kind == "set" else tables_for(config)[0]
+    tables.save(tmp_path / "t.json")
+    exported = mrrope.export_config(config, tables, engine="transformers")
+    assert exported == mrrope.export_config(config, tmp_path / "t.json", engine="transformers")
+    assert exported == json.loads(json.dumps(exported, allow_nan=False))
+    parameters = exported["rope_parameters"]
+    assert parameters == {
+        "rope_type": "mrrope",
+        "rope_theta": 50_000.0,
+        "original_max_position_embeddings": ORIGINAL,
+        "table": tables.to_dict(),
+    }
+    assert tables_from_dict(parameters["table"]) == tables
+    assert exported["max_position_embeddings"] == SCALE * ORIGINAL
+    others = {"rope_parameters", "max_position_embeddings"}
+    before = json.loads(config.to_json_string())
+    assert {key: exported[key] for key in exported.keys() - others} == {
+        key: before[key] for key in before.keys() - others
+    }
+
+
+@pytest.mark.parametrize("engine", [engine for engine in hf_config.ENGINES if engine != "transformers"])
+@pytest.mark.parametrize("kind", ["set", "heads"])
+def test_engines_with_one_table_refuse_more(engine, kind):
+    config = tiny("llama")
+    tables = tables_for(config) if kind == "set" else tables_for(config)[0]
+    expected = (
+        f"{engine} has one table for all layers and heads and cannot express {tables!r}; it takes a FrequencyTable"
+    )
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        mrrope.export_config(config, tables, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"layers": 5}, "method must hold tables for the model's {config.num_hidden_layers} layers, got TableSet"),
+        (
+            {"key_heads": 7},
+            "method must hold tables for the model's {config.num_key_value_heads} key heads, got TableSet",
+        ),
+    ],
+)
+def test_tables_of_another_model_are_refused(wrong, message):
+    config = tiny("llama")
+    with pytest.raises(ValueError, match=message.format(config=config)):
+        mrrope.export_config(config, tables_for(config, **wrong), engine="transformers")
+
+
+def test_tables_without_cumulative_scales_are_refused():
+    config = tiny("llama")
+    tables = mrrope.TableSet([layer.relative_to(layer[0]) for layer in tables_for(config)])
+    with pytest.raises(ValueError, match="method must be a table with cumulative scales, and TableSet"):
+        mrrope.export_config(config, tables, engine="transformers", original_max_position=ORIGINAL)
+
+
+def test_the_command_takes_a_set(folder, tmp_path_factory, capsys):
+    path = tmp_path_factory.mktemp("set") / "t.json"
+    tables = tables_for(tiny("llama"))
+    tables.save(path)
+    assert command(folder, "--table", path, "--engine", "transformers") == 0
+    assert json.loads(capsys.readouterr().out) == mrrope.export_config(folder, tables, engine="transformers")
+    assert command(folder, "--table", path, "--engine", "vllm") == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("mrrope export: vllm has one table for all layers and heads")
+    assert printed.count("\n") == 1
 
 
 def command(*arguments: object) -> int:

@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import smollm2
 import torch
+from layer_tables import random_set
 from markers import slow
 
 import mrrope
@@ -179,6 +181,19 @@ def test_a_table_of_another_model(tmp_path):
     table = mrrope.frequency_table("rope", rotary_dim=64, base=1e4, original_max_position=64)
     with pytest.raises(ValueError, match="rotary_dim 16"):
         mrrope.export_gguf(source, tmp_path / "d.gguf", table)
+
+
+@pytest.mark.parametrize("kind", ["set", "heads"])
+def test_tables_per_layer_and_head_are_refused(tmp_path, kind):
+    source = write_model(tmp_path / "s.gguf")
+    base = mrrope.export_gguf(source, tmp_path / "d.gguf", "rope").base
+    (tmp_path / "d.gguf").unlink()
+    tables = random_set(2, 2, rotary_dim=HEAD_DIM, base=base, original_max_position=ORIGINAL)
+    tables = tables if kind == "set" else tables[0]
+    expected = f"llama.cpp has one table for all layers and heads and cannot express {tables!r}"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        mrrope.export_gguf(source, tmp_path / "d.gguf", tables)
+    assert [path.name for path in tmp_path.iterdir()] == ["s.gguf"]
 
 
 @pytest.mark.parametrize("content", [b"", b"GG", b"GGUF", b"nothing of the kind", b"GGUF\x03\0\0\0" + b"\xff" * 64])

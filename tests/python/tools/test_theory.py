@@ -6,12 +6,13 @@ import math
 import pytest
 import torch
 from byte_llama import save_byte_llama
+from layer_tables import random_set
 from mpmath import cos, fmod, mp, mpf, pi
 from tiny_models import tiny_model, tokens
 
 import mrrope
 from mrrope.cli import main
-from mrrope.theory import attention_scores, curves, figure_data
+from mrrope.theory import attention_scores, curves, figure_data, table_set_figure
 from mrrope.theory.command import wavering_past_native
 from mrrope.theory.figure_data import Setting
 
@@ -256,11 +257,54 @@ def test_plot_writes_numbers_and_a_picture_for_each(tmp_path, capsys) -> None:
     assert [path.name for path in tmp_path.glob("r.*.png")] == ["r.radix.png"]
 
 
+SET = random_set(4, 3, rotary_dim=8)
+KINDS = {"set": SET, "per layer": mrrope.TableSet([SET[0][0], SET[1][0]]), "heads": SET[0], "table": SET[0][0]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_heads_of_a_model_chose_is_drawn(tmp_path, capsys, kind) -> None:
+    pytest.importorskip("matplotlib")
+    tables = KINDS[kind]
+    tables.save(tmp_path / "s.json")
+    out = plotted(capsys, "--table", str(tmp_path / "s.json"), "--output", str(tmp_path / "t"))
+    assert repr(tables) in out
+    data = json.loads((tmp_path / "t.json").read_text())
+    assert set(data) == {"format", "heads"}, "no setting: the figure is not about methods"
+    found = data["heads"]
+    layers = list(tables) if isinstance(tables, mrrope.TableSet) else [tables]
+    rows = [list(layer) if isinstance(layer, mrrope.HeadTables) else [layer] for layer in layers]
+    assert found["attention_factor"] == [[table.attention_factor for table in row] for row in rows]
+    assert [len(head) for head in found["log2_cumulative_scale"]] == [len(rows)] * len(rows[0])
+    for head, by_layer in enumerate(found["log2_cumulative_scale"]):
+        for layer, values in enumerate(by_layer):
+            table = rows[layer][head]
+            exact = [math.log2(1e4 ** (-i / 4) / theta) for i, theta in enumerate(table.inv_freq.tolist())]
+            assert values == pytest.approx(exact, abs=64 * FLOAT64)
+    assert [path.name for path in tmp_path.glob("t.*.png")] == ["t.heads.png"]
+    assert (tmp_path / "t.heads.png").stat().st_size > 10_000
+
+
+def test_heads_beside_other_figures(tmp_path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    SET.save(tmp_path / "s.json")
+    plotted(capsys, "radix", "heads", "--table", str(tmp_path / "s.json"), "--output", str(tmp_path / "t"))
+    assert {path.name for path in tmp_path.glob("t.*.png")} == {"t.radix.png", "t.heads.png"}
+
+
+def test_a_layer_with_one_table_is_drawn_for_every_head() -> None:
+    found = table_set_figure.numbers(mrrope.TableSet([SET[0], SET[1][0]]))
+    assert [head[1] for head in found["log2_cumulative_scale"]] == [SET[1][0].cumulative_scale.log2().tolist()] * 3
+    with pytest.raises(ValueError, match="table must have cumulative scales, and HeadTables"):
+        table_set_figure.numbers(SET[0].inverse())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["scales"], "figures must be of scale, radix, digits, similarity, attention, got 'scales'"),
+        (["scales"], "figures must be of scale, radix, digits, similarity, attention, heads, got 'scales'"),
         (["attention"], "attention needs --model"),
+        (["heads"], "heads needs --table"),
+        (["--table", "no-such-table"], "path must be that of a table's JSON"),
         (["--scale", "1"], "scale must be above 1"),
         (["--rotary-dim", "7"], "rotary_dim"),
         (["--original-max-position", "1"], "original_max_position must be long enough for a pair to turn once"),
