@@ -353,7 +353,10 @@ class Ticks:
 def planted() -> SimpleNamespace:
     """Texts that a model wrote under planted tables, which therefore have the lowest loss."""
     torch.manual_seed(5)
-    model, tables = tiny_llama(torch.float32), random_set(7, spread=2.0)
+    model, wanted = tiny_llama(torch.float32), learnable(table("pi"), "head")
+    with torch.no_grad():
+        wanted.moves.uniform_(-1, 1)
+    tables = wanted.tables()
     rows = torch.randint(2, 258, (72, 1))
     with mrrope.patched(model, tables), torch.no_grad():
         cache = None
@@ -368,7 +371,7 @@ def planted() -> SimpleNamespace:
 LENGTHS = [NATIVE, 2 * NATIVE, 4 * NATIVE]
 
 
-def descent_of(planted: SimpleNamespace, folder: Path, seconds: float = 120, per: str = "head", **options) -> Descent:
+def descent_of(planted: SimpleNamespace, folder: Path, seconds: float = 60, per: str = "head", **options) -> Descent:
     """Return a descent whose steps and evaluations take one second each, or three with several looks at the clock."""
     model = planted.model
     journal = Journal(folder / "journal", {})
@@ -407,8 +410,9 @@ def test_planted_tables_are_approached(planted: SimpleNamespace, tmp_path: Path)
         lowest = found.validation_loss(planted.tables)
         found.journal.close()
     gap = {per: (start - loss) / (start - lowest) for per, loss in losses.items()}
-    assert losses["head"] < losses["layer"] < losses["model"] < start
-    assert gap["head"] > 0.4
+    # One table cannot be all of them.
+    assert gap["model"] < gap["layer"] < gap["head"]
+    assert 0.3 < gap["model"] < 0.8 < gap["head"]
 
 
 def interrupted(planted: SimpleNamespace, folder: Path, at: int) -> None:
@@ -451,7 +455,7 @@ def test_a_stopped_run_resumes(planted: SimpleNamespace, tmp_path: Path, steps: 
     assert again.run() == tables
     assert again.step == expected.step
     again.journal.close()
-    longer = descent_of(planted, parts, 200)
+    longer = descent_of(planted, parts, 80)
     longer.run()
     assert longer.step > expected.step
     longer.journal.close()
