@@ -21,6 +21,7 @@ writes NAME.json, NAME.*.png, and NAME.NAME_OF_ROW.tables.png: what the layers a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -50,6 +51,7 @@ from mrrope.evaluation.compared_methods import Method
 from mrrope.evaluation.documents import Document, long_documents
 from mrrope.evaluation.evaluate import PERPLEXITY, Evaluation
 from mrrope.evaluation.results import Results
+from mrrope.hf.patch import patched
 from mrrope.reporting import plotting
 from mrrope.reporting.machine import measured_with
 from mrrope.reporting.output import with_ending
@@ -59,6 +61,20 @@ PASSKEY = "passkey"
 FIXED, SHIPPED, LAYER_SEARCH, LADDER = "fixed", "shipped", "layer_search", "ladder"
 SEARCHED = (EVOLVED, LAYER_SEARCH)
 SEARCH_DOCUMENTS = 6
+
+
+@dataclass(frozen=True)
+class LadderMethod(Method):
+    """Tables of increasing scale, of which every text gets the smallest that covers it."""
+
+    options: tuple[tuple[str, Any], ...] = (("scale", "auto"),)
+    ladder: tuple[ModelTables, ...] = ()
+
+    @contextlib.contextmanager
+    def applied(self, model: Any) -> Iterator[None]:
+        """Patch the model with the ladder within a ``with`` block."""
+        with patched(model, self.ladder, **dict(self.options)):
+            yield
 
 
 @dataclass
@@ -90,12 +106,11 @@ class TableSetStudy:
     def methods(self, row: str) -> Iterator[Method]:
         """The methods of a row; the searches run here, unless their tables are known."""
         if row == FIXED:
-            yield from (Method(name, table=tables) for name, tables in self.fixed.items())  # type: ignore[arg-type]
+            yield from (Method(name, table=tables) for name, tables in self.fixed.items())
         elif row == LADDER:
-            ladder = [load_tables(one) for one in self.options.ladder]
-            yield Method(LADDER, (("scale", "auto"),), ladder)  # type: ignore[arg-type]
+            yield LadderMethod(LADDER, ladder=tuple(map(load_tables, self.options.ladder)))
         else:
-            yield Method(row, table=self.tables(row))  # type: ignore[arg-type]
+            yield Method(row, table=self.tables(row))
 
     def tables(self, row: str) -> ModelTables:
         """The tables of a row with one set."""
