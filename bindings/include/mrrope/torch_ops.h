@@ -44,8 +44,8 @@ void rotary_(at::TensorList heads, const at::Tensor& positions, const at::Tensor
              std::string_view layout = "bhsd", std::string_view pairing = "halves", bool conjugate = false,
              const std::optional<at::Tensor>& table_index = std::nullopt);
 
-// Rotates q, or q and k, by a table in floating point. Differentiable: once with the gradient of the table, which is
-// float32 or float64 and [tables or 1]; head i of n uses the table i / (n / tables).
+// Rotates q, or q and k, by a table in floating point, float32 or float64. Differentiable; the gradient of the table is
+// not differentiable again. Head i of n uses table i / (n / tables); a part with one row is shared by all tables.
 //   frequencies       [tables or 1, rotary_dim / 2], in radians per position
 //   attention_factor  [tables or 1]
 std::vector<at::Tensor> learnable_rotary(at::TensorList heads, const at::Tensor& positions,
