@@ -129,7 +129,7 @@ __device__ void copy_tail(const Element* in, Element* out, int lane, int lanes, 
 }
 
 template <class Element, int Vector, Pairing pairing, bool gradient>
-__global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_sm(gradient))
+__global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_sm(gradient, compiled_for_pdl))
     learnable_rotary_kernel(const __grid_constant__ LearnableRotaryLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LaneLayout<pairing, Vector>;

@@ -39,7 +39,7 @@ LearnableRotaryPlan plan(const LearnableRotaryShape& shape, const Device& device
     plan.tables = shape.tables;
     const int heads = (shape.q_heads + shape.k_heads) / shape.tables;
     plan.head_groups = std::max(1, static_cast<int>(ceil_div(heads, learnable_heads_per_thread)));
-    const int64_t one_wave = int64_t{device.sms} * learnable_blocks_per_sm(gradient);
+    const int64_t one_wave = int64_t{device.sms} * learnable_blocks_per_sm(gradient, device.pdl);
     const int64_t items = shape.batch * shape.tokens * plan.head_groups;
     const int64_t useful = std::max<int64_t>(1, ceil_div(items, plan.slots));
     plan.blocks_per_table = static_cast<int>(std::clamp<int64_t>(one_wave / shape.tables, 1, useful));

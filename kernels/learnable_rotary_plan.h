@@ -28,14 +28,14 @@ inline constexpr int learnable_block_threads = 128;
 // Heads of one table and token that share cos/sin.
 inline constexpr int learnable_heads_per_thread = 2;
 // Blocks per SM: the persistent grid, and the registers that __launch_bounds__ leaves. A thread of the backward pass
-// holds twice the vectors and the sums.
-constexpr int learnable_blocks_per_sm(bool gradient) {
-    return gradient ? 4 : 5;
+// holds twice the vectors and the sums; compiled for GPUs before sm_90, it would spill with four blocks.
+constexpr int learnable_blocks_per_sm(bool gradient, bool pdl) {
+    return gradient ? (pdl ? 4 : 3) : 5;
 }
 
-// A persistent grid. A block belongs to one table, and a thread to the same pairs of it throughout: it converts their
-// frequencies to phase steps once, and sums their gradients in registers. `lanes` threads rotate one head, each with
-// `vector` components from each half of the rotated part. A block has room for `slots` times lanes_per_pass lanes;
+// A persistent grid. A block belongs to one table, and a thread to the same pairs of it throughout: its block converts
+// their frequencies to phase steps once, and sums their gradients in registers. `lanes` threads rotate one head, each
+// with `vector` components from each half of the rotated part. A block has room for `slots` times lanes_per_pass lanes;
 // heads of more lanes take several passes.
 struct LearnableRotaryPlan {
     int vector = 1;

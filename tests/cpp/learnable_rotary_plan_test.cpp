@@ -58,7 +58,7 @@ TEST(LearnablePlan, SatisfiesItsInvariantsForEveryShape) {
             EXPECT_GE(planned.slots, 1);
             EXPECT_GE(planned.blocks_per_table, 1);
             // One wave, or a block for each table.
-            const int wave = h200.sms * learnable_blocks_per_sm(gradient);
+            const int wave = h200.sms * learnable_blocks_per_sm(gradient, h200.pdl);
             EXPECT_LE(planned.blocks(), std::max(wave, shape.tables));
             // Every block has an item: each writes partial sums.
             EXPECT_LT(int64_t{planned.blocks_per_table - 1} * planned.slots,
@@ -71,7 +71,7 @@ TEST(LearnablePlan, FillsTheSmsOfTheDevice) {
     const LearnableRotaryShape shape{1, 8192, 32, 8, 8, 128, 128, 2, true};
     for (const Device& device : {h200, a100}) {
         for (const bool gradient : {false, true}) {
-            const int wave = device.sms * learnable_blocks_per_sm(gradient);
+            const int wave = device.sms * learnable_blocks_per_sm(gradient, device.pdl);
             EXPECT_EQ(plan(shape, device, gradient).blocks_per_table, wave / 8);
         }
     }
