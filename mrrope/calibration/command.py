@@ -27,7 +27,7 @@ from mrrope.evaluation import model_loading
 from mrrope.evaluation import report as evaluation_report
 from mrrope.evaluation.documents import Document, long_documents, text_files
 from mrrope.evaluation.evaluate import is_out_of_memory
-from mrrope.evaluation.results import Results
+from mrrope.evaluation.results import Results, UnsavedResults
 from mrrope.hf import rope_config
 from mrrope.reporting.machine import measured_with
 from mrrope.reporting.optional_packages import progress_bar, require
@@ -230,7 +230,7 @@ def calibrate(
     }
     path = files.named("journal")
     with closing(Journal(path, about) if processes.is_first else UnsavedJournal(path)) as journal:
-        results = Results(files.named("json"), about)
+        results = (Results if processes.is_first else UnsavedResults)(files.named("json"), about)
         readings = Readings(model, lengths, journal, chunk=options.chunk, retrieval=options.retrieval)
         seconds = 60 * options.budget
         try:

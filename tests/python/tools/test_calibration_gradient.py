@@ -676,3 +676,29 @@ def test_a_run_per_head_does_not_take_up_one_per_layer(folder: Path, tmp_path: P
     assert main(arguments(folder, tmp_path / "out", **{"--per": "layer"})) == 0
     assert main(arguments(folder, tmp_path / "out", **{"--per": "head"})) == 2
     assert "is of a run with another per" in capsys.readouterr().err
+
+
+ON_TWO_RANKS = '''
+import os, sys
+from pathlib import Path
+import torch
+from mrrope.cli import main
+
+folder = Path(sys.argv[1])
+code = main((folder / "arguments").read_text().split("\\n"))
+torch.save({"code": code}, folder / f"rank{os.environ['RANK']}")
+'''
+
+
+def test_the_command_with_torchrun(folder: Path, tmp_path: Path) -> None:
+    given = arguments(folder, tmp_path / "out", **{"--per": "head", "--other-text": str(folder / "text.txt")})
+    (tmp_path / "arguments").write_text("\n".join(given))
+    result = run_on_two_ranks(ON_TWO_RANKS, tmp_path)
+    assert [result(f"rank{rank}")["code"] for rank in range(2)] == [0, 0]
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert data["complete"]
+    assert data["processes"] == 2
+    assert isinstance(load_tables(tmp_path / "out.table.json"), mrrope.TableSet)
+    # Each step reads a document per process, each decision all documents.
+    lines = [json.loads(line) for line in (tmp_path / "out.journal").read_text().splitlines()[1:]]
+    assert all(len(line["documents"]) == 1 for line in lines if line["key"].startswith("step"))
