@@ -64,7 +64,7 @@ def methods_named(names: Sequence[str], **options: Any) -> list[Method]:
                 load_tables(name)
             elif name != UNPATCHED:
                 frequency_table(name, **TYPICAL_SETTINGS)
-        except (ValueError, OSError) as error:
+        except (TypeError, ValueError, OSError) as error:
             raise ValueError(f"methods must give a table, and {name} does not: {error}") from None
         fixed = name == UNPATCHED or is_saved_table(name)
         methods.append(Method(name, () if fixed else tuple(options.items())))
