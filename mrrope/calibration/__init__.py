@@ -1,4 +1,5 @@
-"""``mrrope calibrate``: search for the frequency table with the lowest loss of a model on a text.
+"""``mrrope calibrate``: search for the frequency tables with the lowest loss of a model on a text.
 
-The search needs forward passes only. Needs the extra ``eval``; ``import mrrope`` imports nothing of this package.
+One table is found by forward passes only; by gradient, also one per layer or key head. Needs the extra ``eval``;
+``import mrrope`` imports nothing of this package.
 """

@@ -15,6 +15,7 @@ from typing import Any
 from mrrope import calibrated_tables
 from mrrope.calibration import report
 from mrrope.calibration.calibrate import Calibration, CalibrationStoppedError
+from mrrope.calibration.descent import LEARNING_RATE
 from mrrope.calibration.document_sets import DocumentSets, document_sets, lengths_up_to
 from mrrope.calibration.gradient import GradientCalibration
 from mrrope.calibration.journal import Journal, UnsavedJournal
@@ -27,7 +28,7 @@ from mrrope.evaluation import model_loading
 from mrrope.evaluation import report as evaluation_report
 from mrrope.evaluation.documents import Document, long_documents, text_files
 from mrrope.evaluation.evaluate import is_out_of_memory
-from mrrope.evaluation.results import Results
+from mrrope.evaluation.results import Results, UnsavedResults
 from mrrope.hf import rope_config
 from mrrope.reporting.machine import measured_with
 from mrrope.reporting.optional_packages import progress_bar, require
@@ -69,6 +70,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--start",
         metavar="TABLES",
         help="by gradient: a method, a .json or a shipped name to start from (default: the best fixed method)",
+    )
+    add(
+        "--learning-rate",
+        type=float,
+        default=LEARNING_RATE,
+        metavar="R",
+        help="by gradient: peak step of the log scale of slow pairs (default: %(default)s)",
     )
     add("--lengths", metavar="N,N,...", help="in tokens (default: the native length, doubled up to the scale)")
     add("--original-max-position", type=float, metavar="N", help="extend plain RoPE, trained on N tokens")
@@ -159,6 +167,8 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--budget must be a positive number of minutes, got {options.budget:g}")
     if not 0.0 <= options.retrieval < math.inf:
         raise ValueError(f"--retrieval must be a number, 0 or more, got {options.retrieval:g}")
+    if not 0.0 < options.learning_rate < math.inf:
+        raise ValueError(f"--learning-rate must be a positive number, got {options.learning_rate:g}")
     if options.original_max_position is not None and not 1.0 <= options.original_max_position < math.inf:
         raise ValueError(f"--original-max-position must be 1 or more, got {options.original_max_position:g}")
     if options.documents < 2:
@@ -230,7 +240,7 @@ def calibrate(
     }
     path = files.named("journal")
     with closing(Journal(path, about) if processes.is_first else UnsavedJournal(path)) as journal:
-        results = Results(files.named("json"), about)
+        results = (Results if processes.is_first else UnsavedResults)(files.named("json"), about)
         readings = Readings(model, lengths, journal, chunk=options.chunk, retrieval=options.retrieval)
         seconds = 60 * options.budget
         try:
@@ -247,6 +257,7 @@ def calibrate(
                     files.named("state.pt"),
                     given_start(options, trained),
                     processes,
+                    options.learning_rate,
                 )
                 search_by_gradient(calibration, files, results)
                 if not processes.is_first:
@@ -274,7 +285,13 @@ def gradient_settings(options: argparse.Namespace, processes: Processes) -> dict
     """The settings that a resumed search by gradient must have in common; none for a search without."""
     if not by_gradient(options):
         return {}
-    return {"by": "gradient", "per": options.per or "model", "start": options.start, "processes": processes.size}
+    return {
+        "by": "gradient",
+        "per": options.per or "model",
+        "start": options.start,
+        "learning_rate": options.learning_rate,
+        "processes": processes.size,
+    }
 
 
 def given_start(options: argparse.Namespace, trained: NativeRope) -> ModelTables | None:

@@ -29,10 +29,10 @@ PATIENCE = 2
 SECONDS_BETWEEN_SAVES = 30.0
 
 
-def learning_rate(step: int, progress: float) -> float:
+def learning_rate(peak: float, step: int, progress: float) -> float:
     """Linear warm-up, then cosine decay to 0 over the budget."""
     warm = min(1.0, (step + 1) / WARM_UP_STEPS)
-    return LEARNING_RATE * warm * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+    return peak * warm * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
 
 
 class Descent:
@@ -50,6 +50,7 @@ class Descent:
         *,
         processes: Processes = ALONE,
         texts_a_step: int | None = None,
+        peak_rate: float = LEARNING_RATE,
         improved: Callable[[FrequencyTable | TableSet, float], object] = lambda *_: None,
         progress: Callable[[float, float], object] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
@@ -66,6 +67,7 @@ class Descent:
             seconds: budget, evaluations included. A step that began within it ends after it.
             processes: those that share the texts of a step.
             texts_a_step: over all processes; by default one each.
+            peak_rate: learning rate of the log scale of slow pairs, after the warm-up.
             improved: called with the best tables so far and their loss, on the first process.
             progress: called after every step with the seconds spent and the loss.
             clock: seconds.
@@ -75,6 +77,7 @@ class Descent:
         self.validation_loss, self.journal, self.state_path = validation_loss, journal, state_path
         self.seconds, self.processes = seconds, processes
         self.texts_a_step = texts_a_step or processes.size
+        self.peak_rate = peak_rate
         self.improved, self.progress, self.clock = improved, progress, clock
         self.device = learnable.moves.device
         self.optimizer = torch.optim.Adam([learnable.moves], betas=BETAS)
@@ -155,7 +158,7 @@ class Descent:
         both *= self.processes.size / self.texts_a_step
         moves.grad.copy_(both[:-1].view_as(moves))
         if is_finite := bool(both.isfinite().all()):
-            self.optimizer.param_groups[0]["lr"] = learning_rate(self.step, self.spent / self.end)
+            self.optimizer.param_groups[0]["lr"] = learning_rate(self.peak_rate, self.step, self.spent / self.end)
             self.optimizer.step()
         loss = float(both[-1]) if is_finite else None
         length = self.texts.length(self.step)

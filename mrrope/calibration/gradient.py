@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mrrope.calibration.calibrate import FIXED_METHODS
-from mrrope.calibration.descent import Descent
+from mrrope.calibration.descent import LEARNING_RATE, Descent
 from mrrope.calibration.document_sets import DocumentSets
 from mrrope.calibration.learnable_tables import LearnableTables, Sharing
 from mrrope.calibration.objective import Readings, Rung
@@ -62,6 +62,7 @@ class GradientCalibration:
     start: ModelTables | None = None
     """By default the fixed method with the lowest loss on a validation document."""
     processes: Processes = ALONE
+    peak_rate: float = LEARNING_RATE
 
     def __post_init__(self) -> None:
         self.fixed = {method: resolve_table(self.trained, method, self.scale, {}) for method in FIXED_METHODS}
@@ -87,6 +88,7 @@ class GradientCalibration:
             self.state_path,
             self.processes.agreed(self.seconds - self.readings.spent),
             processes=self.processes,
+            peak_rate=self.peak_rate,
         )
 
     def best_fixed(self) -> tuple[str, FrequencyTable]:

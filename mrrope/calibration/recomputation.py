@@ -33,9 +33,10 @@ def recomputed(layers: list[nn.Module]) -> Iterator[None]:
 
     Works in eval mode, without dropout, unlike ``gradient_checkpointing_enable``.
     """
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(overridden_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False)))
+            stack.enter_context(overridden_forward(layer, partial(checkpoint, layer.forward, **options)))
         yield
 
 

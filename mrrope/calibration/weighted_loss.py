@@ -37,7 +37,8 @@ def weighted_loss(model: Any, tokens: torch.Tensor, weights: torch.Tensor) -> to
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return nn.functional.cross_entropy(wide, following, reduction="none") @ weight.to(wide.dtype)
 
-    return torch.stack([checkpoint(part, *some, use_reentrant=False) for some in rows]).sum()
+    parts = [checkpoint(part, *some, use_reentrant=False, preserve_rng_state=False) for some in rows]
+    return torch.stack(parts).sum()
 
 
 def head_logits(model: Any, output: Any) -> torch.Tensor:

@@ -66,6 +66,13 @@ class Results:
         self._saved = time.monotonic()
 
 
+class UnsavedResults(Results):
+    """Results of a process that leaves the file to another one."""
+
+    def save(self) -> None:
+        """Nothing is written."""
+
+
 class _Part(Results):
     """A part of a large file, which is saved at most every ``SECONDS_BETWEEN_SAVES``."""
 

@@ -488,12 +488,12 @@ def test_a_budget_too_small_for_evaluations_is_said_to_be(planted: SimpleNamespa
 
 
 def test_the_learning_rate_warms_up_and_decays() -> None:
-    rates = [learning_rate(step, step / 100) for step in range(101)]
+    rates = [learning_rate(0.03, step, step / 100) for step in range(101)]
     assert rates[0] == pytest.approx(0.003, rel=1e-3)
     assert max(rates) == rates[9] < 0.03
     assert rates[50] == pytest.approx(0.015)
     assert rates[100] == 0.0
-    assert learning_rate(100, 1.5) == 0.0
+    assert learning_rate(0.03, 100, 1.5) == 0.0
 
 
 def test_a_loss_that_is_no_number_moves_nothing(planted: SimpleNamespace, tmp_path: Path, monkeypatch) -> None:
@@ -659,6 +659,7 @@ def test_the_search_goes_on_from_a_set(folder: Path, tmp_path: Path) -> None:
         ({"--by": "gradient", "--start": "yarn.json", "--scale": "2"}, "--start must be tables of scale 2, got 4"),
         ({"--by": "gradient", "--budget": "1e-9"}, "--budget must be above 1e-09 minutes"),
         ({"--by": "gradient", "--other-text": "missing.txt"}, "text must be a file or a folder, and there is no"),
+        ({"--learning-rate": "0"}, "--learning-rate must be a positive number, got 0"),
         ({"--by": "gradient", "--documents": "1"}, "--documents must be at least 2"),
     ],
 )
@@ -676,3 +677,29 @@ def test_a_run_per_head_does_not_take_up_one_per_layer(folder: Path, tmp_path: P
     assert main(arguments(folder, tmp_path / "out", **{"--per": "layer"})) == 0
     assert main(arguments(folder, tmp_path / "out", **{"--per": "head"})) == 2
     assert "is of a run with another per" in capsys.readouterr().err
+
+
+ON_TWO_RANKS = """
+import os, sys
+from pathlib import Path
+import torch
+from mrrope.cli import main
+
+folder = Path(sys.argv[1])
+code = main((folder / "arguments").read_text().split("\\n"))
+torch.save({"code": code}, folder / f"rank{os.environ['RANK']}")
+"""
+
+
+def test_the_command_with_torchrun(folder: Path, tmp_path: Path) -> None:
+    given = arguments(folder, tmp_path / "out", **{"--per": "head", "--other-text": str(folder / "text.txt")})
+    (tmp_path / "arguments").write_text("\n".join(given))
+    result = run_on_two_ranks(ON_TWO_RANKS, tmp_path)
+    assert [result(f"rank{rank}")["code"] for rank in range(2)] == [0, 0]
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert data["complete"]
+    assert data["processes"] == 2
+    assert isinstance(load_tables(tmp_path / "out.table.json"), mrrope.TableSet)
+    # Each step reads a document per process, each decision all documents.
+    lines = [json.loads(line) for line in (tmp_path / "out.journal").read_text().splitlines()[1:]]
+    assert all(len(line["documents"]) == 1 for line in lines if line["key"].startswith("step"))
