@@ -117,8 +117,14 @@ def config_table(config: Any, layer_type: str | None = None) -> FrequencyTable:
 
 
 def embedded_table(parameters: dict[str, Any]) -> ModelTables:
-    """Return the tables in ``rope_parameters`` of type ``mrrope``."""
-    table = parameters["table"]
+    """Return the tables in ``rope_parameters`` of type ``mrrope``.
+
+    Raises:
+        ValueError: there are none, or a list of them, of which only vLLM's plugin chooses.
+    """
+    table = parameters.get("table")
+    if not isinstance(table, (dict, str)):
+        raise ValueError(f"`rope_parameters`'s table field must be a dict of tables, a path or a name, got {table!r}")
     return tables_from_dict(table) if isinstance(table, dict) else load_tables(table)
 
 

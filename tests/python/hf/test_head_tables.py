@@ -567,6 +567,10 @@ def test_a_configuration_that_names_a_file(tmp_path: Path) -> None:
 def test_a_configuration_without_a_table() -> None:
     with pytest.raises(Exception, match="table field must be a dict of tables, a path or a name, got None"):
         transformers.LlamaConfig(**TINY_SIZES, rope_parameters={"rope_type": "mrrope", "rope_theta": 1e4})
+    parameters = {"rope_type": "mrrope", "rope_theta": 1e4, "factor": "auto", "table": ["2x.json", "4x.json"]}
+    config = transformers.LlamaConfig(**TINY_SIZES, rope_parameters=parameters)  # as vLLM's plugin reads it
+    with pytest.raises(ValueError, match=r"table field must be a dict of tables, a path or a name, got \['2x.json'"):
+        transformers.LlamaForCausalLM(config)
 
 
 # --- tables being learned
