@@ -233,20 +233,16 @@ private:
         const RotaryPlan chosen = plan(shape, device_);
         std::vector<std::pair<RotaryPlan, size_t>> timed;
         for (const auto& [vector, heads] : {std::array{1, 1}, {4, 1}, {8, 1}, {8, 2}, {8, 3}}) {
-            RotaryPlan plan = plan_with(shape, device_, vector, heads);
-            for (const bool speculates : {true, false}) {
-                plan.speculates_table = speculates;
-                timed.emplace_back(plan, add_rotary(timing, geometry, by_head(geometry), plan));
-            }
+            const RotaryPlan plan = plan_with(shape, device_, vector, heads);
+            timed.emplace_back(plan, add_rotary(timing, geometry, by_head(geometry), plan));
         }
         timing.run();
         begin(geometry, timing.microseconds(copy));
         std::printf(" | one table %8.3f", timing.microseconds(one_table));
         for (const auto& [plan, graph] : timed) {
-            const bool is_chosen = chosen.vector == plan.vector && chosen.heads_per_thread == plan.heads_per_thread &&
-                                   chosen.speculates_table == plan.speculates_table;
-            if (plan.speculates_table) std::printf(" | %d, %d:", plan.vector * element_size, plan.heads_per_thread);
-            std::printf(" %s%.3f", is_chosen ? "*" : "", timing.microseconds(graph));
+            const bool is_chosen = chosen.vector == plan.vector && chosen.heads_per_thread == plan.heads_per_thread;
+            std::printf(" | %d, %d: %s%.3f", plan.vector * element_size, plan.heads_per_thread, is_chosen ? "*" : "",
+                        timing.microseconds(graph));
         }
         std::printf("\n");
         std::fflush(stdout);

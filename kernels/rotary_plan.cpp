@@ -27,6 +27,7 @@ bool starts_aligned(const HeadsView& view, int element_size) {
 // One head and 16 bytes were never faster. Four heads, no longer instantiated, were 4 % faster at 1024 x 40 and slower
 // above.
 constexpr int64_t threads_for_vectors = 1 << 11;
+constexpr int64_t threads_for_three_heads = 1 << 20;
 
 int choose_vector(const RotaryShape& shape, int64_t threads, int full) {
     if (full == 1 || shape.with_rows || threads >= threads_for_full_vectors) return full;
@@ -37,9 +38,12 @@ int choose_heads_per_thread(const RotaryShape& shape, int64_t threads, int full)
     if (shape.with_rows) return heads_per_thread_with_rows;
     const int heads = shape.heads / shape.table_heads;
     if (heads == 1 || threads < threads_for_full_vectors) return 1;
-    // With five heads, or five per head table, two per thread would leave every third thread with one.
-    const bool divides_badly = heads % 2 == 1 && heads <= 5;
-    return full > 1 && divides_badly ? 3 : 2;
+    // With five heads two per thread would leave every third thread with one. Of the nine heads of a head table every
+    // fifth would be; three per thread take them whole. Below 2^20 threads fewer heads per thread pay all the same.
+    const bool has_head_tables = shape.table_heads > 1;
+    const bool divides_badly = heads % 2 == 1 && (heads <= 5 || (has_head_tables && heads % 3 == 0));
+    const bool is_small = has_head_tables && threads < threads_for_three_heads;
+    return full > 1 && divides_badly && !is_small ? 3 : 2;
 }
 
 // Speculating on the table index hides the latency of loading it, but costs every thread a second load. Extra time with

@@ -35,7 +35,7 @@ inline std::vector<RotaryPlan> every_plan(const RotaryShape& shape, bool has_cho
 }
 
 inline std::vector<RotaryPlan> every_plan(const RotaryArgs& args) {
-    return every_plan(shape_of(args), args.choice.count > 1 || args.choice.heads > 1);
+    return every_plan(shape_of(args), args.choice.count > 1);
 }
 
 inline std::string describe(const RotaryPlan& plan) {

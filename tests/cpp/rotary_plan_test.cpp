@@ -176,8 +176,8 @@ TEST(Plan, FastHeadDimsUseLongerVectorsForMoreTokens) {
 
 // --- schedule of the kernel
 
-constexpr TableLookup all_lookups[] = {TableLookup::single, TableLookup::speculative, TableLookup::indexed,
-                                       TableLookup::position_rows};
+constexpr TableLookup all_lookups[] = {TableLookup::single, TableLookup::by_head, TableLookup::speculative,
+                                       TableLookup::indexed, TableLookup::position_rows};
 
 TEST(Schedule, IsPlainWithoutPdl) {
     for (const TableLookup lookup : all_lookups) {
@@ -211,7 +211,8 @@ TEST(Schedule, LoadsHeadsWhileAnIndexIsInFlight) {
 
 TEST(Schedule, PrefetchesPositionsInLargeLaunches) {
     for (const TableLookup lookup : all_lookups) {
-        const bool is_plain = lookup == TableLookup::single || lookup == TableLookup::indexed;
+        const bool is_plain =
+            lookup == TableLookup::single || lookup == TableLookup::by_head || lookup == TableLookup::indexed;
         EXPECT_FALSE(rotary_schedule(lookup, 1, true).prefetches_positions);
         EXPECT_EQ(rotary_schedule(lookup, 2, true).prefetches_positions, is_plain);
         EXPECT_TRUE(rotary_schedule(lookup, 3, true).prefetches_positions);
@@ -368,8 +369,13 @@ TEST(Plan, LeavesFewHeadsOfATableAlone) {
                      .table_heads = table_heads},
                     h200);
     };
-    for (const auto& [heads, tables, heads_per_thread, groups] :
-         {std::tuple{40, 8, 3, 16}, {12, 3, 2, 6}, {16, 8, 2, 8}, {8, 8, 1, 8}, {24, 8, 3, 8}, {42, 6, 2, 24}}) {
+    for (const auto& [heads, tables, heads_per_thread, groups] : {std::tuple{40, 8, 3, 16},
+                                                                  {12, 3, 2, 6},
+                                                                  {16, 8, 2, 8},
+                                                                  {8, 8, 1, 8},
+                                                                  {24, 8, 3, 8},
+                                                                  {42, 6, 2, 24},
+                                                                  {72, 8, 3, 24}}) {
         const RotaryPlan large = planned(heads, tables, 1 << 17);
         EXPECT_EQ(large.heads_per_thread, heads_per_thread) << heads << " heads of " << tables << " tables";
         EXPECT_EQ(large.head_groups, groups) << heads << " heads of " << tables << " tables";
@@ -377,6 +383,9 @@ TEST(Plan, LeavesFewHeadsOfATableAlone) {
         EXPECT_EQ(small.heads_per_thread, 1);
         EXPECT_EQ(small.head_groups, heads) << "no thread more than with one table";
     }
+    const RotaryPlan middle = planned(40, 8, 1024);
+    EXPECT_EQ(middle.heads_per_thread, 2);
+    EXPECT_EQ(middle.head_groups, 24);
 }
 
 TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
