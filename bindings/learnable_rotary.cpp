@@ -66,11 +66,12 @@ void check_kinds(const LearnableRotaryCall& call) {
                       factor.tensor.dim(), " dimensions");
 }
 
-// The number of tables, and both parts of them with a row for each, contiguous.
+// The number of tables, both parts of them with a row for each, contiguous, and memory for the packed tables.
 struct LearnableTable {
     int64_t tables;
     Tensor frequencies;
     Tensor attention_factors;
+    Tensor packed;
 
     explicit LearnableTable(const LearnableRotaryCall& call) {
         const int64_t rows = call.frequencies.size(0);
@@ -85,6 +86,7 @@ struct LearnableTable {
                           call.attention_factor.sizes());
         frequencies = call.frequencies.expand({tables, pairs}).contiguous();
         attention_factors = call.attention_factor.expand({tables}).contiguous();
+        packed = at::empty({tables, pairs + 1}, call.frequencies.options().dtype(at::kLong));
     }
 };
 
@@ -98,6 +100,7 @@ LearnableRotaryArgs learnable_rotary_args(const LearnableRotaryCall& call, const
     args.frequencies = table.frequencies.const_data_ptr();
     args.attention_factors = table.attention_factors.const_data_ptr();
     args.table_dtype = dtype_of({"frequencies", table.frequencies});
+    args.packed_tables = static_cast<uint64_t*>(table.packed.data_ptr());
     RotaryArgs& rotary = args.rotary;
     if (call.heads.size() == 2) check_k_matches_q(call.heads[0], call.heads[1], layout);
     for (size_t i = 0; i < call.heads.size(); ++i) {

@@ -1,4 +1,5 @@
 #include "learnable_rotary_kernel.cuh"
+#include "mrrope/learnable_rotary_phase.h"
 
 namespace mrrope {
 namespace {
@@ -7,11 +8,44 @@ bool is_empty(const LearnableRotaryShape& shape) {
     return shape.batch == 0 || shape.tokens == 0 || shape.q_heads + shape.k_heads == 0;
 }
 
-void launch(const LearnableRotaryGradientArgs& args, const LearnableRotaryShape& shape, const LearnableRotaryPlan& plan,
-            bool gradient, cudaStream_t stream) {
-    const LearnableRotaryLaunch launch{args, LearnableRotaryMap<cutlass::FastDivmod>::of(plan, shape)};
-    with_element(args.call.rotary.dtype,
-                 [&](auto element) { launch_learnable_rotary<decltype(element)>(launch, gradient, stream); });
+__device__ double load_real(const void* values, DType dtype, int64_t i) {
+    return dtype == DType::float64 ? static_cast<const double*>(values)[i]
+                                   : static_cast<double>(static_cast<const float*>(values)[i]);
+}
+
+__device__ void store_real(void* values, DType dtype, int64_t i, double value) {
+    if (dtype == DType::float64) {
+        static_cast<double*>(values)[i] = value;
+    } else {
+        static_cast<float*>(values)[i] = static_cast<float>(value);
+    }
+}
+
+constexpr int pack_block_threads = 128;
+
+// Packs one table per block.
+__global__ void __launch_bounds__(pack_block_threads)
+    pack_tables_kernel(const __grid_constant__ LearnableRotaryArgs args) {
+    const int half = args.rotary.rotary_dim / 2;
+    const int64_t table = blockIdx.x;
+    uint64_t* words = args.packed_tables + table * (half + 1);
+    pdl_wait();
+    pdl_trigger();
+    double factor = 0;
+    if (threadIdx.x == 0) factor = load_real(args.attention_factors, args.table_dtype, table);
+    bool has_frequencies = true;
+    for (int i = threadIdx.x; i < half; i += pack_block_threads) {
+        const double frequency = load_real(args.frequencies, args.table_dtype, table * half + i);
+        const bool valid = is_frequency(frequency);
+        words[i] = valid ? phase_step_of(frequency) : 0;
+        has_frequencies = has_frequencies && valid;
+    }
+    has_frequencies = __syncthreads_and(has_frequencies);
+    if (threadIdx.x == 0) words[half] = attention_factor_word(factor, has_frequencies);
+}
+
+void pack_tables(const LearnableRotaryArgs& args, cudaStream_t stream) {
+    launch_with_pdl(pdl_kernel<pack_tables_kernel>, dim3(args.tables), pack_block_threads, stream, args);
 }
 
 // Passed to the kernel by value.
@@ -21,32 +55,32 @@ struct TableSumLaunch {
 };
 
 constexpr int sum_words_per_block = 32;
-constexpr int sum_row_groups = 16;
+constexpr int sum_block_threads = sum_words_per_block * 32;
 
-// Adds the rows of partial sums, always in the same order. A block takes 32 words of one table; thread (i, j) adds the
-// rows j, j + 16, ... of word i.
-__global__ void __launch_bounds__(sum_words_per_block* sum_row_groups)
-    table_sum_kernel(const __grid_constant__ TableSumLaunch launch) {
+// Adds the rows of partial sums, always in the same order. A block takes 32 words of one table. Thread j of warp i adds
+// the rows i, i + 32, ... of word j; then warp i adds the 32 sums of word i.
+__global__ void __launch_bounds__(sum_block_threads) table_sum_kernel(const __grid_constant__ TableSumLaunch launch) {
     const LearnableRotaryGradientArgs& args = launch.args;
     const int half = args.call.rotary.rotary_dim / 2;
     const int words = half + 1;
     const int table = blockIdx.x;
-    const int column = threadIdx.x % sum_words_per_block;
-    const int group = threadIdx.x / sum_words_per_block;
-    const int word = blockIdx.y * sum_words_per_block + column;
+    const int first_word = blockIdx.y * sum_words_per_block;
+    const int thread = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
     pdl_wait();
     pdl_trigger();
-    double sum = 0;
-    if (word < words) {
-        for (int row = group; row < launch.rows; row += sum_row_groups) {
-            sum += args.table_sums[(int64_t{row} * args.call.tables + table) * words + word];
+    double of_rows = 0;
+    if (first_word + thread < words) {
+        for (int row = warp; row < launch.rows; row += 32) {
+            of_rows += args.table_sums[(int64_t{row} * args.call.tables + table) * words + first_word + thread];
         }
     }
-    __shared__ double of_groups[sum_row_groups][sum_words_per_block];
-    of_groups[group][column] = sum;
+    __shared__ double transposed[32][33];  // 33: without bank conflicts
+    transposed[warp][thread] = of_rows;
     __syncthreads();
-    if (group > 0 || word >= words) return;
-    for (int other = 1; other < sum_row_groups; ++other) sum += of_groups[other][column];
+    const double sum = sum_over_warp(transposed[thread][warp]);
+    const int word = first_word + warp;
+    if (thread > 0 || word >= words) return;
     const DType dtype = args.call.table_dtype;
     if (word < half) {
         store_real(args.frequencies, dtype, int64_t{table} * half + word, sum);
@@ -58,30 +92,29 @@ __global__ void __launch_bounds__(sum_words_per_block* sum_row_groups)
 }  // namespace
 
 void learnable_rotary_cuda(const LearnableRotaryArgs& args, CUstream_st* stream) {
-    const LearnableRotaryShape shape = shape_of(args);
-    if (is_empty(shape)) return;
-    LearnableRotaryGradientArgs forward;
-    forward.call = args;
-    launch(forward, shape, plan(shape, current_device(), false), false, stream);
+    pack_tables(args, stream);
+    rotary_cuda(by_packed_tables(args), stream);
 }
 
 int64_t table_sum_rows_cuda(const LearnableRotaryGradientArgs& args) {
     const LearnableRotaryShape shape = shape_of(args);
-    return is_empty(shape) ? 0 : plan(shape, current_device(), true).blocks_per_table;
+    return is_empty(shape) ? 0 : plan(shape, current_device()).blocks_per_table;
 }
 
 void learnable_rotary_gradient_cuda(const LearnableRotaryGradientArgs& args, CUstream_st* stream) {
     const LearnableRotaryShape shape = shape_of(args);
     int rows = 0;
     if (!is_empty(shape)) {
-        const LearnableRotaryPlan planned = plan(shape, current_device(), true);
+        const LearnableRotaryPlan planned = plan(shape, current_device());
         rows = planned.blocks_per_table;
-        launch(args, shape, planned, true, stream);
+        pack_tables(args.call, stream);  // immediately before the kernel, which relies on it
+        const LearnableRotaryLaunch launch{args, LearnableRotaryMap<cutlass::FastDivmod>::of(planned, shape)};
+        with_element(args.call.rotary.dtype,
+                     [&](auto element) { launch_learnable_gradient<decltype(element)>(launch, stream); });
     }
     const int words = shape.rotary_dim / 2 + 1;
     const dim3 grid(args.call.tables, ceil_div(words, sum_words_per_block));
-    launch_with_pdl(pdl_kernel<table_sum_kernel>, grid, sum_words_per_block * sum_row_groups, stream,
-                    TableSumLaunch{args, rows});
+    launch_with_pdl(pdl_kernel<table_sum_kernel>, grid, sum_block_threads, stream, TableSumLaunch{args, rows});
 }
 
 }  // namespace mrrope

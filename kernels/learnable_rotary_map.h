@@ -5,8 +5,9 @@
 #include "lane_layout.h"
 #include "learnable_rotary_plan.h"
 
-// Thread-to-element map of the learnable_rotary kernels, for host and device. An item is a group of heads of one token
-// that use one table. Blocks of different tables alternate, so that blocks that run together read the same tokens.
+// Thread-to-element map of the backward pass of learnable_rotary, for host and device. An item is a group of heads of
+// one token that use one table. Blocks of different tables alternate, so that blocks that run together read the same
+// tokens.
 
 namespace mrrope {
 
@@ -77,6 +78,11 @@ struct LearnableRotaryMap {
         const int left = q_heads + k_heads - found.first_head;
         found.heads = left < learnable_heads_per_thread ? left : learnable_heads_per_thread;
         return found;
+    }
+
+    // Without heads from `items` on.
+    MRROPE_HOST_DEVICE LearnableItem item_or_none(uint32_t number) const {
+        return number < items ? item(number) : LearnableItem{};
     }
 
     MRROPE_HOST_DEVICE LearnableHead head(int table, int head_of_table) const {

@@ -7,29 +7,24 @@
 
 namespace mrrope {
 
-LearnableRotaryShape shape_of(const LearnableRotaryArgs& args) {
-    const RotaryShape shape = shape_of(args.rotary);
-    return {.batch = shape.batch,
-            .tokens = shape.tokens,
-            .q_heads = args.rotary.q.heads,
-            .k_heads = args.rotary.k.heads,
-            .tables = args.tables,
-            .head_dim = shape.head_dim,
-            .rotary_dim = shape.rotary_dim,
-            .element_size = shape.element_size,
-            .aligned = shape.aligned};
-}
-
 LearnableRotaryShape shape_of(const LearnableRotaryGradientArgs& args) {
-    LearnableRotaryShape shape = shape_of(args.call);
+    const RotaryArgs& rotary = args.call.rotary;
+    const RotaryShape shape = shape_of(rotary);
     const auto aligned = [&](int heads, const RotatedGradient& gradient) {
         return heads == 0 || starts_aligned(gradient.data, gradient.strides, shape.element_size);
     };
-    shape.aligned = shape.aligned && aligned(shape.q_heads, args.q) && aligned(shape.k_heads, args.k);
-    return shape;
+    return {.batch = shape.batch,
+            .tokens = shape.tokens,
+            .q_heads = rotary.q.heads,
+            .k_heads = rotary.k.heads,
+            .tables = args.call.tables,
+            .head_dim = shape.head_dim,
+            .rotary_dim = shape.rotary_dim,
+            .element_size = shape.element_size,
+            .aligned = shape.aligned && aligned(rotary.q.heads, args.q) && aligned(rotary.k.heads, args.k)};
 }
 
-LearnableRotaryPlan plan(const LearnableRotaryShape& shape, const Device& device, bool gradient) {
+LearnableRotaryPlan plan(const LearnableRotaryShape& shape, const Device& device) {
     const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
     LearnableRotaryPlan plan;
     plan.vector = split.vector;
@@ -39,10 +34,12 @@ LearnableRotaryPlan plan(const LearnableRotaryShape& shape, const Device& device
     plan.tables = shape.tables;
     const int heads = (shape.q_heads + shape.k_heads) / shape.tables;
     plan.head_groups = std::max(1, static_cast<int>(ceil_div(heads, learnable_heads_per_thread)));
-    const int64_t one_wave = int64_t{device.sms} * learnable_blocks_per_sm(gradient, device.pdl);
+    const int one_wave = device.sms * learnable_blocks_per_sm(device.pdl);
+    const int64_t most_blocks = std::max(1, one_wave / shape.tables);
+    // As few rounds as one wave allows, and as few blocks as those rounds need: the last round is nearly full.
     const int64_t items = shape.batch * shape.tokens * plan.head_groups;
-    const int64_t useful = std::max<int64_t>(1, ceil_div(items, plan.slots));
-    plan.blocks_per_table = static_cast<int>(std::clamp<int64_t>(one_wave / shape.tables, 1, useful));
+    const int64_t block_rounds = std::max<int64_t>(1, ceil_div(items, plan.slots));
+    plan.blocks_per_table = static_cast<int>(ceil_div(block_rounds, ceil_div(block_rounds, most_blocks)));
     return plan;
 }
 

@@ -5,7 +5,7 @@
 #include "device_properties.h"
 #include "mrrope/learnable_rotary.h"
 
-// Launch plan of the learnable_rotary kernels, forward and backward.
+// Launch plan of the backward pass of learnable_rotary.
 
 namespace mrrope {
 
@@ -21,22 +21,21 @@ struct LearnableRotaryShape {
     bool aligned = false;  // every head starts at a multiple of 16 bytes
 };
 
-LearnableRotaryShape shape_of(const LearnableRotaryArgs& args);
 LearnableRotaryShape shape_of(const LearnableRotaryGradientArgs& args);
 
 inline constexpr int learnable_block_threads = 128;
 // Heads of one table and token that share cos/sin.
 inline constexpr int learnable_heads_per_thread = 2;
-// Blocks per SM: the persistent grid, and the registers that __launch_bounds__ leaves. A thread of the backward pass
-// holds twice the vectors and the sums; compiled for GPUs before sm_90, it would spill with four blocks.
-constexpr int learnable_blocks_per_sm(bool gradient, bool pdl) {
-    return gradient ? (pdl ? 4 : 3) : 5;
+// Blocks per SM: the persistent grid, and the registers that __launch_bounds__ leaves. Compiled for GPUs before sm_90,
+// the kernel would spill with four.
+constexpr int learnable_blocks_per_sm(bool pdl) {
+    return pdl ? 4 : 3;
 }
 
-// A persistent grid. A block belongs to one table, and a thread to the same pairs of it throughout: its block converts
-// their frequencies to phase steps once, and sums their gradients in registers. `lanes` threads rotate one head, each
-// with `vector` components from each half of the rotated part. A block has room for `slots` times lanes_per_pass lanes;
-// heads of more lanes take several passes.
+// A persistent grid. A block belongs to one table, and a thread to the same pairs of it throughout: it loads their
+// phase steps once, and sums their gradients in registers. `lanes` threads rotate one head, each with `vector`
+// components from each half of the rotated part. A block has room for `slots` times lanes_per_pass lanes; heads of more
+// lanes take several passes.
 struct LearnableRotaryPlan {
     int vector = 1;
     int lanes = 1;
@@ -49,6 +48,6 @@ struct LearnableRotaryPlan {
     int blocks() const { return tables * blocks_per_table; }
 };
 
-LearnableRotaryPlan plan(const LearnableRotaryShape& shape, const Device& device, bool gradient);
+LearnableRotaryPlan plan(const LearnableRotaryShape& shape, const Device& device);
 
 }  // namespace mrrope

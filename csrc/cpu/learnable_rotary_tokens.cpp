@@ -21,11 +21,11 @@ struct PairTile {
     alignas(64) Real cos[pairs_per_tile];
     alignas(64) Real sin[pairs_per_tile];
 
-    void fill(const uint64_t* phase_steps, int64_t position, Real gain, Real direction) {
+    void fill(const uint64_t* phase_steps, int64_t position, Real direction) {
         for (int i = 0; i < pairs; ++i) phases[i] = phase_of(position, phase_steps[first + i]);
 #pragma omp simd
         for (int i = 0; i < pairs; ++i) {
-            const CosSin<Real> by = scaled_cos_sin(phases[i], gain, direction);
+            const CosSin<Real> by = scaled_cos_sin(phases[i], Real(1), direction);
             cos[i] = by.cos;
             sin[i] = by.sin;
         }
@@ -45,12 +45,6 @@ void for_each_tile(const LearnableRotaryArgs& args, F&& f) {
     }
 }
 
-// Calls f(batch, token) for the tokens [begin, end).
-template <class F>
-void for_each_token(const RotaryArgs& args, int64_t begin, int64_t end, F&& f) {
-    for (int64_t at = begin; at < end; ++at) f(at / args.tokens, at % args.tokens);
-}
-
 int64_t offset_of(const HeadStrides& strides, int64_t batch, int64_t token, int64_t head) {
     return batch * strides.batch + token * strides.token + head * strides.head;
 }
@@ -65,22 +59,6 @@ void for_each_head_of(const HeadsView& view, int tables, int table, F&& f) {
 template <class Storage>
 void copy_tail(const RotaryArgs& args, const Storage* in, Storage* out) {
     std::memcpy(out + args.rotary_dim, in + args.rotary_dim, (args.head_dim - args.rotary_dim) * sizeof(Storage));
-}
-
-template <class Storage, class Real>
-void rotate_view(const LearnableRotaryArgs& args, const HeadsView& view, int64_t batch, int64_t token, int table,
-                 const PairTile<Real>& tile) {
-    for_each_head_of(view, args.tables, table, [&](int head) {
-        const auto* in = static_cast<const Storage*>(view.in) + offset_of(view.in_strides, batch, token, head);
-        auto* out = static_cast<Storage*>(view.out) + offset_of(view.out_strides, batch, token, head);
-        if (args.rotary.pairing == Pairing::halves) {
-            const int half = args.rotary.rotary_dim / 2;
-            rotate_halves(in + tile.first, out + tile.first, half, tile.pairs, tile.cos, tile.sin);
-        } else {
-            rotate_interleaved(in + 2 * tile.first, out + 2 * tile.first, tile.pairs, tile.cos, tile.sin);
-        }
-        if (tile.first == 0) copy_tail(args.rotary, in, out);
-    });
 }
 
 // Sums over the heads of one token that use one table. With v the gradient rotated back: of v x x, whose product with
@@ -133,41 +111,25 @@ void add_view(const LearnableRotaryArgs& args, const HeadsView& view, const Rota
 
 }  // namespace
 
-void MRROPE_INSTRUCTION_SET::learnable_tokens(const LearnableRotaryArgs& args, const PhaseTable& phase_table,
-                                              int64_t begin, int64_t end) {
-    const RotaryArgs& rotary = args.rotary;
-    with_storage(rotary.dtype, [&](auto storage) {
-        using Storage = decltype(storage);
-        using Real = decltype(load(storage));
-        for_each_token(rotary, begin, end, [&](int64_t batch, int64_t token) {
-            const int64_t position = position_at(rotary.positions, 0, batch, token);
-            for_each_tile<Real>(args, [&](int table, PairTile<Real>& tile) {
-                tile.fill(phase_table.phase_steps + int64_t{table} * (rotary.rotary_dim / 2), position,
-                          static_cast<Real>(phase_table.gains[table]), static_cast<Real>(rotary.conjugate ? -1 : 1));
-                rotate_view<Storage>(args, rotary.q, batch, token, table, tile);
-                rotate_view<Storage>(args, rotary.k, batch, token, table, tile);
-            });
-        });
-    });
-}
-
-void MRROPE_INSTRUCTION_SET::learnable_gradient_tokens(const LearnableRotaryGradientArgs& args,
-                                                       const PhaseTable& phase_table, double* all_sums, int64_t begin,
-                                                       int64_t end) {
+void MRROPE_INSTRUCTION_SET::learnable_gradient_tokens(const LearnableRotaryGradientArgs& args, double* all_sums,
+                                                       int64_t begin, int64_t end) {
     const LearnableRotaryArgs& call = args.call;
     const RotaryArgs& rotary = call.rotary;
     const int half = rotary.rotary_dim / 2;
     with_storage(rotary.dtype, [&](auto storage) {
         using Storage = decltype(storage);
         using Real = decltype(load(storage));
-        for_each_token(rotary, begin, end, [&](int64_t batch, int64_t token) {
+        for (int64_t at = begin; at < end; ++at) {
+            const int64_t batch = at / rotary.tokens;
+            const int64_t token = at % rotary.tokens;
             const int64_t position = position_at(rotary.positions, 0, batch, token);
             const double signed_position = static_cast<double>(position) * (rotary.conjugate ? -1 : 1);
             for_each_tile<Real>(call, [&](int table, PairTile<Real>& tile) {
-                tile.fill(phase_table.phase_steps + int64_t{table} * half, position, Real(1),
-                          static_cast<Real>(rotary.conjugate ? 1 : -1));
+                const int64_t first_word = int64_t{table} * (half + 1);
+                const uint64_t* words = call.packed_tables + first_word;
+                tile.fill(words, position, static_cast<Real>(rotary.conjugate ? 1 : -1));
                 PairSums<Real> of_token{};
-                const auto gain = static_cast<Real>(phase_table.gains[table]);
+                const auto gain = static_cast<Real>(attention_factor_of(words[half]));
                 const auto add_views = [&]<Pairing pairing>() {
                     add_view<pairing, Storage>(call, rotary.q, args.q, batch, token, table, gain, tile, of_token);
                     add_view<pairing, Storage>(call, rotary.k, args.k, batch, token, table, gain, tile, of_token);
@@ -177,7 +139,7 @@ void MRROPE_INSTRUCTION_SET::learnable_gradient_tokens(const LearnableRotaryGrad
                 } else {
                     add_views.template operator()<Pairing::interleaved>();
                 }
-                double* sums = all_sums + int64_t{table} * (half + 1);
+                double* sums = all_sums + first_word;
                 double dot = 0.0;
 #pragma omp simd reduction(+ : dot)
                 for (int i = 0; i < tile.pairs; ++i) {
@@ -186,7 +148,7 @@ void MRROPE_INSTRUCTION_SET::learnable_gradient_tokens(const LearnableRotaryGrad
                 }
                 sums[half] += dot;
             });
-        });
+        }
     });
 }
 

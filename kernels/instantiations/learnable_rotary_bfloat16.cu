@@ -1,3 +1,3 @@
 #include "learnable_rotary_kernel.cuh"
 
-template void mrrope::launch_learnable_rotary<cutlass::bfloat16_t>(const LearnableRotaryLaunch&, bool, cudaStream_t);
+template void mrrope::launch_learnable_gradient<cutlass::bfloat16_t>(const LearnableRotaryLaunch&, cudaStream_t);

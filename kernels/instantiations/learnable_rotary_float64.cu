@@ -1,3 +1,3 @@
 #include "learnable_rotary_kernel.cuh"
 
-template void mrrope::launch_learnable_rotary<double>(const LearnableRotaryLaunch&, bool, cudaStream_t);
+template void mrrope::launch_learnable_gradient<double>(const LearnableRotaryLaunch&, cudaStream_t);

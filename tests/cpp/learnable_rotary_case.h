@@ -62,6 +62,7 @@ public:
           factors(options.table_dtype, options.tables),
           frequency_gradients(options.table_dtype, int64_t{options.tables} * half()),
           factor_gradients(options.table_dtype, options.tables),
+          packed_tables(row_words(), 7),
           q_gradient(make_gradient(options.rotary.q_heads)),
           k_gradient(make_gradient(options.rotary.k_heads)) {
         std::uniform_real_distribution<double> exponent(-12.0, 1.0);
@@ -69,7 +70,7 @@ public:
             frequencies.set(i, std::exp(exponent(random_)) * (random_() % 4 == 0 ? -1 : 1));
         }
         for (int table = 0; table < options.tables; ++table) {
-            factors.set(table, 0.5 + static_cast<double>(random_() % 1000) / 1000 - (random_() % 5 == 0 ? 2 : 0));
+            factors.set(table, 0.5 + static_cast<double>(random_() % 1000) / 1000);
         }
     }
 
@@ -86,6 +87,7 @@ public:
         args.attention_factors = factors.bytes.data();
         args.table_dtype = options_.table_dtype;
         args.tables = options_.tables;
+        args.packed_tables = packed_tables.data();
         return args;
     }
 
@@ -226,6 +228,7 @@ private:
 
 public:
     TableWords frequencies, factors, frequency_gradients, factor_gradients;
+    std::vector<uint64_t> packed_tables;
     HeadBuffer q_gradient, k_gradient;
 };
 

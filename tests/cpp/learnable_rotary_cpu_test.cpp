@@ -65,6 +65,17 @@ TEST(PhaseStep, OfFrequenciesThatAreRevolutions) {
     EXPECT_TRUE(is_frequency(-0x1.fffffffffffffp49));
 }
 
+TEST(PhaseStep, FactorsThatCannotBePackedAreNan) {
+    for (const double factor : {0.0, 5e-324, 1.0, 1.7, HUGE_VAL}) {
+        EXPECT_EQ(attention_factor_of(attention_factor_word(factor, true)), factor);
+        EXPECT_TRUE(std::isnan(attention_factor_of(attention_factor_word(factor, false))));
+    }
+    EXPECT_EQ(attention_factor_of(attention_factor_word(-0.0, true)), 0.0);
+    for (const double factor : {-5e-324, -1.0, -HUGE_VAL, std::nan(""), -std::nan("")}) {
+        EXPECT_TRUE(std::isnan(attention_factor_of(attention_factor_word(factor, true)))) << factor;
+    }
+}
+
 // --- the op
 
 TEST(LearnableRotaryCpu, RandomCalls) {
@@ -133,6 +144,16 @@ TEST(LearnableRotaryCpu, WhatIsNoFrequencyGivesNan) {
         learnable_rotary_cpu(call.args());
         EXPECT_TRUE(std::isnan(element_at(DType::float32, call.rotary().q().out.head(0, 0, 0) + 3 * 4)));
     }
+}
+
+TEST(LearnableRotaryCpu, ANegativeFactorGivesNan) {
+    LearnableCase call(LearnableCaseOptions{});
+    call.factors.set(0, -0.5);
+    learnable_rotary_cpu(call.args());
+    EXPECT_TRUE(std::isnan(element_at(DType::float32, call.rotary().q().out.head(0, 0, 0))));
+    differentiate(call);
+    EXPECT_TRUE(std::isnan(element_at(DType::float32, call.rotary().q().out.head(0, 0, 0))));
+    EXPECT_TRUE(std::isnan(call.frequency_gradients.at(0)));
 }
 
 TEST(LearnableRotaryCpu, NothingToRotateHasNoGradient) {

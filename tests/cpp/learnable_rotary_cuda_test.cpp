@@ -24,6 +24,7 @@ public:
           factors_(call.factors.bytes),
           frequency_gradients_(call.frequency_gradients.bytes),
           factor_gradients_(call.factor_gradients.bytes),
+          packed_tables_(call.packed_tables),
           q_gradient_(call.q_gradient.bytes),
           k_gradient_(call.k_gradient.bytes),
           sums_(call.partial_sums(table_sum_rows_cuda(gradient_args_without_sums()))) {}
@@ -33,6 +34,7 @@ public:
         args.rotary = heads_.args();
         args.frequencies = frequencies_.data();
         args.attention_factors = factors_.data();
+        args.packed_tables = reinterpret_cast<uint64_t*>(packed_tables_.data());
         return args;
     }
 
@@ -62,7 +64,8 @@ public:
 private:
     LearnableCase& call_;
     DeviceCase heads_;
-    DeviceMemory frequencies_, factors_, frequency_gradients_, factor_gradients_, q_gradient_, k_gradient_, sums_;
+    DeviceMemory frequencies_, factors_, frequency_gradients_, factor_gradients_, packed_tables_;
+    DeviceMemory q_gradient_, k_gradient_, sums_;
 };
 
 void rotate_and_expect(const LearnableCaseOptions& options) {
@@ -151,23 +154,47 @@ TEST_F(LearnableRotaryCuda, AFactorOfZeroHasAGradient) {
     call.expect_gradients();
 }
 
-TEST_F(LearnableRotaryCuda, LaunchesOneKernelForwardAndTwoBackward) {
+TEST_F(LearnableRotaryCuda, LaunchesTwoKernelsForwardAndThreeBackward) {
     const Stream stream;
     LearnableCaseOptions o;
     o.rotary.head_dim = o.rotary.rotary_dim = 64;
     LearnableCase call(o);
     LearnableDeviceCase device(call);
     const Recording forward(stream, [&](cudaStream_t on) { learnable_rotary_cuda(device.args(), on); });
-    EXPECT_EQ(forward.launches(), 1u);
+    EXPECT_EQ(forward.launches(), 2u);
     forward.play(stream);
     device.fetch();
     call.expect_rotated();
     const Recording backward(stream,
                              [&](cudaStream_t on) { learnable_rotary_gradient_cuda(device.gradient_args(), on); });
-    EXPECT_EQ(backward.launches(), 2u);
+    EXPECT_EQ(backward.launches(), 3u);
     backward.play(stream);
     device.fetch();
     call.expect_gradients();
+}
+
+// The kernel loads its first heads before the preceding kernel has completed: those of the kernel before must be there.
+TEST_F(LearnableRotaryCuda, ReadsGradientsThatWereJustWritten) {
+    LearnableCaseOptions o;
+    o.rotary.tokens = 4001;
+    o.rotary.q_heads = 8;
+    o.rotary.k_heads = 0;
+    o.rotary.head_dim = o.rotary.rotary_dim = 64;
+    const auto gradients = [&](bool waits) {
+        LearnableCase call(o);
+        LearnableDeviceCase device(call);
+        const LearnableRotaryGradientArgs args = device.gradient_args();
+        LearnableRotaryArgs writer = args.call;
+        writer.rotary.q.out = const_cast<void*>(args.q.data);
+        writer.rotary.q.out_strides = args.q.strides;
+        learnable_rotary_cuda(writer, nullptr);
+        if (waits) device.fetch();
+        learnable_rotary_gradient_cuda(args, nullptr);
+        device.fetch();
+        return call.frequency_gradients.bytes;
+    };
+    const auto expected = gradients(true);
+    for (int i = 0; i < 20; ++i) ASSERT_EQ(gradients(false), expected);
 }
 
 TEST_F(LearnableRotaryCuda, NothingToRotateHasNoGradient) {

@@ -50,37 +50,41 @@ void for_each_shape(const std::vector<std::pair<int64_t, int64_t>>& sizes, F&& f
 
 TEST(LearnablePlan, SatisfiesItsInvariantsForEveryShape) {
     for_each_shape({{1, 1}, {3, 17}, {1, 8192}, {2, 1 << 18}}, [](const LearnableRotaryShape& shape) {
-        for (const bool gradient : {false, true}) {
-            const LearnableRotaryPlan planned = plan(shape, h200, gradient);
-            EXPECT_EQ(planned.vector * planned.lanes * 2, shape.rotary_dim);
-            EXPECT_TRUE(planned.vector == 1 || planned.vector * shape.element_size == 16);
-            EXPECT_LE(planned.slots * planned.lanes_per_pass, learnable_block_threads);
-            EXPECT_GE(planned.slots, 1);
-            EXPECT_GE(planned.blocks_per_table, 1);
-            // One wave, or a block for each table.
-            const int wave = h200.sms * learnable_blocks_per_sm(gradient, h200.pdl);
-            EXPECT_LE(planned.blocks(), std::max(wave, shape.tables));
-            // Every block has an item: each writes partial sums.
-            EXPECT_LT(int64_t{planned.blocks_per_table - 1} * planned.slots,
-                      shape.batch * shape.tokens * planned.head_groups);
-        }
+        const LearnableRotaryPlan planned = plan(shape, h200);
+        EXPECT_EQ(planned.vector * planned.lanes * 2, shape.rotary_dim);
+        EXPECT_TRUE(planned.vector == 1 || planned.vector * shape.element_size == 16);
+        EXPECT_LE(planned.slots * planned.lanes_per_pass, learnable_block_threads);
+        EXPECT_GE(planned.slots, 1);
+        EXPECT_GE(planned.blocks_per_table, 1);
+        // One wave, or a block for each table.
+        const int wave = h200.sms * learnable_blocks_per_sm(h200.pdl);
+        EXPECT_LE(planned.blocks(), std::max(wave, shape.tables));
+        // Every block has an item: each writes partial sums.
+        EXPECT_LT(int64_t{planned.blocks_per_table - 1} * planned.slots,
+                  shape.batch * shape.tokens * planned.head_groups);
     });
 }
 
-TEST(LearnablePlan, FillsTheSmsOfTheDevice) {
-    const LearnableRotaryShape shape{1, 8192, 32, 8, 8, 128, 128, 2, true};
-    for (const Device& device : {h200, a100}) {
-        for (const bool gradient : {false, true}) {
-            const int wave = device.sms * learnable_blocks_per_sm(gradient, device.pdl);
-            EXPECT_EQ(plan(shape, device, gradient).blocks_per_table, wave / 8);
+// As few rounds as a full wave takes, each of them but for the rest of a division full.
+TEST(LearnablePlan, FillsTheRoundsOfTheDevice) {
+    for (const int64_t tokens : {1000, 8192, 20000, 131072}) {
+        for (const Device& device : {h200, a100}) {
+            const LearnableRotaryShape shape{1, tokens, 32, 8, 8, 128, 128, 2, true};
+            const LearnableRotaryPlan planned = plan(shape, device);
+            const int64_t items = tokens * planned.head_groups;
+            const int64_t wave = device.sms * learnable_blocks_per_sm(device.pdl) / shape.tables * planned.slots;
+            const int64_t round = int64_t{planned.blocks_per_table} * planned.slots;
+            const int64_t rounds = (items + round - 1) / round;
+            EXPECT_EQ(rounds, (items + wave - 1) / wave) << tokens;
+            EXPECT_LT(rounds * round - items, planned.slots * (rounds + 1)) << tokens;
         }
     }
 }
 
 // Runs the kernel's index arithmetic on counters instead of heads.
 template <Pairing pairing, int Vector>
-void expect_each_component_once(const LearnableRotaryShape& shape, bool gradient) {
-    const LearnableRotaryPlan planned = plan(shape, Device{.sms = 3}, gradient);
+void expect_each_component_once(const LearnableRotaryShape& shape) {
+    const LearnableRotaryPlan planned = plan(shape, Device{.sms = 3});
     const auto map = LearnableRotaryMap<PlainDivmod>::of(planned, shape);
     const int heads = shape.q_heads + shape.k_heads;
     const int half = shape.rotary_dim / 2;
@@ -95,9 +99,9 @@ void expect_each_component_once(const LearnableRotaryShape& shape, bool gradient
             for (int first = 0; first < planned.lanes; first += planned.lanes_per_pass) {
                 const LaneLayout<pairing, Vector> layout{first + lane, half};
                 if (slot >= planned.slots || layout.lane >= planned.lanes) continue;
-                for (uint32_t at = map.first_item(block, slot); at < map.items; at += map.item_step()) {
-                    const LearnableItem item = map.item(at);
-                    ASSERT_GE(item.heads, 1);
+                uint32_t at = map.first_item(block, slot);
+                for (LearnableItem item = map.item_or_none(at); item.heads > 0; item = map.item_or_none(at)) {
+                    at += map.item_step();
                     for (int j = 0; j < item.heads; ++j) {
                         const LearnableHead head = map.head(block.table, item.first_head + j);
                         const int count = head.is_q ? shape.q_heads : shape.k_heads;
@@ -123,10 +127,8 @@ TEST(LearnableMap, CoversEveryComponentOnce) {
     for_each_shape({{1, 1}, {2, 5}, {1, 40}}, [](const LearnableRotaryShape& shape) {
         if (int64_t{shape.tables} * shape.head_dim > 100000) return;
         for (const Pairing pairing : {Pairing::halves, Pairing::interleaved}) {
-            const bool gradient = pairing == Pairing::halves;
-            with_pairing_and_vector(pairing, plan(shape, h200, gradient).vector, [&]<Pairing p, int Vector>() {
-                expect_each_component_once<p, Vector>(shape, gradient);
-            });
+            with_pairing_and_vector(pairing, plan(shape, h200).vector,
+                                    [&]<Pairing p, int Vector>() { expect_each_component_once<p, Vector>(shape); });
         }
     });
 }

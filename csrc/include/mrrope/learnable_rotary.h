@@ -11,13 +11,18 @@ namespace mrrope {
 struct LearnableRotaryArgs {
     RotaryArgs rotary;  // `table` and `choice` are unused, and positions have one row
     // Contiguous, in the heads' memory space, both of table_dtype (float32 or float64): [tables, rotary_dim / 2]
-    // frequencies and [tables] attention factors of any sign. A frequency that is not finite, or from 2^50 on, gives
-    // NaN.
+    // frequencies and [tables] attention factors. All heads of a table are NaN where a frequency is not finite, or from
+    // 2^50 on, or the attention factor is negative: no packed table holds those.
     const void* frequencies = nullptr;
     const void* attention_factors = nullptr;
     DType table_dtype = DType::float32;
     int tables = 1;  // divides the number of heads of q and of k: neighbouring heads share one
+    // Memory for the packed head tables, [tables, rotary_dim / 2 + 1]: both passes fill it before they rotate.
+    uint64_t* packed_tables = nullptr;
 };
+
+// The call of `rotary` that rotates by the packed head tables.
+RotaryArgs by_packed_tables(const LearnableRotaryArgs& args);
 
 void learnable_rotary_cpu(const LearnableRotaryArgs& args, const ParallelFor& parallel_for = on_all_cores);
 

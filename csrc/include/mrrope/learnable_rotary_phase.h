@@ -1,11 +1,12 @@
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 
 #include "mrrope/rotation.h"
 
-// Phase steps of frequencies in floating point, for host and device.
+// The words of a packed table, from frequencies and an attention factor in floating point, for host and device.
 
 namespace mrrope {
 
@@ -26,6 +27,13 @@ MRROPE_HOST_DEVICE uint64_t phase_step_of(double radians) {
     const double twos = std::rint(turns * 0x1p63);
     const double ones = std::rint((turns * 0x1p64 - 2.0 * twos) + rest * 0x1p64);
     return 2 * static_cast<uint64_t>(static_cast<int64_t>(twos)) + static_cast<uint64_t>(static_cast<int64_t>(ones));
+}
+
+// The last word of a packed table. A negative factor would decode to another one: see without_negation. What cannot be
+// packed is NaN, without a sign.
+MRROPE_HOST_DEVICE uint64_t attention_factor_word(double factor, bool has_frequencies) {
+    constexpr uint64_t nan = 0x7ff8000000000000;
+    return has_frequencies && factor >= 0 ? std::bit_cast<uint64_t>(factor) : nan;
 }
 
 }  // namespace mrrope

@@ -127,6 +127,18 @@ def test_what_is_no_frequency_gives_nan(device, value):
     assert found[..., [3, 11]].isnan().all()
 
 
+def test_a_negative_factor_gives_nan(device):
+    """A packed table holds no sign; the heads of other tables are as they were."""
+    case = Case(heads=(2, None))
+    frequencies, factor = (x.to(device) for x in table_of(case, 2))
+    q, positions = case.heads_on(device)[0], case.positions(device)
+    expected = mrrope.learnable_rotary(q, None, positions, frequencies, factor)[0]
+    factor[0] *= -1
+    found = mrrope.learnable_rotary(q, None, positions, frequencies, factor)[0]
+    assert found[:, 0, :, : case.rotary_dim].isnan().all()
+    assert same_bits(found[:, 1], expected[:, 1])
+
+
 @pytest.mark.parametrize(("layout", "empty"), EMPTY_DIMENSIONS)
 def test_nothing_to_rotate(device, layout, empty):
     case = empty_case(layout, empty)
