@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from mrrope.head_tables import HeadTables
 from mrrope.table_lookup import ModelTables, load_tables, tables_from_dict
+from mrrope.table_set import TableSet
 from mrrope.tables import METHOD_TRAITS, FrequencyTable, frequency_table
 
 ROPE_TYPES = tuple(name for name, method in METHOD_TRAITS.items() if method.has_temperature and name != "yarn")
@@ -126,6 +128,14 @@ def embedded_table(parameters: dict[str, Any]) -> ModelTables:
     if not isinstance(table, (dict, str)):
         raise ValueError(f"`rope_parameters`'s table field must be a dict of tables, a path or a name, got {table!r}")
     return tables_from_dict(table) if isinstance(table, dict) else load_tables(table)
+
+
+def tables_per_layer_or_head(parameters: dict[str, Any]) -> HeadTables | TableSet | None:
+    """Return the tables with which a model of these ``rope_parameters`` is patched; None where one table suffices."""
+    if parameters.get("rope_type") != TABLE_TYPE:
+        return None
+    tables = embedded_table(parameters)
+    return None if isinstance(tables, FrequencyTable) else tables
 
 
 def _validate_table(config: Any, rope_parameters: dict[str, Any], ignore_keys: set[str] | None = None) -> None:
