@@ -72,7 +72,9 @@ def patch(
             extend that.
         method: a method's name, for a table that extends the model's own frequencies; or a ready
             :class:`FrequencyTable`, :class:`HeadTables` for all layers, a :class:`TableSet`, the path of their JSON, or
-            the name of those that come with the package; with ``scale="auto"`` also a list of those, one per step.
+            the name of those that come with the package; with ``scale="auto"`` a list of those, one per step, or the
+            name that shipped ones of several scales share: ``"smollm2-135m"`` means ``"smollm2-135m-2x"``,
+            ``"smollm2-135m-4x"`` and so on.
             A set has an entry for every layer of the model. Entries of layers without RoPE or without keys of their
             own, and of local layers without ``local_layers=True``, are ignored.
         scale: by how much to extend the length that the model reads without the patch, with a method's name. Scale 1,
