@@ -14,7 +14,8 @@ from torch import nn
 
 from mrrope.head_tables import HeadTables
 from mrrope.hf import rope_config
-from mrrope.hf.rope_types import TABLE_TYPE, tables_per_layer_or_head
+from mrrope.hf.patch import patch
+from mrrope.hf.rope_types import TABLE_TYPE, call_on_import, tables_per_layer_or_head
 from mrrope.table_set import TableSet
 
 
@@ -30,8 +31,6 @@ def patch_as_configured(model: nn.Module) -> None:
     tables, local_layers = _tables_of_text(config)
     if tables is None or any(buffer.is_meta for buffer in model.buffers()):
         return
-    from mrrope.hf.patch import patch  # imports torch._dynamo and more, which most programs do not need here
-
     patch(model, tables, local_layers=local_layers)
 
 
@@ -57,6 +56,11 @@ def _tables_of_text(config: Any) -> tuple[HeadTables | TableSet | None, bool]:
     if any(other != tables for other in several.values()):
         raise ValueError(f"rope_parameters must hold the same tables for all layer types, got {several}")
     return tables, any(rope_config.is_local(layer_type) for layer_type in several)
+
+
+def patch_on_import() -> None:
+    """Install the wrappers now if transformers is imported, else as soon as it is. Imports nothing itself."""
+    call_on_import("transformers.modeling_utils", install)
 
 
 def install(modeling: ModuleType) -> None:

@@ -11,6 +11,7 @@ and a packed table. The model's attention passes them to its ``apply_rotary_pos_
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -34,6 +35,9 @@ from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, resolve_tables
 from mrrope.tables import FrequencyTable
 
 Model = TypeVar("Model", bound=nn.Module)
+
+PATCHING = threading.Lock()
+"""Held while a model is patched: probes replace functions of modeling modules, which models in other threads share."""
 
 Settings = dict[str | None, rope_config.RopeSettings]
 """The settings of a stock rotary embedding, by layer type."""
@@ -252,10 +256,11 @@ def _apply(
     model: nn.Module, settings: dict[nn.Module, Settings], ladders: dict[nn.Module, Ladders], fuse_norms: bool
 ) -> list[Rotation]:
     """Apply the list of patches to an unpatched model."""
-    rotations = []
-    for rotary, by_layer in ladders.items():
-        tables = {layer_type: ladder.tables for layer_type, ladder in by_layer.items()}
-        rotations.append(plan_rotation(model, rotary, RotaryTables(settings[rotary], tables)))
-    patches = module_patches(rotations, ladders)
-    apply_all(model, [patch for patch in patches if fuse_norms or not isinstance(patch, FusedNorms)])
-    return rotations
+    with PATCHING:
+        rotations = []
+        for rotary, by_layer in ladders.items():
+            tables = {layer_type: ladder.tables for layer_type, ladder in by_layer.items()}
+            rotations.append(plan_rotation(model, rotary, RotaryTables(settings[rotary], tables)))
+        patches = module_patches(rotations, ladders)
+        apply_all(model, [patch for patch in patches if fuse_norms or not isinstance(patch, FusedNorms)])
+        return rotations

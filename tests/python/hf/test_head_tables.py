@@ -5,6 +5,7 @@ import gc
 import pickle
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -584,6 +585,33 @@ def test_a_model_that_was_built_with_tables_is_extended_from_its_own_length() ->
         assert [rotary.tables[None][-1] for rotary in rotaries_of(built)] == [
             rotary.tables[None][-1] for rotary in rotaries_of(model)
         ]
+
+
+def test_a_configuration_whose_tables_do_not_fit_it() -> None:
+    model = tiny_model("llama")
+    config = exported(model, set_for(model, 2))
+    for name, value, message in (
+        ("head_dim", 2 * config.head_dim, f"rotary_dim {2 * config.head_dim}, got TableSet"),
+        ("num_hidden_layers", 3, "a set for the 3 layers of LlamaModel, got one for 2"),
+        ("num_key_value_heads", 1, "tables for the 1 key heads of LlamaModel in layer 0, got tables for 2"),
+    ):
+        wrong = copy.deepcopy(config)
+        setattr(wrong, name, value)
+        with pytest.raises(ValueError, match=message):
+            transformers.LlamaForCausalLM(wrong)
+
+
+def test_threads_may_load_models_with_tables(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    built = transformers.AutoModelForCausalLM.from_config(exported(model, set_for(model, 2)))
+    built.save_pretrained(tmp_path)
+    want = logits(built.eval())
+
+    def load(_: int) -> torch.Tensor:
+        return logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval())
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(torch.equal(found, want) for found in threads.map(load, range(16)))
 
 
 class OddConfig(transformers.PreTrainedConfig):
