@@ -6,6 +6,7 @@ from mrrope.export.gguf import export_gguf
 from mrrope.export.hf_config import export_config
 from mrrope.head_tables import HeadTables
 from mrrope.hf.auto_scale.follower import expecting
+from mrrope.hf.embedded_tables import patch_on_import
 from mrrope.hf.patch import is_patched, patch, patched, unpatch
 from mrrope.hf.rope_types import register_on_import, register_rope_types
 from mrrope.ops.learnable_rotary import learnable_rotary
@@ -20,6 +21,7 @@ from mrrope.tables import METHODS, FrequencyTable, frequency_table
 __version__ = Path(__file__).with_name("VERSION").read_text().strip()
 
 register_on_import()
+patch_on_import()
 
 __all__ = [
     "METHODS",

@@ -35,10 +35,6 @@ class NativeRope:
     """The context length before the extension that the configuration sets; the configured length if it sets none."""
     held_attention_factor: float = 1.0
     """The square root of the temperature that the model's attention applies for its configured extension."""
-    layers: int | None = None
-    """The number of layers; None where the caller does not know it, and a table set's is not checked."""
-    key_heads: int | None = None
-    """The number of key heads of a layer; None where the caller does not know it, and head tables are not checked."""
 
     def table_arguments(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments with which :func:`frequency_table` extends this RoPE.
@@ -148,10 +144,6 @@ def resolve_tables(
 def _check_fits_model(trained: NativeRope, table: ModelTables, overrides: dict[str, Any]) -> None:
     """Raise where a table was made for another model; options in ``overrides`` override the model's configuration."""
     _check_rotary_dim(trained, table)
-    if isinstance(table, TableSet) and trained.layers not in (None, len(table)):
-        raise ValueError(f"method must hold tables for the model's {trained.layers} layers, got {table!r}")
-    if table.key_heads is not None and trained.key_heads not in (None, table.key_heads):
-        raise ValueError(f"method must hold tables for the model's {trained.key_heads} key heads, got {table!r}")
     lengths = [trained.original_max_position, trained.trained_length]
     known = {
         "base": [overrides["base"]] if "base" in overrides else [trained.base],

@@ -41,7 +41,7 @@ from mrrope.calibration.document_sets import DocumentSets, lengths_up_to
 from mrrope.calibration.gradient import ModelShape
 from mrrope.calibration.journal import Journal
 from mrrope.calibration.learnable_tables import expanded
-from mrrope.calibration.objective import Readings, weights_fingerprint
+from mrrope.calibration.objective import Readings, fingerprint, table_numbers, weights_fingerprint
 from mrrope.calibration.pass_keys import with_keys
 from mrrope.calibration.report import OTHER_KINDS, geometric_means
 from mrrope.calibration.search import Point
@@ -172,6 +172,7 @@ class TableSetStudy:
     def measure(self, row: str) -> None:
         """Measure what is not known of a row."""
         for method in self.methods(row):
+            self.expect_same_tables(method)
             for part, documents in self.documents.items():
                 results = self.results.part(part) if part else self.results
                 evaluation = Evaluation(
@@ -187,6 +188,16 @@ class TableSetStudy:
                 if not part and self.options.trials and method.name not in WEAK_METHODS:
                     longest = replace(evaluation, lengths=self.lengths[-3:])
                     self.measure_task(longest, PASSKEY, method, self.options.trials)
+
+    def expect_same_tables(self, method: Method) -> None:
+        """Raise ValueError where a row of this name is known of other tables: it would be skipped."""
+        tables = method.ladder if isinstance(method, LadderMethod) else (method.table,)
+        found = fingerprint([table_numbers(one) for one in tables if one is not None])
+        if self.results.data.setdefault("tables", {}).setdefault(method.name, found) != found:
+            raise ValueError(
+                f"--output must be a new file for other tables, and {self.results.path} has the row {method.name!r} of "
+                "others than are given now"
+            )
 
     def measure_task(self, evaluation: Evaluation, task: str, method: Method, wanted: int) -> None:
         """Measure a task with a method, unless all its figures are known."""
@@ -243,6 +254,9 @@ def named_path(text: str) -> tuple[str, str]:
 
 def run(options: argparse.Namespace, model: Any, tokenizer: Any) -> Results:
     """Measure the rows within the time limit."""
+    own = (FIXED, SHIPPED, *SEARCHED, LADDER)
+    if taken := sorted(options.found.keys() & set(own)):
+        raise ValueError(f"--found must have other names than {', '.join(own)}, got {taken}")
     known = (FIXED, SHIPPED, *options.found, *SEARCHED, LADDER)
     if unknown := [row for row in options.rows if row not in known]:
         raise ValueError(f"--rows must be of {', '.join(known)}, got {unknown}")

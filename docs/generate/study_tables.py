@@ -14,6 +14,8 @@ from mrrope.reporting.plotting import thousands
 STUDY, SMALL_MODELS = "study.json", "small_models.json"
 STUDY_TEXT, STUDY_KEYS = "study_text.json", "study_keys.json"
 """Studies of tables that were calibrated with a smaller and a larger weight of retrieval."""
+TABLE_SETS, OTHER_KINDS = "table_sets.json", "other kinds"
+"""The study of tables per layer and key head, and its part on texts of other kinds."""
 STUDY_SCALES = (2, 4, 8, 16)
 HEAD_DIMS = (64, 128)
 SEARCHED = {"calibrated", "evolved"}
@@ -239,6 +241,34 @@ def study_passkeys() -> list[str]:
     return table(["scale", "length", "prompts", "best fixed method", "`calibrated`", "`evolved`"], rows)
 
 
+def table_sets() -> list[str]:
+    """Return held-out perplexity of one table and of sets, that on texts of other kinds, and pass keys found."""
+    found = result(TABLE_SETS).get("results", {})
+    if not found.get("perplexity"):
+        return NOT_MEASURED
+    others = parts_of(TABLE_SETS).get(OTHER_KINDS, {}).get("results", {})
+    lengths = sorted({length for by_length in found["perplexity"].values() for length in by_length}, key=int)
+    columns = []
+    for by_method in (found["perplexity"], others.get("perplexity", {})):
+        values = {method: second_halves(by_length) for method, by_length in by_method.items()}
+        whole = {method: geometric_mean(one.values()) for method, one in values.items() if len(one) == len(lengths)}
+        columns.append(with_lowest_marked(whole) if whole else {})
+    keys = found.get("passkey", {})
+    asked = sorted({length for by_length in keys.values() for length in by_length}, key=int)
+
+    def keys_found(method: str, length: str) -> str:
+        trials = keys.get(method, {}).get(length, {}).get("trials")
+        return "" if not trials else f"{sum(trial['score'] for trial in trials):g} of {len(trials)}"
+
+    return table(
+        ["", "held-out", "other kinds", *(f"keys {thousands(int(length))}" for length in asked)],
+        [
+            [f"`{method}`", *(column.get(method, "") for column in columns), *(keys_found(method, n) for n in asked)]
+            for method in found["perplexity"]
+        ],
+    )
+
+
 def last_scale(found: dict[str, Any]) -> float:
     """Return the cumulative scale of the last pair of a calibrated table."""
     chosen = found["finalists"][found["chosen"]]["table"]
@@ -283,6 +313,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
             study_means,
             study_passkeys,
             small_training,
+            table_sets,
             calibrated_tables,
         )
     },

@@ -68,17 +68,14 @@ class TableGradient:
         """Rotate by the parameters within a ``with`` block."""
         frequencies = self.learnable.frequencies()
         for rotary in self._rotaries:
+            # Layers with a window and a RoPE of their own have one table, and keep it.
             rotary.learned = {
-                layer_type: floating(table) if isinstance(table, FrequencyTable) else frequencies
+                layer_type: frequencies
                 for layer_type, (table,) in rotary.tables.items()
+                if not isinstance(table, FrequencyTable)
             }
         try:
             yield
         finally:
             for rotary in self._rotaries:
                 rotary.learned = None
-
-
-def floating(table: FrequencyTable) -> torch.Tensor:
-    """A table as ``learnable_rotary`` takes it: layers with a window and a RoPE of their own keep theirs."""
-    return torch.cat([table.inv_freq, torch.tensor([table.attention_factor], dtype=torch.float64)])[None]

@@ -24,7 +24,7 @@ def weighted_loss(model: Any, tokens: torch.Tensor, weights: torch.Tensor) -> to
     """
     positions = torch.arange(len(tokens) - 1, device=tokens.device)
     # No mask, so that attention takes the causal fast path of SDPA.
-    read = model.base_model(input_ids=tokens[None, :-1], position_ids=positions[None], use_cache=False)
+    read = base_of(model)(input_ids=tokens[None, :-1], position_ids=positions[None], use_cache=False)
     rows = zip(
         torch.split(read.last_hidden_state, LOGIT_ROWS, dim=1),
         torch.split(tokens[1:], LOGIT_ROWS),
@@ -41,10 +41,15 @@ def weighted_loss(model: Any, tokens: torch.Tensor, weights: torch.Tensor) -> to
     return torch.stack(parts).sum()
 
 
+def base_of(model: Any) -> Any:
+    """The part of a causal language model that gives hidden states."""
+    base = model.base_model
+    return model.model if base is model else base  # the prefix of Llama4ForCausalLM names none of its parts
+
+
 def head_logits(model: Any, output: Any) -> torch.Tensor:
     """The logits that the model's own code makes of an output of its base model: scaled or capped as it does."""
-    base = model.base_model
-    with overridden_forward(base, lambda *_, **__: output):
+    with overridden_forward(base_of(model), lambda *_, **__: output):
         logits: torch.Tensor = model(inputs_embeds=output.last_hidden_state, use_cache=False).logits
     return logits
 

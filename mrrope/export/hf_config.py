@@ -12,7 +12,6 @@ import importlib
 import inspect
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,13 @@ import torch
 from torch import nn
 
 from mrrope.hf import rope_config, rotary_embedding
-from mrrope.hf.rope_types import OPTIONS, ROPE_TYPES, register_rope_types
+from mrrope.hf.model_layers import ServedLayers
+from mrrope.hf.rope_types import OPTIONS, ROPE_TYPES, TABLE_TYPE, register_rope_types
 from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, NativeRope, resolve_tables
 from mrrope.table_set import every_table
 from mrrope.tables import METHOD_TRAITS, SCALE_ONLY_METHODS, FrequencyTable
 
 ENGINES = ("transformers", "transformers-longrope", "vllm", "sglang")
-
-TABLE_TYPE = "mrrope"
-"""The ``rope_type`` whose key ``table`` holds head tables or a table set, as ``to_dict`` returns them."""
 
 REPLACED = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", *OPTIONS}
 REPLACED |= {"truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"}
@@ -88,18 +85,19 @@ def export_config(
     if engine in LONGROPE_UNREAD:
         _check_engine(engine, text, model, rotary)
 
-    layers, key_heads = _layers_and_key_heads(text)
+    served = ServedLayers.of(model, next(rope_config.rotary_embeddings(model)))
     extended: dict[str | None, ModelTables] = {}
     for layer_type in rope_config.layer_types(rotary):
         if rope_config.is_local(layer_type) and not local_layers:
             continue
-        own = replace(rope_config.settings(rotary, layer_type), layers=layers, key_heads=key_heads)
+        own = rope_config.settings(rotary, layer_type)
         if not own.rotated_pairs.all():
             raise ValueError(
                 f"some pairs of {text.model_type} do not rotate, which no rope_type for other frequencies can say; "
                 "use mrrope.patch"
             )
         table = exportable_tables(own, method, scale, options)
+        served.fitted(table, layer_type, own.table)  # refuses what mrrope.patch refuses
         if engine != "transformers":
             require_one_table(engine, table)
         if own.changes_with_length and table.is_like(own.table):
@@ -140,9 +138,7 @@ def export_config(
 
     legacy = engine != "transformers"
     exported = _with_rope(data, parsed, parameters, length, legacy=legacy)
-    single = {layer_type: table for layer_type, table in extended.items() if isinstance(table, FrequencyTable)}
-    if single:  # transformers' own code has no tables per layer or head to check
-        _check_exported(_parse(type(parsed), exported).get_text_config(), model, single)
+    _check_exported(_parse(type(parsed), exported).get_text_config(), model, extended)
     if engine in LONGROPE_UNREAD:
         # vLLM and SGLang read the attention factor from these two keys, which transformers does not have.
         parameters |= _mscales(parameters["attention_factor"])
@@ -176,13 +172,6 @@ def require_one_table(engine: str, tables: ModelTables) -> FrequencyTable:
             f"or a method ({', '.join(SCALE_ONLY_METHODS)}), and engine='transformers' takes these tables"
         )
     return tables
-
-
-def _layers_and_key_heads(text: Any) -> tuple[int | None, int | None]:
-    """Return the numbers of layers and key heads; None where a configuration does not state one for all layers."""
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
-    layers = getattr(text, "num_hidden_layers", None)
-    return layers if isinstance(layers, int) else None, heads if isinstance(heads, int) else None
 
 
 def read_config(config: Any) -> tuple[dict[str, Any], Any]:
@@ -324,15 +313,14 @@ def _mscales(attention_factor: float) -> dict[str, float]:
 
 def _registered_type(table: ModelTables, method: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return the table as one of mrrope's rope types, by the options it was made with or else by its bounds."""
-    length = {"original_max_position_embeddings": _number(table.original_max_position)}
-    if not isinstance(table, FrequencyTable):
-        return {"rope_type": TABLE_TYPE, "rope_theta": table.base, **length, "table": table.to_dict()}
     parameters: dict[str, Any] = {
-        "rope_type": table.method,
+        "rope_type": table.method if isinstance(table, FrequencyTable) else TABLE_TYPE,
         "rope_theta": table.base,
-        "factor": table.scale,
-        **length,
+        "factor": table.scale,  # which DeepSeek's attention reads for every type but the default
+        "original_max_position_embeddings": _number(table.original_max_position),
     }
+    if not isinstance(table, FrequencyTable):
+        return parameters | {"table": table.to_dict()}
     if table.method not in ROPE_TYPES:
         raise ValueError(
             f"transformers gets no rope_type {table.method!r} from mrrope, only {', '.join(ROPE_TYPES)}; "
@@ -385,10 +373,12 @@ def _with_rope(
     return exported
 
 
-def _check_exported(text: Any, model: nn.Module, tables: dict[str | None, FrequencyTable]) -> None:
+def _check_exported(text: Any, model: nn.Module, tables: dict[str | None, ModelTables]) -> None:
     """Raise ValueError where the exported configuration gives another rotation than a patched model."""
     rebuilt, rotary = _empty_model(text)
     for layer_type, table in tables.items():
+        if not isinstance(table, FrequencyTable):
+            continue  # transformers' own code is plain RoPE then, and the model is patched when it is built
         found: torch.Tensor = getattr(rotary, rope_config.attribute(layer_type, rope_config.FREQUENCIES))
         factor: float = getattr(rotary, rope_config.attribute(layer_type, "attention_scaling"))
         is_same = found.shape == table.inv_freq.shape and torch.allclose(found.double(), table.inv_freq, 1e-5, 0.0)

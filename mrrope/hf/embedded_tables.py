@@ -13,39 +13,54 @@ from typing import Any
 from torch import nn
 
 from mrrope.head_tables import HeadTables
-from mrrope.hf import rope_types
+from mrrope.hf import rope_config
+from mrrope.hf.patch import patch
+from mrrope.hf.rope_types import TABLE_TYPE, call_on_import, tables_per_layer_or_head
 from mrrope.table_set import TableSet
-
-MODELING_MODULE = "transformers.modeling_utils"
 
 
 def patch_as_configured(model: nn.Module) -> None:
-    """Patch a model with the tables per layer or head that its configuration holds, if any."""
-    tables, local_layers = _tables_per_layer_or_head(model.config)
-    if tables is None:
-        return
-    from mrrope.hf.patch import patch  # imports torch._dynamo and more, which most programs do not need here
+    """Patch a model with the tables per layer or head that its configuration holds, if any.
 
+    A model on the meta device stays as it is: ``from_pretrained`` builds those, and patches them once they are loaded.
+    """
+    config: Any = model.config
+    # Before anything that may raise: get_text_config does, for a model of several text parts.
+    if not any(_table_parameters(part) for part in (config, *rope_config.sub_configs(config))):
+        return
+    tables, local_layers = _tables_of_text(config)
+    if tables is None or any(buffer.is_meta for buffer in model.buffers()):
+        return
     patch(model, tables, local_layers=local_layers)
 
 
-def _tables_per_layer_or_head(config: Any) -> tuple[HeadTables | TableSet | None, bool]:
-    """Return the tables in the configuration of a model's text part, and whether they are for local layers too."""
-    from mrrope.hf.rope_config import is_local
-
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    parameters = getattr(text, "rope_parameters", None) or {}
+def _table_parameters(config: Any) -> dict[str | None, dict[str, Any]]:
+    """Return the ``rope_parameters`` of type ``mrrope`` in a configuration, by layer type."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return {}
     by_type = {None: parameters} if "rope_type" in parameters else parameters
-    found = {
-        layer_type: rope_types.embedded_table(own)
+    return {
+        layer_type: own
         for layer_type, own in by_type.items()
-        if isinstance(own, dict) and own.get("rope_type") == rope_types.TABLE_TYPE
+        if isinstance(own, dict) and own.get("rope_type") == TABLE_TYPE
     }
-    several = {layer_type: table for layer_type, table in found.items() if isinstance(table, (HeadTables, TableSet))}
+
+
+def _tables_of_text(config: Any) -> tuple[HeadTables | TableSet | None, bool]:
+    """Return the tables in the configuration of a model's text part, and whether they are for local layers too."""
+    by_type = _table_parameters(config.get_text_config(decoder=True))
+    found = {layer_type: tables_per_layer_or_head(own) for layer_type, own in by_type.items()}
+    several = {layer_type: tables for layer_type, tables in found.items() if tables is not None}
     tables = next(iter(several.values()), None)
-    if any(table != tables for table in several.values()):
+    if any(other != tables for other in several.values()):
         raise ValueError(f"rope_parameters must hold the same tables for all layer types, got {several}")
-    return tables, any(is_local(layer_type) for layer_type in several)
+    return tables, any(rope_config.is_local(layer_type) for layer_type in several)
+
+
+def patch_on_import() -> None:
+    """Install the wrappers now if transformers is imported, else as soon as it is. Imports nothing itself."""
+    call_on_import("transformers.modeling_utils", install)
 
 
 def install(modeling: ModuleType) -> None:
@@ -58,9 +73,7 @@ def install(modeling: ModuleType) -> None:
     @functools.wraps(post_init)
     def patching_post_init(self: Any) -> None:
         post_init(self)
-        # from_pretrained builds models on the meta device, and patches them once they are loaded.
-        if not any(buffer.is_meta for buffer in self.buffers()):
-            patch_as_configured(self)
+        patch_as_configured(self)
 
     @functools.wraps(from_pretrained)
     def patching_from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ and a packed table. The model's attention passes them to its ``apply_rotary_pos_
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -34,6 +35,9 @@ from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, resolve_tables
 from mrrope.tables import FrequencyTable
 
 Model = TypeVar("Model", bound=nn.Module)
+
+PATCHING = threading.Lock()
+"""Held while a model is patched: probes replace functions of modeling modules, which models in other threads share."""
 
 Settings = dict[str | None, rope_config.RopeSettings]
 """The settings of a stock rotary embedding, by layer type."""
@@ -72,7 +76,9 @@ def patch(
             extend that.
         method: a method's name, for a table that extends the model's own frequencies; or a ready
             :class:`FrequencyTable`, :class:`HeadTables` for all layers, a :class:`TableSet`, the path of their JSON, or
-            the name of those that come with the package; with ``scale="auto"`` also a list of those, one per step.
+            the name of those that come with the package; with ``scale="auto"`` a list of those, one per step, or the
+            name that shipped ones of several scales share: ``"smollm2-135m"`` means ``"smollm2-135m-2x"``,
+            ``"smollm2-135m-4x"`` and so on.
             A set has an entry for every layer of the model. Entries of layers without RoPE or without keys of their
             own, and of local layers without ``local_layers=True``, are ignored.
         scale: by how much to extend the length that the model reads without the patch, with a method's name. Scale 1,
@@ -250,10 +256,11 @@ def _apply(
     model: nn.Module, settings: dict[nn.Module, Settings], ladders: dict[nn.Module, Ladders], fuse_norms: bool
 ) -> list[Rotation]:
     """Apply the list of patches to an unpatched model."""
-    rotations = []
-    for rotary, by_layer in ladders.items():
-        tables = {layer_type: ladder.tables for layer_type, ladder in by_layer.items()}
-        rotations.append(plan_rotation(model, rotary, RotaryTables(settings[rotary], tables)))
-    patches = module_patches(rotations, ladders)
-    apply_all(model, [patch for patch in patches if fuse_norms or not isinstance(patch, FusedNorms)])
-    return rotations
+    with PATCHING:
+        rotations = []
+        for rotary, by_layer in ladders.items():
+            tables = {layer_type: ladder.tables for layer_type, ladder in by_layer.items()}
+            rotations.append(plan_rotation(model, rotary, RotaryTables(settings[rotary], tables)))
+        patches = module_patches(rotations, ladders)
+        apply_all(model, [patch for patch in patches if fuse_norms or not isinstance(patch, FusedNorms)])
+        return rotations

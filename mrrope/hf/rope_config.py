@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mrrope.head_tables import HeadTables
-from mrrope.hf.rope_types import ROPE_TYPES
+from mrrope.hf.rope_types import ROPE_TYPES, tables_per_layer_or_head
 from mrrope.table_lookup import NativeRope
 from mrrope.tables import FrequencyTable, frequency_table
 
@@ -116,7 +116,7 @@ def _is_for_text(rotary: nn.Module, model: Any) -> bool:
     if whole.is_encoder_decoder:
         reads_text = getattr(model, "main_input_name", "input_ids") == "input_ids"
         return reads_text or rotary in set(model.get_decoder().modules())
-    parts = list(_sub_configs(whole))
+    parts = list(sub_configs(whole))
     text = whole.get_text_config(decoder=True)
     if text is whole:  # the text model may be nested two levels deep
         nested = (part.get_text_config(decoder=True) for part in parts)
@@ -126,12 +126,13 @@ def _is_for_text(rotary: nn.Module, model: Any) -> bool:
     return config is text or (type(config) is type(text) and not is_other_part)
 
 
-def _sub_configs(config: Any) -> Iterator[Any]:
+def sub_configs(config: Any) -> Iterator[Any]:
+    """Yield the configurations of a model's parts, and of theirs."""
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if hasattr(part, "get_text_config"):
             yield part
-            yield from _sub_configs(part)
+            yield from sub_configs(part)
 
 
 def layer_types(module: nn.Module) -> list[str | None]:
@@ -174,7 +175,9 @@ def settings(module: nn.Module, layer_type: str | None, length: int | None = Non
     module = in_full_precision(module, layer_type)
     trained_length = parameters.get("original_max_position_embeddings")
     stated = getattr(config, "max_position_embeddings", None)
-    native_length = length_read(parameters, stated)
+    # Without its tables per layer or head a model is plain RoPE, which reads less than the configuration states.
+    embedded = tables_per_layer_or_head(parameters)
+    native_length = length_read(parameters, stated) if embedded is None else embedded.original_max_position
     reached = length or native_length
     rows = position_row(module, layer_type, getattr(module, own).numel())
     now = module if reached is None else _at_length(module, layer_type, int(reached), rows)

@@ -11,13 +11,15 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from mrrope.head_tables import HeadTables
 from mrrope.table_lookup import ModelTables, load_tables, tables_from_dict
+from mrrope.table_set import TableSet
 from mrrope.tables import METHOD_TRAITS, FrequencyTable, frequency_table
 
 ROPE_TYPES = tuple(name for name, method in METHOD_TRAITS.items() if method.has_temperature and name != "yarn")
@@ -99,16 +101,19 @@ def config_table(config: Any, layer_type: str | None = None) -> FrequencyTable:
             config = config.per_layer_config[layer_type]
     config.standardize_rope_params()
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
     if parameters["rope_type"] == TABLE_TYPE:
         tables = embedded_table(parameters)
         if isinstance(tables, FrequencyTable):
             return tables
-        own = {name: getattr(tables, name) for name in ("rotary_dim", "base", "original_max_position")}
-        return frequency_table("rope", **own)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        # The rotary_dim is the model's: patch refuses tables of another.
+        return frequency_table(
+            "rope", rotary_dim=rotary_dim, base=tables.base, original_max_position=tables.original_max_position
+        )
     return frequency_table(
         parameters["rope_type"],
-        rotary_dim=int(head_dim * parameters.get("partial_rotary_factor", 1.0)),
+        rotary_dim=rotary_dim,
         base=parameters["rope_theta"],
         original_max_position=parameters["original_max_position_embeddings"],
         scale=parameters["factor"],
@@ -126,6 +131,14 @@ def embedded_table(parameters: dict[str, Any]) -> ModelTables:
     if not isinstance(table, (dict, str)):
         raise ValueError(f"`rope_parameters`'s table field must be a dict of tables, a path or a name, got {table!r}")
     return tables_from_dict(table) if isinstance(table, dict) else load_tables(table)
+
+
+def tables_per_layer_or_head(parameters: dict[str, Any]) -> HeadTables | TableSet | None:
+    """Return the tables with which a model of these ``rope_parameters`` is patched; None where one table suffices."""
+    if parameters.get("rope_type") != TABLE_TYPE:
+        return None
+    tables = embedded_table(parameters)
+    return None if isinstance(tables, FrequencyTable) else tables
 
 
 def _validate_table(config: Any, rope_parameters: dict[str, Any], ignore_keys: set[str] | None = None) -> None:
@@ -183,20 +196,19 @@ class _RegisterOnImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _patch_as_configured(modeling: ModuleType) -> None:
-    from mrrope.hf import embedded_tables
-
-    embedded_tables.install(modeling)
-
-
-ON_IMPORT = {TRANSFORMERS_MODULE: _register, "transformers.modeling_utils": _patch_as_configured}
+ON_IMPORT: dict[str, Callable[[ModuleType], None]] = {}
 """What is done with modules of transformers when they are imported."""
 
 
 def register_on_import() -> None:
     """Register the types now if transformers is imported, else through an import hook. Imports nothing itself."""
-    for name, register in ON_IMPORT.items():
-        if name in sys.modules:
-            register(sys.modules[name])
+    call_on_import(TRANSFORMERS_MODULE, _register)
+
+
+def call_on_import(name: str, function: Callable[[ModuleType], None]) -> None:
+    """Call a function with a module of transformers now if it is imported, else as soon as it is."""
+    ON_IMPORT[name] = function
+    if name in sys.modules:
+        function(sys.modules[name])
     if not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RegisterOnImport())

@@ -93,6 +93,7 @@ class RopeRequest:
             )
         method = _method(parameters)
         options = {OPTIONS[key]: _option(key, parameters[key]) for key in OPTIONS if parameters.get(key) is not None}
+        tables = _tables(parameters.get("table"), folder)  # first: it refuses sets, which come with a factor
         factor = _factor(parameters.get("factor"), parameters.get("table"))
         max_factor = parameters.get("max_factor")
         if max_factor is not None and not (_is_number(max_factor) and max_factor > 1):
@@ -103,7 +104,6 @@ class RopeRequest:
         for key, value in (("max_factor", max_factor), ("reserve", reserve)):
             if value is not None and factor != "auto":
                 raise ValueError(f'rope_parameters: {key} must come with factor "auto", got {key} {value!r}')
-        tables = _tables(parameters.get("table"), folder)
         if tables and (
             given := sorted(key for key, name in OPTIONS.items() if name in options.keys() - PLAIN_ROPE_OPTIONS)
         ):

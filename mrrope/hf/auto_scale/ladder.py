@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from mrrope import calibrated_tables
 from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, NativeRope
-from mrrope.tables import FrequencyTable
+from mrrope.tables import METHODS, FrequencyTable
 
 DEFAULT_REACH = 16.0
 """Default reach of a ladder, in native lengths."""
@@ -23,7 +24,7 @@ Step = str | ModelTables | Path
 
 @dataclass(frozen=True)
 class Ladder(Generic[Table]):
-    """ModelTables of one rotary_dim, and the length in tokens that each reaches. The last also serves longer texts."""
+    """Tables of one rotary_dim, and the length in tokens that each reaches. The last also serves longer texts."""
 
     tables: tuple[Table, ...]
     reaches: tuple[float, ...]
@@ -60,7 +61,8 @@ def ladder_for(
     Args:
         trained: The model's own RoPE.
         native: The model's own table.
-        method: A method's name, for steps of increasing scale, or a list of ready tables or sets, one per step.
+        method: A method's name, for steps of increasing scale; a list of ready tables or sets, one per step; or the
+            name of a ladder that comes with the package.
         max_scale: The largest scale of a method; by default the ladder reaches 16 native lengths.
         options: More arguments of ``frequency_table``.
         resolve: ``resolve_table``, or ``resolve_tables`` where head tables and sets can be read with.
@@ -71,6 +73,8 @@ def ladder_for(
     native_length = trained.original_max_position
     if native_length is None:
         raise ValueError("scale must be a number for this model: its configuration does not say how far it reads")
+    if isinstance(method, str) and method not in METHODS:
+        method = _shipped_ladder(method)
     if isinstance(method, Sequence) and not isinstance(method, str):
         if max_scale is not None or options.keys() - PLAIN_ROPE_OPTIONS:
             given = {**({"max_scale": max_scale} if max_scale is not None else {}), **options}
@@ -96,3 +100,12 @@ def ladder_for(
             raise ValueError(f"method must hold a table that reaches {past}, got {steps!r}")
         raise ValueError(f"max_scale must reach {past}, got {max_scale}")
     return Ladder((native, *longer), (native_length, *(reach[table] for table in longer)))
+
+
+def _shipped_ladder(name: str) -> list[str]:
+    if found := calibrated_tables.ladder(name):
+        return found
+    raise ValueError(
+        f"method must be one of {', '.join(METHODS)}, a list of tables, or the name of a ladder that comes with mrrope "
+        f"({', '.join(calibrated_tables.ladders()) or 'there is none yet'}) with scale='auto', got {name!r}"
+    )

@@ -5,6 +5,7 @@ import gc
 import pickle
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from patched_models import LENGTH, LLAMA, Snapshot, decoded, generated, gradient
 from tiny_models import TINY_SIZES, random_model, tiny_config_of, tiny_model, tokens
 from transformers import PreTrainedModel
 
+from mrrope import calibrated_tables
 from mrrope.hf import rope_config
 from mrrope.hf.auto_scale.follower import TABLES_ATTRIBUTE
 from mrrope.hf.layer_tables import LayerTables
@@ -427,6 +429,28 @@ def test_layers_of_several_types_follow_too() -> None:
     assert relative(logits(model, input_ids=ids), fixed) < ROUNDING
 
 
+def test_a_shipped_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrated_tables, "FOLDER", tmp_path)
+    model = tiny_model("llama")
+    for name, scale in {"tiny-16x": 16.0, "tiny-2x": 2.0, "tiny-heads-4x": 4.0}.items():
+        dim, base, length = settings_of(model)
+        table = mrrope.frequency_table(
+            "mrrope_pro", rotary_dim=dim, base=base, original_max_position=length, scale=scale
+        )
+        tables = mrrope.TableSet([mrrope.HeadTables([table] * 2)] * model.config.num_hidden_layers)
+        (tables if "heads" in name else table).save(tmp_path / f"{name}.json")
+    mrrope.patch(model, "tiny", scale="auto")
+    (rotary,) = rotaries_of(model)
+    assert [table.scale for table in rotary.tables[None]] == [1.0, 2.0, 16.0]
+    mrrope.patch(model, "tiny-heads", scale="auto")
+    (rotary,) = rotaries_of(model)
+    assert [table[0].scale for table in rotary.tables[None][1:]] == [4.0]
+    mrrope.unpatch(model)
+    for unknown in ("tin", "tiny-2x", "other", str(tmp_path / "tiny-2x.json")):
+        refused(model, unknown, r"a ladder that comes with mrrope \(tiny, tiny-heads\)", scale="auto")
+    refused(model, "tiny", "leaves no room for {'max_scale': 4.0}", scale="auto", max_scale=4.0)
+
+
 def test_generate_with_a_ladder_of_sets() -> None:
     model = growing_llama()
     steps = ladder(model, "sets")
@@ -547,6 +571,80 @@ def test_a_configuration_that_holds_tables(name: str, kind: str, tmp_path: Path)
     assert torch.equal(logits(built.eval()), want)
     plain = logits(model)
     torch.testing.assert_close(logits(mrrope.unpatch(loaded)), plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_was_built_with_tables_is_extended_from_its_own_length() -> None:
+    """Not from the length that its tables reach, which its configuration states."""
+    model = tiny_model("llama")
+    tables = set_for(model, 2)
+    built = transformers.AutoModelForCausalLM.from_config(exported(model, tables)).eval()
+    built.load_state_dict(model.state_dict())
+    for method, options in (("mrrope_pro", {"scale": 2.0}), ([tables], {"scale": "auto"})):
+        want = logits(mrrope.patch(model, method, **options))
+        torch.testing.assert_close(logits(mrrope.patch(built, method, **options)), want, rtol=1e-4, atol=1e-5)
+        assert [rotary.tables[None][-1] for rotary in rotaries_of(built)] == [
+            rotary.tables[None][-1] for rotary in rotaries_of(model)
+        ]
+
+
+def test_a_configuration_whose_tables_do_not_fit_it() -> None:
+    model = tiny_model("llama")
+    config = exported(model, set_for(model, 2))
+    for name, value, message in (
+        ("head_dim", 2 * config.head_dim, f"rotary_dim {2 * config.head_dim}, got TableSet"),
+        ("num_hidden_layers", 3, "a set for the 3 layers of LlamaModel, got one for 2"),
+        ("num_key_value_heads", 1, "tables for the 1 key heads of LlamaModel in layer 0, got tables for 2"),
+    ):
+        wrong = copy.deepcopy(config)
+        setattr(wrong, name, value)
+        with pytest.raises(ValueError, match=message):
+            transformers.LlamaForCausalLM(wrong)
+
+
+def test_threads_may_load_models_with_tables(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    built = transformers.AutoModelForCausalLM.from_config(exported(model, set_for(model, 2)))
+    built.save_pretrained(tmp_path)
+    want = logits(built.eval())
+
+    def load(_: int) -> torch.Tensor:
+        return logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval())
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(torch.equal(found, want) for found in threads.map(load, range(16)))
+
+
+class OddConfig(transformers.PreTrainedConfig):
+    model_type = "odd"
+
+
+class OddModel(PreTrainedModel):
+    config_class = OddConfig
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__(config)
+        self.layer = torch.nn.Linear(2, 2)
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Keep those of torch; that of transformers calls get_text_config."""
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"rope_parameters": [1, 2]},
+        {"rope_parameters": "rope_type"},
+        {"rope_parameters": 3},
+        {"text_config": OddConfig(), "decoder": OddConfig()},  # get_text_config raises
+    ],
+    ids=["list", "text", "number", "two text parts"],
+)
+def test_models_without_tables_are_left_alone(odd: dict[str, Any]) -> None:
+    config = OddConfig()
+    for name, value in odd.items():
+        setattr(config, name, value)
+    assert not mrrope.is_patched(OddModel(config))
 
 
 def test_a_configuration_that_names_a_file(tmp_path: Path) -> None:

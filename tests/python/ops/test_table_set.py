@@ -218,9 +218,22 @@ def test_shipped_names_of_every_kind(shipped, kind):
         assert type(KINDS[kind]).load(source) == KINDS[kind]
 
 
+def test_ladders_are_shipped_names_with_a_scale(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrated_tables, "FOLDER", tmp_path)
+    assert calibrated_tables.ladders() == calibrated_tables.ladder("tiny") == []
+    names = "tiny-16x tiny-2x tiny-1.5x tiny-heads-4x tiny-heads-2x tiny tiny-x 2x tinier-2x"
+    for name in names.split():
+        random_table(0).save(tmp_path / f"{name}.json")
+    assert calibrated_tables.ladders() == ["tinier", "tiny", "tiny-heads"]
+    assert calibrated_tables.ladder("tiny") == ["tiny-1.5x", "tiny-2x", "tiny-16x"]
+    assert calibrated_tables.ladder("tiny-heads") == ["tiny-heads-2x", "tiny-heads-4x"]
+    for other in ("tin", "tiny-", "tiny-2x", "", "t.ny"):
+        assert calibrated_tables.ladder(other) == []
+
+
 # --- tables for a model ---
 
-TRAINED = NativeRope(16, 1e4, 2048, trained_length=2048, layers=2, key_heads=3)
+TRAINED = NativeRope(16, 1e4, 2048, trained_length=2048)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -228,8 +241,6 @@ def test_tables_for_a_model(shipped, kind):
     tables = KINDS[kind]
     for method in (tables, f"tiny-{kind}", shipped / f"tiny-{kind}.json"):
         assert resolve_tables(TRAINED, method, 1.0, {}) == tables
-    # What the caller does not know is not checked.
-    assert resolve_tables(NativeRope(16, 1e4, 2048), tables, 1.0, {}) is tables
     if kind == "table":
         assert resolve_table(TRAINED, tables, 1.0, {}) is tables
     else:
@@ -243,13 +254,6 @@ def test_methods_still_resolve():
 
 
 UNFIT = {
-    "layers": (random_set(3, 3), {}, "method must hold tables for the model's 2 layers, got TableSet(3 layers"),
-    "key heads": (
-        random_set(2, 2),
-        {},
-        "method must hold tables for the model's 3 key heads, got TableSet(2 layers x 2",
-    ),
-    "heads": (random_heads(6), {}, "method must hold tables for the model's 3 key heads, got HeadTables(6"),
     "rotary_dim": (
         random_heads(3, rotary_dim=18),
         {},

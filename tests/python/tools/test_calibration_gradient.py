@@ -15,7 +15,17 @@ import torch
 from byte_llama import byte_llama, byte_tokenizer, random_words, save_byte_llama
 from command_line import as_arguments
 from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaForCausalLM,
+)
 from two_ranks import run_on_two_ranks
 
 import mrrope
@@ -27,8 +37,9 @@ from mrrope.calibration.objective import Readings, Rung, table_numbers
 from mrrope.calibration.pass_keys import KEYS_A_LENGTH, with_keys
 from mrrope.calibration.recomputation import Recomputation, decoder_layers, layers_to_recompute, recomputed
 from mrrope.calibration.search import BudgetSpentError
+from mrrope.calibration.table_gradient import TableGradient
 from mrrope.calibration.token_weights import length_weights, reading_lengths, token_weights
-from mrrope.calibration.training_texts import TrainingTexts
+from mrrope.calibration.training_texts import TrainingText, TrainingTexts
 from mrrope.calibration.weighted_loss import frozen_weights, weighted_loss
 from mrrope.cli import main
 from mrrope.evaluation.documents import Document
@@ -214,6 +225,7 @@ def models_with_heads_of_their_own() -> list[nn.Module]:
         GraniteForCausalLM(GraniteConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}, logits_scaling=3.0))
         .double()
         .eval(),
+        Llama4ForCausalLM(Llama4TextConfig(**SIZES, intermediate_size_mlp=32, num_local_experts=2)).double().eval(),
     ]
 
 
@@ -231,7 +243,7 @@ def test_the_loss_is_that_of_the_models_own_logits(model: nn.Module, rows: int, 
         loss = weighted_loss(model, tokens, weights)
     assert all(weight.requires_grad for weight in model.parameters())
     torch.testing.assert_close(loss, (nll * weights[1:]).sum(), rtol=1e-12, atol=0)
-    assert "forward" not in vars(model.base_model)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("recomputed_layers", [0, 1, 2])
@@ -259,6 +271,25 @@ def test_the_gradient_equals_finite_differences(per: str, recomputed_layers: int
         expected = (values[0] - values[1]) / (2 * step)
         # Third derivatives times step^2, and rounding of the loss divided by the step.
         assert tables.moves.grad.view(-1)[place].item() == pytest.approx(expected, rel=1e-5, abs=1e-8)
+
+
+def test_local_layers_keep_their_table() -> None:
+    """A layer with a window and a RoPE of its own does not move, and gets no gradient."""
+    layer_types = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(**SIZES, max_position_embeddings=NATIVE, sliding_window=8, layer_types=layer_types)
+    config.rope_parameters["full_attention"]["rope_theta"] = 1e4
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config).eval()
+    gradient = TableGradient(model, learnable())
+    tokens = torch.randint(60, (24,), generator=torch.Generator().manual_seed(4))
+    text = TrainingText("random", tokens, torch.full((24,), 1 / 23, dtype=torch.float64))
+    with gradient.ready():
+        loss = gradient.add(text)
+    with mrrope.patched(model, gradient.learnable.tables()):
+        expected = nn.functional.cross_entropy(model(tokens[None, :-1]).logits[0], tokens[1:])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    moved = gradient.learnable.moves.grad.abs().amax(dim=(1, 2))
+    assert moved[0] == 0 < moved[1]
 
 
 def test_layers_are_recomputed_where_memory_requires_it() -> None:

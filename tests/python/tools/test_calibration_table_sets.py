@@ -1,10 +1,13 @@
 """The study of table sets: every row is measured once, on held-out texts and on texts of other kinds."""
 
 import json
+import math
 import random
 from pathlib import Path
 
+import measurements
 import pytest
+import study_tables
 import table_set_study as study
 import torch
 from byte_llama import random_words, save_byte_llama
@@ -60,7 +63,7 @@ def options(folder: Path, output: Path, *given: str):
     return found
 
 
-def test_rows_are_measured_apart_and_once(folder: Path, tmp_path: Path, capsys) -> None:
+def test_rows_are_measured_apart_and_once(folder: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     model, tokenizer = model_loading.load(folder / "model", device="cpu")
     found = ("--found", f"head={folder / 'head.json'}", "--ladder", str(folder / "two.json"), str(folder / "head.json"))
     study.run(options(folder, tmp_path / "out", "--rows", "fixed", *found), model, tokenizer)
@@ -96,12 +99,26 @@ def test_rows_are_measured_apart_and_once(folder: Path, tmp_path: Path, capsys) 
     again = study.run(options(folder, tmp_path / "out", "--rows", *rows, *found), model, tokenizer)
     assert calls == []
     assert again.data["results"] == results.data["results"]
+    for row, other in (("head", "--found"), ("ladder", "--ladder")):
+        path = str(folder / "two.json")
+        given = ("--rows", row, other, f"head={path}" if row == "head" else path)
+        with pytest.raises(ValueError, match=f"has the row '{row}' of others than are given now"):
+            study.run(options(folder, tmp_path / "out", *given), model, tokenizer)
+    monkeypatch.setattr(measurements, "RESULTS", tmp_path)
+    (tmp_path / "out.json").rename(tmp_path / "table_sets.json")
+    shown = {line.split(" | ")[0].strip("| `"): line for line in study_tables.table_sets()}
+    assert shown.keys() >= {"head", "ladder", "yarn"}
+    for name in ("head", "yarn"):
+        for part in (data, data["parts"][study.OTHER_KINDS]):
+            halves = [one["second_half_perplexity"] for one in part["results"]["perplexity"][name].values()]
+            assert measurements.perplexity(math.prod(halves) ** (1 / 3)) in shown[name]
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (("--rows", "best"), r"--rows must be of fixed, shipped, evolved, layer_search, ladder, got \['best'\]"),
+        (("--found", "evolved=head.json"), r"--found must have other names than fixed, .*, got \['evolved'\]"),
         (("--rows", "ladder"), "--ladder must name the sets of the row ladder, got none"),
     ],
 )

@@ -13,6 +13,7 @@ import mrrope
 from mrrope import cli
 from mrrope.export import hf_config
 from mrrope.table_lookup import tables_from_dict
+from mrrope.vllm.rope_request import RopeRequest
 
 transformers = pytest.importorskip("transformers")
 from layer_tables import random_set  # noqa: E402
@@ -371,6 +372,7 @@ def test_tables_per_layer_and_head_are_exported_whole(kind, tmp_path):
     assert parameters == {
         "rope_type": "mrrope",
         "rope_theta": 50_000.0,
+        "factor": SCALE,
         "original_max_position_embeddings": ORIGINAL,
         "table": tables.to_dict(),
     }
@@ -398,10 +400,10 @@ def test_engines_with_one_table_refuse_more(engine, kind):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"layers": 5}, "method must hold tables for the model's {config.num_hidden_layers} layers, got TableSet"),
+        ({"layers": 5}, "method must be a set for the {config.num_hidden_layers} layers of LlamaModel, got one for 5"),
         (
             {"key_heads": 7},
-            "method must hold tables for the model's {config.num_key_value_heads} key heads, got TableSet",
+            "method must hold tables for the {config.num_key_value_heads} key heads of LlamaModel in layer 0, got",
         ),
     ],
 )
@@ -409,6 +411,49 @@ def test_tables_of_another_model_are_refused(wrong, message):
     config = tiny("llama")
     with pytest.raises(ValueError, match=message.format(config=config)):
         mrrope.export_config(config, tables_for(config, **wrong), engine="transformers")
+
+
+def test_the_plugin_of_vllm_refuses_an_exported_set():
+    exported = mrrope.export_config(tiny("llama"), tables_for(tiny("llama")), engine="transformers")
+    with pytest.raises(ValueError, match="table must be one table for all layers and heads"):
+        RopeRequest.read(exported["rope_parameters"])
+
+
+def test_the_key_heads_are_those_that_patch_takes():
+    """Falcon's configuration has four attention heads and one key head."""
+    config = tiny("falcon", multi_query=True, new_decoder_architecture=False, alibi=False)
+    right, wrong = (tables_for(config, key_heads=heads) for heads in (1, config.num_attention_heads))
+    built = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**mrrope.export_config(config, right, engine="transformers"))
+    ).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.load_state_dict(built.state_dict())
+    assert torch.equal(logits(built, 100), logits(mrrope.patch(model, right), 100))
+    with pytest.raises(ValueError, match="method must hold tables for the 1 key heads of FalconModel in layer 0"):
+        mrrope.export_config(config, wrong, engine="transformers")
+
+
+def test_tables_for_a_model_that_scales_its_attention_are_refused():
+    """As for one table: the exported configuration would lose the temperature of the attention."""
+    config = tiny(
+        "deepseek_v3",
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+    )
+    tables = tables_for(config, key_heads=1)
+    exported = mrrope.export_config(config, tables, engine="transformers")
+    assert mrrope.is_patched(transformers.AutoModel.from_config(transformers.AutoConfig.for_model(**exported)))
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": ORIGINAL}
+    config.rope_parameters |= yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    with pytest.raises(ValueError, match="the attention of deepseek_v3 is scaled by the rope_parameters"):
+        mrrope.export_config(config, tables, engine="transformers")
 
 
 def test_tables_without_cumulative_scales_are_refused():

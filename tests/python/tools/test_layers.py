@@ -31,7 +31,7 @@ PACKAGE_LAYERS = [
     },
     {"mrrope.ops"},
     {"mrrope.hf"},
-    {"mrrope.hf.patch"},
+    {"mrrope.hf.patch", "mrrope.hf.embedded_tables"},
     {"mrrope.export"},
     {"mrrope"},  # mrrope/__init__.py, the public names
     {"mrrope.vllm"},  # vLLM imports it; nothing of the package does
