@@ -13,11 +13,11 @@ from mrrope import calibrated_tables, table_json
 from mrrope.head_tables import HeadTables, heads_from_rows, require_agreement, settings_of, table_from_row
 from mrrope.tables import DeviceCopies, FrequencyTable, require_op_table, words_per_head
 
-LayerTables = FrequencyTable | HeadTables
+OfOneLayer = FrequencyTable | HeadTables
 """What rotates one layer: one table for all heads, or one per key head."""
 
 
-def every_table(tables: LayerTables | TableSet) -> Iterator[FrequencyTable]:
+def every_table(tables: OfOneLayer | TableSet) -> Iterator[FrequencyTable]:
     """Yield the tables of all layers and key heads."""
     if isinstance(tables, FrequencyTable):
         yield tables
@@ -29,7 +29,7 @@ def every_table(tables: LayerTables | TableSet) -> Iterator[FrequencyTable]:
 class TableSet:
     """The tables of every layer of a model: one for all heads of the layer, or one per key head. Immutable."""
 
-    def __init__(self, layers: Iterable[LayerTables]) -> None:
+    def __init__(self, layers: Iterable[OfOneLayer]) -> None:
         """Join the tables of all layers.
 
         They must agree in ``rotary_dim``, ``base``, ``original_max_position`` and ``scale``, and head tables in the
@@ -91,10 +91,10 @@ class TableSet:
     def __len__(self) -> int:
         return len(self._layers)
 
-    def __getitem__(self, layer: int) -> LayerTables:
+    def __getitem__(self, layer: int) -> OfOneLayer:
         return self._layers[layer]
 
-    def __iter__(self) -> Iterator[LayerTables]:
+    def __iter__(self) -> Iterator[OfOneLayer]:
         return iter(self._layers)
 
     def packed(self, device: torch.device) -> torch.Tensor:
@@ -106,7 +106,7 @@ class TableSet:
         self.packed(torch.empty(0, device=device).device)
         return self
 
-    def is_like(self, other: LayerTables | TableSet) -> bool:
+    def is_like(self, other: OfOneLayer | TableSet) -> bool:
         """Whether both rotate alike in every layer, whatever their methods and settings."""
         if not isinstance(other, TableSet):
             return all(tables.is_like(other) for tables in self)

@@ -9,15 +9,13 @@ from typing import Literal, get_args
 import torch
 
 from mrrope.head_tables import HeadTables
-from mrrope.table_lookup import NativeRope
+from mrrope.table_lookup import ModelTables, NativeRope
 from mrrope.table_set import TableSet
 from mrrope.tables import FrequencyTable, frequency_table
 
 Sharing = Literal["model", "layer", "head"]
 SHARINGS: tuple[Sharing, ...] = get_args(Sharing)
 """What gets a table of its own."""
-
-Tables = FrequencyTable | HeadTables | TableSet
 
 SLOW_WAVELENGTH = 256.0
 """In tokens. Faster pairs move in proportion to their wavelength: the same change of the scale turns them further."""
@@ -37,7 +35,7 @@ class LearnableTables:
 
     def __init__(
         self,
-        start: Tables,
+        start: ModelTables,
         trained: NativeRope,
         *,
         layers: int,
@@ -114,7 +112,7 @@ class LearnableTables:
         )
 
 
-def expanded(tables: Tables, layers: int, heads: int) -> list[list[FrequencyTable]]:
+def expanded(tables: ModelTables, layers: int, heads: int) -> list[list[FrequencyTable]]:
     """One table for every layer and key head.
 
     Raises:

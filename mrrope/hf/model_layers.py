@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from mrrope.head_tables import HeadTables
-from mrrope.hf.rope_config import OfOneLayer, RotaryTable
+from mrrope.hf.rope_config import RotaryTable
+from mrrope.table_lookup import ModelTables
 from mrrope.table_set import TableSet
 from mrrope.tables import FrequencyTable
 
@@ -57,7 +58,7 @@ class ServedLayers:
         names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
         return next(int(heads) for heads in (getattr(config, name, None) for name in names) if heads)
 
-    def fitted(self, table: OfOneLayer | TableSet, layer_type: str | None, own: FrequencyTable) -> RotaryTable:
+    def fitted(self, table: ModelTables, layer_type: str | None, own: FrequencyTable) -> RotaryTable:
         """Return a table as the rotary embedding hands it to its layers.
 
         Args:

@@ -12,17 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from mrrope.head_tables import HeadTables
 from mrrope.hf.rope_types import ROPE_TYPES, tables_per_layer_or_head
 from mrrope.table_lookup import NativeRope
+from mrrope.table_set import OfOneLayer
 from mrrope.tables import FrequencyTable, frequency_table
 
 FREQUENCIES = "inv_freq"
 UNTRAINED = ("yarn", "dynamic")
 """Values of ``rope_type`` that users add to a configuration without training."""
 
-OfOneLayer = FrequencyTable | HeadTables
-"""What rotates one layer."""
 RotaryTable = OfOneLayer | tuple[OfOneLayer, ...]
 """What a patched rotary embedding hands to its layers: the same for all, or a tuple with one per layer of the model."""
 

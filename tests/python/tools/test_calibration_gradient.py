@@ -582,7 +582,8 @@ def planted_from(path: Path) -> SimpleNamespace:
 
 def test_two_processes_do_what_one_does_with_their_texts(planted: SimpleNamespace, tmp_path: Path) -> None:
     torch.save([one.tokens for one in (*planted.search, *planted.decide)], tmp_path / "planted.pt")
-    result = run_on_two_ranks(TWO_RANKS, tmp_path)
+    importable = f"import sys; sys.path.append({str(Path(__file__).parent)!r})\n"
+    result = run_on_two_ranks(importable + TWO_RANKS, tmp_path)
     ranks = [result(f"result{rank}") for rank in range(2)]
     (tmp_path / "alone").mkdir()
     alone = descent_of(planted, tmp_path / "alone", texts_a_step=2)
