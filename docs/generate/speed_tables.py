@@ -104,6 +104,20 @@ def learnable_rotary() -> list[str]:
     return times("learnable_rotary_cuda.json", "tokens x q/k heads x head_dim", lambda row: row["name"])
 
 
+def head_tables() -> list[str]:
+    """Return the times in place with one table and with a table for each key head."""
+    rows = rows_of("head_tables_cuda.json")
+    if not rows:
+        return NOT_MEASURED
+
+    def cells(row: Row) -> list[str]:
+        copy, one, by_head = (row["seconds"][name] for name in ("copy", "mrrope in place", "mrrope by head"))
+        extra = f"{(by_head - one) * 1e6:+.2f} us, {by_head / one - 1:+.1%}"
+        return [row["name"], microseconds(copy), microseconds(one), microseconds(by_head), extra]
+
+    return table(["tokens x q/k heads", "copy, us", "one table", "head tables", "more"], [cells(row) for row in rows])
+
+
 def rescale_cache() -> list[str]:
     """Return the times of re-rotating a cache."""
     return times("rescale_cache_cuda.json", "cached tokens", lambda row: str(row["tokens"]))
@@ -170,7 +184,17 @@ def serving() -> list[str]:
     )
 
 
-OF_OPS = (rotary, rotary_ratios, host, rotary_and_cache, qk_norm_rotary, qkv_rotary, learnable_rotary, rescale_cache)
+OF_OPS = (
+    rotary,
+    rotary_ratios,
+    host,
+    rotary_and_cache,
+    qk_norm_rotary,
+    qkv_rotary,
+    learnable_rotary,
+    head_tables,
+    rescale_cache,
+)
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     **{function.__name__: function for function in (*OF_OPS, serving)},

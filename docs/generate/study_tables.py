@@ -269,6 +269,30 @@ def table_sets() -> list[str]:
     )
 
 
+def table_set_lengths() -> list[str]:
+    """Return held-out perplexity by length of the shipped sets, each up to its length, and of fixed methods at 16x."""
+    data = result(TABLE_SETS)
+    if not data.get("sets"):
+        return NOT_MEASURED
+    fixed = {
+        f"`{method}`, 16x": second_halves(by_length)
+        for method, by_length in data["results"]["perplexity"].items()
+        if method != "head"
+    }
+    sets = {
+        f"`smollm2-135m-heads-{scale}`": one["held_out"]["second_half_perplexity"]
+        for scale, one in data["sets"].items()
+    }
+    lengths = sorted({length for by_length in sets.values() for length in by_length}, key=int)
+    rows = {**fixed, **sets}
+    columns = [{row: values[n] for row, values in rows.items() if n in values} for n in lengths]
+    shown = [with_lowest_marked(column) for column in columns]
+    return table(
+        ["", *(thousands(int(length)) for length in lengths)],
+        [[row, *(column.get(row, "") for column in shown)] for row in rows],
+    )
+
+
 def last_scale(found: dict[str, Any]) -> float:
     """Return the cumulative scale of the last pair of a calibrated table."""
     chosen = found["finalists"][found["chosen"]]["table"]
@@ -314,6 +338,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
             study_passkeys,
             small_training,
             table_sets,
+            table_set_lengths,
             calibrated_tables,
         )
     },

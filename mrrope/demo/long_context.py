@@ -1,8 +1,4 @@
-"""A text longer than the model's native length, with a hidden pass key, read with several methods.
-
-Up to the native length all methods are the unpatched model, so that part is read once. Each method then continues from
-a copy of the KV cache, whose keys ``scale="auto"`` re-rotates to the method's table.
-"""
+"""A text longer than the model's native length, with a hidden pass key, read with several methods."""
 
 from __future__ import annotations
 
@@ -15,16 +11,19 @@ from typing import Any
 
 import torch
 
+from mrrope import calibrated_tables
 from mrrope.evaluation.chunked_reader import Progress, Reader
 from mrrope.evaluation.documents import encode, opening_tokens
 from mrrope.evaluation.perplexity import next_token_losses
 from mrrope.evaluation.sample_text import library_texts
 from mrrope.hf.auto_scale.ladder import scales_up_to
 from mrrope.hf.patch import patched
-from mrrope.tables import FrequencyTable
+from mrrope.table_lookup import ModelTables, load_tables
 
 PLAIN, CALIBRATED = "rope", "calibrated"
-METHODS = ("yarn", "mrrope_pro")
+PUBLISHED = "yarn"
+UNCALIBRATED = "mrrope_pro"
+"""For models without calibrated tables."""
 
 PASS_KEY = "71432"
 SUBJECT = "pass key to the garden gate"
@@ -94,37 +93,27 @@ def text_with_key(tokenizer: Any, course: Course) -> list[int]:
     raise ValueError(f"tokens must be {course.length + len(text) - length} or less: Python's library is no longer")
 
 
-def calibrated_tables(name: str, max_scale: float) -> list[FrequencyTable]:
-    """The calibrated tables that ship for a model, for those of the scales 2, 4, ... that have one."""
-    tables = []
-    for scale in scales_up_to(max_scale):
-        with contextlib.suppress(OSError):
-            tables.append(FrequencyTable.load(f"{name}-{scale:g}x"))
-    return tables
+def shipped_tables(name: str, scale: float) -> ModelTables | None:
+    """The calibrated tables that ship under a name, such as ``smollm2-135m-heads``, for a scale; None without any."""
+    return next((table for table in map(load_tables, calibrated_tables.ladder(name)) if table.scale == scale), None)
 
 
 def reading_contexts(
-    model: Any, max_scale: float, calibrated: Sequence[FrequencyTable] = ()
+    model: Any, scale: float, calibrated: ModelTables | None = None
 ) -> dict[str, AbstractContextManager[Any]]:
-    """A context manager per method: the unpatched model, then the model patched with each method."""
-    contexts: dict[str, AbstractContextManager[Any]] = {PLAIN: contextlib.nullcontext()}
-    contexts |= {method: patched(model, method, scale="auto", max_scale=max_scale) for method in METHODS}
-    if calibrated:
-        contexts[CALIBRATED] = patched(model, list(calibrated), scale="auto")
-    return contexts
+    """A context manager per method: the unpatched model, then the model patched with YaRN and with mrrope."""
+    if calibrated is None:
+        ours = {UNCALIBRATED: patched(model, UNCALIBRATED, scale=scale)}
+    else:
+        ours = {CALIBRATED: patched(model, calibrated)}
+    return {PLAIN: contextlib.nullcontext(), PUBLISHED: patched(model, PUBLISHED, scale=scale), **ours}
 
 
-def read_native(model: Any, tokens: Sequence[int], native: int, chunk: int, progress: Progress) -> tuple[Reader, Any]:
-    """A reader at the native length, and the losses up to there."""
+def read(model: Any, tokens: Sequence[int], course: Course, tokenizer: Any, chunk: int, progress: Progress) -> Reading:
+    """Read the text, and ask the question at every stop."""
     reader = Reader(model, chunk=chunk, progress=progress)
-    return reader, torch.cat(list(next_token_losses(reader, tokens[: native + 1])))
-
-
-def read_on(reader: Reader, losses: torch.Tensor, tokens: Sequence[int], course: Course, tokenizer: Any) -> Reading:
-    """Continue from the native length to the end, and ask the question at every stop."""
-    reader = reader.fork()
     question = encode(tokenizer, QUESTION)
-    reading = Reading(losses)
+    reading = Reading(torch.empty(0))
     for stop in course.stops:
         reading.losses = torch.cat([reading.losses, *next_token_losses(reader, tokens[: stop + 1])])
         fork = reader.fork()

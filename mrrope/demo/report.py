@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mrrope.demo.long_context import PASS_KEY, Course, Reading
+from mrrope.demo.long_context import PASS_KEY, PLAIN, Course, Reading
 from mrrope.evaluation.perplexity import perplexity
 from mrrope.reporting import plotting
 
@@ -18,6 +18,8 @@ POINTS = 80
 """Points per curve."""
 TRAILING = 4
 """Points per moving average in the plot."""
+HEADROOM = 1.5
+"""Margin of the plot above the highest and below the lowest perplexity of a patched model, as a factor."""
 
 
 def results(course: Course, readings: Mapping[str, Reading]) -> dict[str, Any]:
@@ -82,9 +84,16 @@ def draw(data: dict[str, Any], path: Path) -> Path:
     figure = plotting.new_figure(figsize=(8, 4.2))
     axes = figure.subplots()
     native = data["native"]
-    for method, reading in data["readings"].items():
-        points = [point for point in trailing(reading["curve"]) if point[0] >= native // 2]
+    curves = {
+        method: [point for point in trailing(reading["curve"]) if point[0] >= native // 2]
+        for method, reading in data["readings"].items()
+    }
+    for method, points in curves.items():
         axes.plot(*zip(*points, strict=True), linewidth=1.8, **plotting.line(method))
+    # The unpatched model leaves the chart, so that it does not hide how the others differ.
+    shown = [value for method, points in curves.items() if method != PLAIN for _, value in points]
+    if shown:
+        axes.set_ylim(min(shown) / HEADROOM, HEADROOM * max(shown))
     axes.axvline(native, color="gray", linewidth=1)
     axes.annotate("trained length", (native, 0.97), xycoords=("data", "axes fraction"), xytext=(-5, 0),
                   textcoords="offset points", ha="right", va="top", color="dimgray")  # fmt: skip

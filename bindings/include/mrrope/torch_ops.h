@@ -77,8 +77,8 @@ at::Tensor qkv_rotary(const at::Tensor& x, const at::Tensor& weight, const std::
                       std::string_view pairing = "halves");
 
 // Re-rotates cached keys in place from one table of a stack to another: those of sequence i from tables[from[i]] to
-// tables[to[i]]. keys holds one tensor per layer; from and to are int32, [batch]. tables is [count, words], or [count, 1
-// or layers, head tables, words].
+// tables[to[i]]. keys holds one tensor per layer; from and to are int32, [batch]. tables is [count, words], or [count,
+// 1 or layers, head tables, words].
 void rescale_cache_(at::TensorList keys, const at::Tensor& positions, const at::Tensor& tables, const at::Tensor& from,
                     const at::Tensor& to, std::string_view layout = "bhsd", std::string_view pairing = "halves");
 
