@@ -153,8 +153,7 @@ public:
     }
 
     void rotary_by_head() const {
-        std::printf(
-            "\nrotary with a table per key head: one table by its plan; bytes per vector, heads per thread\n");
+        std::printf("\nrotary with a table per key head: one table by its plan; bytes per vector, heads per thread\n");
         for (const int64_t tokens : {1, 16, 64, 256, 1024, 8192, 131072}) {
             rotary_by_head({tokens, 32, 8});
             rotary_by_head({tokens, 9, 3});
