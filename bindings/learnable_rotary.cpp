@@ -6,6 +6,7 @@
 
 #include "mrrope/torch_ops.h"
 #include "registration.h"
+#include "rotary_args.h"
 
 namespace mrrope {
 namespace {
@@ -40,17 +41,8 @@ struct LearnableRotaryBackwardCall {
 };
 
 void check_kinds(const LearnableRotaryCall& call) {
-    TORCH_CHECK_VALUE(call.heads.size() == 1 || call.heads.size() == 2, "heads must be [q] or [q, k], got ",
-                      call.heads.size(), " tensors");
-    const Layout layout = layout_named(call.layout);
-    pairing_named(call.pairing);
+    check_head_kinds(call.heads, call.positions, call.layout, call.pairing);
     const NamedTensor q = call.head(0);
-    dtype_of(q);
-    for (size_t i = 0; i < call.heads.size(); ++i) {
-        check_rank(call.head(i), layout);
-        check_like(call.head(i), q);
-    }
-    check_positions_kind({"positions", call.positions}, q);
     const NamedTensor frequencies{"frequencies", call.frequencies};
     const NamedTensor factor{"attention_factor", call.attention_factor};
     const at::ScalarType dtype = frequencies.tensor.scalar_type();

@@ -102,18 +102,25 @@ PositionsView position_rows_view(const RotaryCall& call, const Layout& layout) {
 
 }  // namespace
 
-void check_kinds(const RotaryCall& call) {
-    TORCH_CHECK_VALUE(call.heads.size() == 1 || call.heads.size() == 2, "heads must be [q] or [q, k], got ",
-                      call.heads.size(), " tensors");
-    const Layout layout = layout_named(call.layout);
-    pairing_named(call.pairing);
-    const NamedTensor q = call.head(0);
+void check_head_kinds(at::TensorList heads, const at::Tensor& positions, std::string_view layout,
+                      std::string_view pairing) {
+    TORCH_CHECK_VALUE(heads.size() == 1 || heads.size() == 2, "heads must be [q] or [q, k], got ", heads.size(),
+                      " tensors");
+    const Layout dims = layout_named(layout);
+    pairing_named(pairing);
+    const NamedTensor q{"q", heads[0]};
     dtype_of(q);
-    call.each_head([&](NamedTensor x) {
-        check_rank(x, layout);
+    for (size_t i = 0; i < heads.size(); ++i) {
+        const NamedTensor x{i == 0 ? "q" : "k", heads[i]};
+        check_rank(x, dims);
         check_like(x, q);
-    });
-    check_positions_kind({"positions", call.positions}, q);
+    }
+    check_positions_kind({"positions", positions}, q);
+}
+
+void check_kinds(const RotaryCall& call) {
+    check_head_kinds(call.heads, call.positions, call.layout, call.pairing);
+    const NamedTensor q = call.head(0);
     check_table_kind(call.table, q);
     if (call.table_index) check_index_kind({"table_index", *call.table_index}, q);
 }

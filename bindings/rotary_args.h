@@ -26,7 +26,11 @@ struct RotaryCall {
     }
 };
 
-// Checks rank, dtype and device.
+// Checks rank, dtype and device of q, k and positions, and the names of layout and pairing.
+void check_head_kinds(at::TensorList heads, const at::Tensor& positions, std::string_view layout,
+                      std::string_view pairing);
+
+// The same, and the table and its index.
 void check_kinds(const RotaryCall& call);
 
 // Checks sizes, strides and values, then fills the backends' struct. In place, `out` is `call.heads`.

@@ -74,9 +74,9 @@ __device__ void copy_tail(const Element* in, Element* out, int lane, int lanes, 
     }
 }
 
-// The kernel before this one in the stream packs the tables, and has waited for all kernels before it: the first heads
-// are loaded while it runs. Heads of the next item are loaded as soon as those of this item have been used, into their
-// registers, and arrive during the arithmetic of the other heads and of the next cos/sin.
+// Loads of the first item are issued before griddepcontrol.wait and are final: the primary kernel of the dependent
+// launch is pack_tables_kernel, which triggers after its own wait and writes the packed tables only. Heads of the next
+// item are loaded into the registers of the heads just used, and are in flight during the rest of the arithmetic.
 template <class Element, int Vector, Pairing pairing>
 __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_sm(compiled_for_pdl))
     learnable_gradient_kernel(const __grid_constant__ LearnableRotaryLaunch launch) {

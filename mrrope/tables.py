@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -108,7 +109,7 @@ def _frequencies_of(cumulative_scale: list[float], rotary_dim: int, base: float)
     return {name: getattr(table._core, name) for name in IMPLIED_FIELDS}
 
 
-class OpTable:
+class OpTable(ABC):
     """What the ops take as a table: a :class:`FrequencyTable`, or one per key head.
 
     A table owns its device copies and those of the stacks that it is the first table of. Keep every table of a call
@@ -123,9 +124,9 @@ class OpTable:
         self._stacks: dict[tuple[int, ...], TableStack] = {}
 
     @property
+    @abstractmethod
     def rotary_dim(self) -> int:
         """The number of rotated components of a head: twice the number of pairs."""
-        raise NotImplementedError
 
     def packed(self, device: torch.device) -> torch.Tensor:
         """Return the table as the ops take it, one int64 tensor on ``device``; the copy is cached."""
@@ -144,9 +145,9 @@ class OpTable:
         # One table for all heads is like as many equal ones.
         return (mine * heads if len(mine) == 1 else mine) == (others * heads if len(others) == 1 else others)
 
+    @abstractmethod
     def _words_of_heads(self) -> list[list[int]]:
         """The words of every head's table; one row where one table rotates all heads."""
-        raise NotImplementedError
 
 
 class FrequencyTable(OpTable):

@@ -284,7 +284,7 @@ def table_set_lengths() -> list[str]:
         for scale, one in data["sets"].items()
     }
     lengths = sorted({length for by_length in sets.values() for length in by_length}, key=int)
-    rows = {**fixed, **sets}
+    rows = {"unpatched": data["unpatched"], **fixed, **sets}
     columns = [{row: values[n] for row, values in rows.items() if n in values} for n in lengths]
     shown = [with_lowest_marked(column) for column in columns]
     return table(

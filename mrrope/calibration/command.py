@@ -74,9 +74,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add(
         "--learning-rate",
         type=float,
-        default=LEARNING_RATE,
         metavar="R",
-        help="by gradient: peak step of the log scale of slow pairs (default: %(default)s)",
+        help=f"by gradient: peak step of the log scale of slow pairs (default: {LEARNING_RATE})",
     )
     add("--lengths", metavar="N,N,...", help="in tokens (default: the native length, doubled up to the scale)")
     add("--original-max-position", type=float, metavar="N", help="extend plain RoPE, trained on N tokens")
@@ -148,8 +147,10 @@ def by_gradient(options: argparse.Namespace) -> bool:
     found = is_by_part or options.by == "gradient"
     if found and options.sweep:
         raise ValueError(f"--sweep goes with --by search, got {options.sweep} with a search by gradient")
-    if not found and options.start:
-        raise ValueError(f"--start goes with --by gradient, got {options.start}")
+    if not found:
+        for option in ("start", "learning_rate"):
+            if (value := getattr(options, option)) is not None:
+                raise ValueError(f"--{option.replace('_', '-')} goes with --by gradient, got {value}")
     return bool(found)
 
 
@@ -161,13 +162,15 @@ def check(options: argparse.Namespace) -> None:
         options.documents = GRADIENT_DOCUMENTS if is_gradient else DEFAULT_DOCUMENTS
     if options.retrieval is None:
         options.retrieval = GRADIENT_RETRIEVAL if is_gradient else DEFAULT_RETRIEVAL
+    if is_gradient and options.learning_rate is None:
+        options.learning_rate = LEARNING_RATE
     if not 1.0 < options.scale < math.inf:
         raise ValueError(f"--scale must be a number above 1, got {options.scale:g}")
     if not 0.0 < options.budget < math.inf:
         raise ValueError(f"--budget must be a positive number of minutes, got {options.budget:g}")
     if not 0.0 <= options.retrieval < math.inf:
         raise ValueError(f"--retrieval must be a number, 0 or more, got {options.retrieval:g}")
-    if not 0.0 < options.learning_rate < math.inf:
+    if options.learning_rate is not None and not 0.0 < options.learning_rate < math.inf:
         raise ValueError(f"--learning-rate must be a positive number, got {options.learning_rate:g}")
     if options.original_max_position is not None and not 1.0 <= options.original_max_position < math.inf:
         raise ValueError(f"--original-max-position must be 1 or more, got {options.original_max_position:g}")

@@ -214,9 +214,10 @@ class Descent:
         new.replace(self.state_path)
 
     def _load(self) -> None:
-        # A journal without steps belongs to a new run: what state there is, is another's.
-        exists = self.state_path.exists() and self.journal.get("evaluation 0") is not None
-        if not self.processes.agreed(exists):
+        if self.processes.is_first and self.journal.get("evaluation 0") is None:
+            # The journal of a new run: what state there is, is another's.
+            self.state_path.unlink(missing_ok=True)
+        if not self.processes.agreed(self.state_path.exists()):
             return
         state = self.processes.agreed(torch.load(self.state_path, "cpu") if self.processes.is_first else {})
         self.step, self.spent, self.best = state["step"], state["spent"], state["best"]

@@ -41,7 +41,7 @@ def token_weights(
     Args:
         length: of the reading, in tokens.
         weights: of the mean loss over the second half of every length; longer ones than the reading are left out.
-        answers: positions of the answer tokens of pass keys, asked for at the end of each length.
+        answers: positions of the answer tokens of pass keys, which are queried at the end of each length.
         retrieval: weight of the mean loss of the answers before a length, and behind the next shorter one, relative
             to the length's.
     """
@@ -50,7 +50,7 @@ def token_weights(
     for one in inside:
         found[one // 2 : one] += weights[one] / (one - one // 2)
     for before, one in pairwise([0, *inside]):
-        asked = [place for place in answers if before <= place < one]
-        if asked:
-            found[asked] += retrieval * weights[one] / len(asked)
+        queried = [place for place in answers if before <= place < one]
+        if queried:
+            found[queried] += retrieval * weights[one] / len(queried)
     return found

@@ -495,6 +495,11 @@ def test_a_stopped_run_resumes(planted: SimpleNamespace, tmp_path: Path, steps: 
 def test_the_state_of_another_run_is_not_taken_up(planted: SimpleNamespace, tmp_path: Path) -> None:
     interrupted(planted, tmp_path, 20)
     (tmp_path / "journal").unlink()
+    new = descent_of(planted, tmp_path)
+    assert new.step == 0
+    # Killed between its first line in the journal and its first state, the new run must not find the old state either.
+    new.journal.put("evaluation 0", {"seconds": 1.0, "loss": 1.0})
+    new.journal.close()
     assert descent_of(planted, tmp_path).step == 0
 
 
@@ -691,7 +696,8 @@ def test_the_search_goes_on_from_a_set(folder: Path, tmp_path: Path) -> None:
         ({"--by": "gradient", "--start": "yarn.json", "--scale": "2"}, "--start must be tables of scale 2, got 4"),
         ({"--by": "gradient", "--budget": "1e-9"}, "--budget must be above 1e-09 minutes"),
         ({"--by": "gradient", "--other-text": "missing.txt"}, "text must be a file or a folder, and there is no"),
-        ({"--learning-rate": "0"}, "--learning-rate must be a positive number, got 0"),
+        ({"--learning-rate": "0.1"}, "--learning-rate goes with --by gradient, got 0.1"),
+        ({"--by": "gradient", "--learning-rate": "0"}, "--learning-rate must be a positive number, got 0"),
         ({"--by": "gradient", "--documents": "1"}, "--documents must be at least 2"),
     ],
 )
