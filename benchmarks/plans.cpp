@@ -20,7 +20,7 @@
 
 // Times every launch plan of a kernel, and a copy of as many bytes: the measurements behind the heuristics in
 // kernels/*_plan.cpp. bfloat16, heads of 128, in place; needs a GPU.
-//     plans_benchmark
+//     plans_benchmark [rotary | rotary_by_head | norm]
 
 namespace mrrope {
 namespace {
@@ -320,16 +320,20 @@ private:
 }  // namespace
 }  // namespace mrrope
 
-int main() {
+int main(int count, char** arguments) {
     int devices = 0;
     if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
         std::fprintf(stderr, "plans_benchmark needs a GPU\n");
         return 1;
     }
+    const std::string only = count > 1 ? arguments[1] : "";
+    const auto wanted = [&](const char* kernel) { return only.empty() || only == kernel; };
     const mrrope::Benchmark benchmark;
     std::printf("microseconds; * marks the chosen plan\n");
-    benchmark.rotary();
-    benchmark.rotary_by_head();
-    benchmark.norm(mrrope::NormOver::head);
-    benchmark.norm(mrrope::NormOver::all_heads);
+    if (wanted("rotary")) benchmark.rotary();
+    if (wanted("rotary_by_head")) benchmark.rotary_by_head();
+    if (wanted("norm")) {
+        benchmark.norm(mrrope::NormOver::head);
+        benchmark.norm(mrrope::NormOver::all_heads);
+    }
 }

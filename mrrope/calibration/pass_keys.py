@@ -10,7 +10,23 @@ from typing import Any
 from mrrope.evaluation.documents import Document, encode, opening_tokens
 from mrrope.evaluation.retrieval_tasks import COLOURS, THINGS, even_depths, five_digits
 
-KEYS_A_LENGTH = 3
+KEYS_A_LENGTH = 6
+NAMED_KEYS = (
+    "pass key",
+    "access code",
+    "secret number",
+    "door code",
+    "magic number",
+    "serial number",
+    "ticket number",
+    "room number",
+    "phone extension",
+    "combination of the safe",
+    "account number",
+    "lottery number",
+)
+"""Keys that occur once in a text. The others belong to one of many owners, and are told apart by them."""
+NAMED_A_LENGTH = 2
 LARGEST_SHARE = 1 / 16
 """Largest share of a text that keys and questions may take."""
 
@@ -42,11 +58,12 @@ def with_keys(
         document: the text.
         tokenizer: the model's.
         lengths: in tokens.
-        rng: for keys, owners and random depths; by default the depths are even, and the rest follows the name.
+        rng: for keys, their names and random depths; by default the depths are even, and the rest follows the name.
     """
     are_depths_random = rng is not None
     rng = rng or random.Random(document.name)
-    owners = iter(rng.sample([f"the {colour} {thing}" for colour in COLOURS for thing in THINGS], k=100))
+    named = rng.sample(NAMED_KEYS, len(NAMED_KEYS))
+    owned = rng.sample([f"number of the {colour} {thing}" for colour in COLOURS for thing in THINGS], k=100)
     insets: list[Inset] = []
     for length in sorted(lengths):
         hidden, questions = [], []
@@ -54,11 +71,14 @@ def with_keys(
         if are_depths_random:
             # The last share may be taken by the questions.
             depths = [rng.uniform(0, 1 - LARGEST_SHARE) for _ in depths]
-        for depth, owner in zip(depths, owners, strict=False):
+        # Named keys are asked for first: a question right after others of its kind is easier.
+        names = [named.pop() for _ in range(min(NAMED_A_LENGTH, len(named)))]
+        names += [owned.pop() for _ in range(min(KEYS_A_LENGTH - len(names), len(owned)))]
+        for depth, name in zip(depths, names, strict=False):
             key = five_digits(rng)
-            sentence = encode(tokenizer, f"\nThe pass key of {owner} is {key}. Remember it.\n")
+            sentence = encode(tokenizer, f"\nThe {name} is {key}. Remember it.\n")
             hidden.append(Inset(round(depth * length), sentence))
-            question = encode(tokenizer, f"\nWhat is the pass key of {owner}? The pass key of {owner} is")
+            question = encode(tokenizer, f"\nWhat is the {name}? The {name} is")
             answer = encode(tokenizer, f" {key}")
             questions.append((question + answer, range(len(question), len(question) + len(answer))))
         room = sum(len(question) for question, _ in questions)

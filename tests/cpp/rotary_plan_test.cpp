@@ -386,6 +386,9 @@ TEST(Plan, LeavesFewHeadsOfATableAlone) {
     const RotaryPlan middle = planned(40, 8, 1024);
     EXPECT_EQ(middle.heads_per_thread, 2);
     EXPECT_EQ(middle.head_groups, 24);
+    const RotaryPlan decoding = planned(40, 8, 256);
+    EXPECT_EQ(decoding.vector, 4);
+    EXPECT_EQ(decoding.heads_per_thread, 1);
 }
 
 TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {

@@ -28,7 +28,7 @@ from mrrope.calibration import document_sets, report, spaces
 from mrrope.calibration.calibrate import FIXED_METHODS, Calibration
 from mrrope.calibration.journal import Journal
 from mrrope.calibration.objective import Readings, Rung, figures_at
-from mrrope.calibration.pass_keys import KEYS_A_LENGTH, with_keys
+from mrrope.calibration.pass_keys import KEYS_A_LENGTH, NAMED_A_LENGTH, NAMED_KEYS, with_keys
 from mrrope.calibration.search import MIN_IMPROVEMENT, BudgetSpentError, descend, successive_halving
 from mrrope.cli import main
 from mrrope.evaluation import model_loading
@@ -420,19 +420,23 @@ def test_keys_are_hidden_before_they_are_asked_for() -> None:
     assert len(keyed.tokens) == 2**16
     assert keyed.tokens[0] == tokenizer.bos_token_id
     read = tokenizer.decode(keyed.tokens[1:])
-    asked = re.findall(r"\nWhat is the pass key of (.*)\? The pass key of \1 is (\d{5})", read)
+    asked = re.findall(r"\nWhat is the (.*)\? The \1 is (\d{5})", read)
     assert len(asked) == 3 * KEYS_A_LENGTH  # 64 tokens are too short for keys
     assert len(dict(asked)) == len(asked)
-    for owner, key in asked:
-        hidden = read.index(f"\nThe pass key of {owner} is {key}. Remember it.\n")
-        assert hidden < read.index(f"What is the pass key of {owner}?")
+    assert [name in NAMED_KEYS for name, _ in asked] == 3 * [
+        *NAMED_A_LENGTH * [True],
+        *(KEYS_A_LENGTH - NAMED_A_LENGTH) * [False],
+    ]
+    for name, key in asked:
+        hidden = read.index(f"\nThe {name} is {key}. Remember it.\n")
+        assert hidden < read.index(f"What is the {name}?")
     answers = tokenizer.decode([keyed.tokens[place] for place in keyed.answers])
     assert answers == "".join(f" {key}" for _, key in asked)
     # The questions end at each length.
     for i, length in enumerate((2**14, 2**15, 2**16), 1):
         assert keyed.answers[i * 6 * KEYS_A_LENGTH - 1] == length - 1
     # Without the keys, the text is unchanged up to its end.
-    rest = re.sub(r"\n(What|The) [^\n]*?(Remember it\.\n|\? The pass key of .*? is \d{5})", "", read)
+    rest = re.sub(r"\n(What|The) [^\n]*?(Remember it\.\n|\? The .*? is \d{5})", "", read)
     assert text.startswith(rest)
     assert with_keys(document, tokenizer, [64, 2**14, 2**15, 2**16]) == keyed
 

@@ -323,11 +323,11 @@ def test_random_keys_are_hidden_before_they_are_asked_for() -> None:
     for seed in range(20):
         keyed = with_keys(document, tokenizer, lengths, random.Random(seed))
         read = tokenizer.decode(keyed.tokens[1:])
-        asked = re.findall(r"\nWhat is the pass key of (.*)\? The pass key of \1 is (\d{5})", read)
+        asked = re.findall(r"\nWhat is the (.*)\? The \1 is (\d{5})", read)
         assert len(asked) == 2 * KEYS_A_LENGTH
-        for owner, key in asked:
-            place = read.index(f"\nThe pass key of {owner} is {key}. Remember it.\n")
-            assert place < read.index(f"What is the pass key of {owner}?")
+        for name, key in asked:
+            place = read.index(f"\nThe {name} is {key}. Remember it.\n")
+            assert place < read.index(f"What is the {name}?")
             seen.add(round(place / 2**12))
         answers = tokenizer.decode([keyed.tokens[place] for place in keyed.answers])
         assert answers == "".join(f" {key}" for _, key in asked)
