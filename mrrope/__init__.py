@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from mrrope.axis_tables import AxisTables
 from mrrope.export.gguf import export_gguf
 from mrrope.export.hf_config import export_config
 from mrrope.head_tables import HeadTables
@@ -25,6 +26,7 @@ patch_on_import()
 
 __all__ = [
     "METHODS",
+    "AxisTables",
     "FrequencyTable",
     "HeadTables",
     "TableSet",

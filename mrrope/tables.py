@@ -64,8 +64,13 @@ def _list_of(convert: Callable[[str, Any], Any], argument: str, values: Iterable
     return [convert(argument, value) for value in items]
 
 
+def integers(argument: str, values: Iterable[SupportsIndex]) -> list[int]:
+    """Return a list of integers; raise TypeError or ValueError that names ``argument``."""
+    return _list_of(_integer, argument, values)
+
+
 def _bounds(value: Iterable[SupportsIndex]) -> tuple[int, int]:
-    pair = _list_of(_integer, "bounds", value)
+    pair = integers("bounds", value)
     if len(pair) != 2:
         raise ValueError(f"bounds must be a pair (d_l, d_h), got {value!r}")
     return pair[0], pair[1]
@@ -110,7 +115,7 @@ def _frequencies_of(cumulative_scale: list[float], rotary_dim: int, base: float)
 
 
 class OpTable(ABC):
-    """What the ops take as a table: a :class:`FrequencyTable`, or one per key head.
+    """What the ops take as a table: a :class:`FrequencyTable`, one per key head, or one per position axis.
 
     A table owns its device copies and those of the stacks that it is the first table of. Keep every table of a call
     alive while a CUDA graph that captured the call is replayed or another stream still runs it.
@@ -118,6 +123,8 @@ class OpTable(ABC):
 
     key_heads: int | None = None
     """The number of key heads that have a table each; None where one table rotates all heads."""
+    axes: int | None = None
+    """The number of positions that a token may have; None where it has one."""
 
     def __init__(self, packed: torch.Tensor) -> None:
         self._packed = DeviceCopies(packed)
@@ -352,6 +359,8 @@ def words_per_head(packed: torch.Tensor) -> torch.Tensor:
 def _stacked(tables: Sequence[OpTable], device: torch.device) -> torch.Tensor:
     """Return ``[tables, words]``; with head tables among them all are expanded to ``[tables, 1, heads, words]``."""
     packed = [table.packed(device) for table in tables]
+    if tables[0].axes is not None:
+        return torch.cat(packed)
     heads = max(table.key_heads or 0 for table in tables)
     if not heads:
         return torch.stack(packed)
@@ -377,6 +386,8 @@ def packed_stack(tables: Sequence[OpTable], device: torch.device) -> torch.Tenso
             raise ValueError(
                 f"table[{i}] must have table[0]'s rotary_dim {tables[0].rotary_dim}, got {table.rotary_dim}"
             )
+        if table.axes != tables[0].axes:
+            raise ValueError(f"table[{i}] must have table[0]'s axes, {tables[0].axes}, got {table.axes}")
         if table.key_heads is None:
             continue
         with_heads = with_heads or table
@@ -395,7 +406,7 @@ def packed_stack(tables: Sequence[OpTable], device: torch.device) -> torch.Tenso
 def require_op_table(argument: str, value: object) -> OpTable:
     """Return ``value``; raise TypeError where the ops do not take it as a table."""
     if not isinstance(value, OpTable):
-        raise TypeError(f"{argument} must be a FrequencyTable or HeadTables, got {type(value).__name__}")
+        raise TypeError(f"{argument} must be a FrequencyTable, HeadTables or AxisTables, got {type(value).__name__}")
     return value
 
 

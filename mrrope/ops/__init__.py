@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 import mrrope._core as _core
+from mrrope.axis_tables import AxisTables
 from mrrope.head_tables import HeadTables
 from mrrope.tables import FrequencyTable, packed_stack, require_op_table
 
-Tables = FrequencyTable | HeadTables | Sequence[FrequencyTable | HeadTables]
+Tables = FrequencyTable | HeadTables | AxisTables | Sequence[FrequencyTable | HeadTables] | Sequence[AxisTables]
 """One table for all sequences, or several."""
 
 

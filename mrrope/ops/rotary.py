@@ -21,11 +21,12 @@ def rotary(
     Args:
         q: Float64, float32, float16 or bfloat16, with a contiguous last dimension; other strides are free.
         k: Like ``q``, with any number of heads, or None.
-        positions: Int32 or int64, any value: ``[tokens]``, ``[1, tokens]`` or ``[batch, tokens]``.
+        positions: Int32 or int64, any value: ``[tokens]``, ``[1, tokens]`` or ``[batch, tokens]``. With ``AxisTables``
+            also ``[axes, batch, tokens]`` or ``[axes, 1, tokens]``.
         table: The frequencies. Components past its ``rotary_dim`` are copied. ``HeadTables`` have a table for each
             key head, which its query heads share; the heads of q and of k are multiples of their number. A list of
             tables of one ``rotary_dim``, of both kinds, holds one per sequence, or those that ``table_index`` selects
-            from.
+            from. ``AxisTables`` turn each pair by one of a token's positions; a list holds only such.
         layout: ``bhsd`` ``[batch, heads, tokens, head_dim]``, ``bshd`` ``[batch, tokens, heads, head_dim]``, or
             ``thd`` ``[tokens, heads, head_dim]``.
         pairing: ``halves`` pairs components i and i + rotary_dim / 2, as in Llama; ``interleaved`` pairs 2i and

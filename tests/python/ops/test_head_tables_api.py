@@ -261,9 +261,8 @@ def test_stacks_of_different_heads_are_refused():
     tables[2] = random_heads(3, rotary_dim=18)
     assert_refused(lambda: packed_stack(tables, CPU), ValueError, "table[2] must have table[0]'s rotary_dim 16, got 18")
     tables[2] = mrrope.TableSet([random_heads(3)])
-    assert_refused(
-        lambda: packed_stack(tables, CPU), TypeError, "table[2] must be a FrequencyTable or HeadTables, got TableSet"
-    )
+    text = "table[2] must be a FrequencyTable, HeadTables or AxisTables, got TableSet"
+    assert_refused(lambda: packed_stack(tables, CPU), TypeError, text)
 
 
 # --- ops ---
@@ -414,9 +413,9 @@ def test_what_is_no_table_is_refused():
     tables = mrrope.TableSet([random_heads(2)])
     for table in (tables, "rope", None):
         name = type(table).__name__
-        text = f"table must be a FrequencyTable or HeadTables, got {name}"
+        text = f"table must be a FrequencyTable, HeadTables or AxisTables, got {name}"
         assert_refused(lambda table=table: mrrope.rotary(q, k, torch.arange(5), table), TypeError, text)
-    text = "table[1] must be a FrequencyTable or HeadTables, got TableSet"
+    text = "table[1] must be a FrequencyTable, HeadTables or AxisTables, got TableSet"
     assert_refused(lambda: mrrope.rotary(q, k, torch.arange(5), [random_heads(2), tables]), TypeError, text)
 
 

@@ -22,6 +22,7 @@ CUDA = re.compile(r"^cu(da|tlass|te|b)\b|^(cuda|cutlass|cute|cub|thrust)[_/.]|^n
 PACKAGE_LAYERS = [
     {
         "mrrope._core",
+        "mrrope.axis_tables",
         "mrrope.calibrated_tables",
         "mrrope.head_tables",
         "mrrope.table_json",

@@ -1,0 +1,245 @@
+"""Tables for tokens with several positions, against the formulas of image and video models, and of M-RoPE."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from rotary_reference import TOLERANCES, components_of, pairs_of
+
+import mrrope
+from mrrope.tables import packed_stack
+
+
+def plain_table(rotary_dim, base=1e4, attention_factor=1.0):
+    return mrrope.frequency_table(
+        "rope", rotary_dim=rotary_dim, base=base, original_max_position=4096, attention_factor=attention_factor
+    )
+
+
+def rotated_by_angles(x, angles, pairing, factor=1.0):
+    """Rotate float64 ``[..., tokens, heads, dim]`` by angles of ``[..., tokens, pairs]``."""
+    turned = pairs_of(x.cpu().double().numpy(), pairing) * (factor * np.exp(1j * np.asarray(angles)))[..., None, :]
+    return torch.from_numpy(components_of(turned, pairing))
+
+
+def assert_close(actual, expected, margin=1.0):
+    error = (actual.cpu().double() - expected).norm() / expected.norm()
+    assert error < TOLERANCES[actual.dtype].frobenius * margin, f"relative error {error:.2e}"
+
+
+def random_heads(device, *shape, dtype=torch.float32):
+    return torch.randn(*shape, dtype=torch.float64).to(device, dtype)
+
+
+def grid(frames, height, width):
+    """Frame, row and column of every patch, ``[3, patches]``."""
+    return torch.stack(
+        torch.meshgrid(torch.arange(frames), torch.arange(height), torch.arange(width), indexing="ij")
+    ).flatten(1)
+
+
+def axis_angles(positions, dims, base):
+    """Angles of every pair as Flux, Wan and Qwen-Image have them: every axis has RoPE of its own width."""
+    return np.concatenate(
+        [
+            positions[axis].double().numpy()[:, None] * base ** (-np.arange(0, dim, 2) / dim)
+            for axis, dim in enumerate(dims)
+        ],
+        axis=-1,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_flux(device, dtype):
+    """Text at position 0, then the patches of an image at (0, row, column): 16 + 56 + 56, interleaved."""
+    positions = torch.cat([torch.zeros(3, 5, dtype=torch.int64), grid(1, 6, 7)], dim=1)
+    tables = mrrope.AxisTables([plain_table(16), plain_table(56), plain_table(56)])
+    assert (tables.rotary_dim, tables.axes) == (128, 3)
+    q, k = (random_heads(device, 2, positions.shape[1], 3, 128, dtype=dtype) for _ in range(2))
+    got = mrrope.rotary(q, k, positions[:, None].to(device), tables, layout="bshd", pairing="interleaved")
+    angles = axis_angles(positions, (16, 56, 56), 1e4)
+    for actual, x in zip(got, (q, k), strict=True):
+        # The formula's own angles are rounded to float64, by up to 2^-53 of 7 revolutions.
+        assert_close(actual, rotated_by_angles(x, angles, "interleaved"), margin=2.0)
+
+
+def test_wan(device):
+    """Frames, rows and columns of a video: height and width have 2 * (128 // 6) components, time the rest."""
+    positions = grid(3, 4, 5)
+    spatial = 2 * (128 // 6)
+    dims = 128 - 2 * spatial, spatial, spatial
+    tables = mrrope.AxisTables(map(plain_table, dims))
+    q = random_heads(device, 1, positions.shape[1], 2, 128)
+    got, _ = mrrope.rotary(q, None, positions[:, None].to(device), tables, layout="bshd", pairing="interleaved")
+    assert_close(got, rotated_by_angles(q, axis_angles(positions, dims, 1e4), "interleaved"))
+
+
+def test_qwen_image(device):
+    """Rows and columns counted from the middle, so that half of them are negative; text after the largest."""
+    frames, height, width = 1, 5, 6
+    patches = grid(frames, height, width)
+    patches[1] -= height - height // 2
+    patches[2] -= width - width // 2
+    text = max(height // 2, width // 2) + torch.arange(4).expand(3, 4)
+    positions = torch.cat([patches, text], dim=1)
+    assert positions.min() < 0
+    tables = mrrope.AxisTables([plain_table(16), plain_table(56), plain_table(56)])
+    q = random_heads(device, 1, positions.shape[1], 2, 128)
+    got, _ = mrrope.rotary(q, None, positions[:, None].to(device), tables, layout="bshd", pairing="interleaved")
+    assert_close(got, rotated_by_angles(q, axis_angles(positions, (16, 56, 56), 1e4), "interleaved"))
+
+
+def test_rows_and_columns_in_halves(device):
+    """Vision towers with rows and columns, and pairs (i, i + half), as Qwen2-VL's."""
+    positions = grid(1, 3, 4)[1:]
+    tables = mrrope.AxisTables([plain_table(40), plain_table(40)])
+    q = random_heads(device, 1, 2, 12, 80)
+    got, _ = mrrope.rotary(q, None, positions[:, None].to(device), tables)
+    want = rotated_by_angles(q.transpose(1, 2), axis_angles(positions, (40, 40), 1e4), "halves").transpose(1, 2)
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize(("family", "interleaved"), [("qwen2_vl", False), ("qwen3_vl", True)])
+def test_sections_are_those_of_transformers(device, family, interleaved):
+    transformers = pytest.importorskip("transformers")
+    sections = [24, 20, 20]
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+    config = transformers.AutoConfig.for_model(
+        f"{family}_text",
+        hidden_size=128,
+        num_attention_heads=1,
+        head_dim=128,
+        num_hidden_layers=1,
+        vocab_size=16,
+        rope_parameters=rope,
+    )
+    stock = dict(transformers.AutoModel.from_config(config).named_modules())["rotary_emb"]
+    positions = torch.randint(0, 5000, (3, 2, 9))
+    q = random_heads(device, 2, 4, 9, 128)
+    cos, sin = (x[:, None].double() for x in stock(q.cpu(), positions))
+    first, second = q.cpu().double().chunk(2, dim=-1)
+    want = q.cpu().double() * cos + torch.cat([-second, first], dim=-1) * sin
+    tables = mrrope.AxisTables.of_sections(plain_table(128, base=1e6), sections, interleaved=interleaved)
+    got, _ = mrrope.rotary(q, None, positions.to(device), tables)
+    # Its float32 angles are off by up to 5000 * 2^-24; a pair that turns with another axis would be off by 1.
+    assert ((got.cpu() - want).norm() / want.norm()).item() < 1e-3
+
+
+def test_one_position_is_that_of_all_axes(device):
+    tables = mrrope.AxisTables([plain_table(16), plain_table(8)])
+    q = random_heads(device, 2, 3, 7, 32)
+    positions = torch.randint(0, 2**40, (2, 7), device=device)
+    alone, _ = mrrope.rotary(q, None, positions, tables)
+    together, _ = mrrope.rotary(q, None, positions.expand(2, 2, 7), tables)
+    assert torch.equal(alone, together)
+    assert torch.equal(alone[..., 24:], q[..., 24:])
+
+
+def test_norm_gradient_and_compilation(device):
+    tables = mrrope.AxisTables([plain_table(16, attention_factor=1.25), plain_table(16, attention_factor=1.25)]).to(
+        device
+    )
+    q, k = (random_heads(device, 1, heads, 6, 32) for heads in (4, 2))
+    weight = torch.rand(32, device=device)
+    positions = torch.randint(-50, 50, (2, 1, 6), device=device)
+    normed = mrrope.qk_norm_rotary(q, k, weight, weight, positions, tables, eps=1e-6)
+
+    def norm(x):
+        return x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+
+    angles = axis_angles(positions[:, 0].cpu(), (16, 16), 1e4)
+    for actual, x in zip(normed, (q, k), strict=True):
+        want = rotated_by_angles(norm(x).transpose(1, 2), angles, "halves", factor=1.25).transpose(1, 2)
+        assert_close(actual, want)
+
+    def loss(x):
+        return mrrope.rotary(x, None, positions, tables)[0].square().sum()
+
+    x = q.clone().requires_grad_()
+    loss(x).backward()
+    # A rotation keeps lengths, so that the gradient of the squared norm is that of the input's, times factor squared.
+    torch.testing.assert_close(x.grad, 2 * 1.25**2 * q, rtol=1e-5, atol=1e-5)
+    compiled = torch.compile(lambda x: mrrope.rotary(x, None, positions, tables)[0], fullgraph=True, backend="eager")
+    assert torch.equal(compiled(q), mrrope.rotary(q, None, positions, tables)[0])
+
+
+def test_a_list_has_one_per_sequence(device):
+    stack = [mrrope.AxisTables([plain_table(8, base), plain_table(8, base)]) for base in (1e4, 1e5, 1e6)]
+    q = random_heads(device, 2, 2, 5, 16)
+    positions = torch.randint(0, 1000, (2, 2, 5), device=device)
+    index = torch.tensor([2, 0], dtype=torch.int32, device=device)
+    got, _ = mrrope.rotary(q, None, positions, stack, table_index=index)
+    for row, which in enumerate(index.tolist()):
+        alone, _ = mrrope.rotary(q[row : row + 1], None, positions[:, row : row + 1], stack[which])
+        assert torch.equal(got[row : row + 1], alone)
+
+
+def test_equality_and_copies():
+    tables = mrrope.AxisTables([plain_table(8), plain_table(4)])
+    same = mrrope.AxisTables([plain_table(8), plain_table(4)])
+    other = mrrope.AxisTables([plain_table(4), plain_table(8)])
+    assert tables == same
+    assert hash(tables) == hash(same)
+    assert tables.is_like(same)
+    assert tables != other
+    assert not tables.is_like(other)
+    assert tables.axis_of_pair == (0, 0, 0, 0, 1, 1)
+    for copied in (pickle.loads(pickle.dumps(tables)), copy.deepcopy(tables)):
+        assert copied == tables
+        assert torch.equal(copied.packed(torch.device("cpu")), tables.packed(torch.device("cpu")))
+    assert repr(tables) == "AxisTables(2 axes of [4, 2] pairs, attention_factor=1)"
+    sections = mrrope.AxisTables.of_sections(plain_table(12), [2, 0, 4])
+    assert (sections.axes, sections.axis_of_pair) == (3, (0, 0, 2, 2, 2, 2))
+    assert pickle.loads(pickle.dumps(sections)) == sections
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: mrrope.AxisTables([]), ValueError, "tables must hold a FrequencyTable per axis, got none"),
+        (lambda: mrrope.AxisTables(3), TypeError, "tables must be a FrequencyTable per axis, got int"),
+        (lambda: mrrope.AxisTables(["rope"]), TypeError, r"tables\[0\] must be a FrequencyTable"),
+        (
+            lambda: mrrope.AxisTables([plain_table(4), plain_table(4, attention_factor=2.0)]),
+            ValueError,
+            r"tables\[1\] must have tables\[0\]'s attention_factor 1, got 2",
+        ),
+        (
+            lambda: mrrope.AxisTables.of_sections(plain_table(8), [1, 2]),
+            ValueError,
+            r"sections must add up to the table's 4 pairs, got \[1, 2\]",
+        ),
+        (
+            lambda: mrrope.AxisTables.of_sections(plain_table(8), [-1, 5]),
+            ValueError,
+            r"sections must add up to the table's 4 pairs, got \[-1, 5\]",
+        ),
+        (lambda: mrrope.AxisTables.of_sections(plain_table(8), [1.5, 2.5]), TypeError, "sections must be an integer"),
+        (
+            lambda: packed_stack([mrrope.AxisTables([plain_table(8)]), plain_table(8)], torch.device("cpu")),
+            ValueError,
+            r"table\[1\] must have table\[0\]'s axes, 1, got None",
+        ),
+    ],
+)
+def test_what_is_refused(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_positions_must_fit(device):
+    tables = mrrope.AxisTables([plain_table(8), plain_table(8)])
+    q = random_heads(device, 1, 2, 5, 16)
+    with pytest.raises(ValueError, match=r"positions with a table of two rows must be \[rows, 1, 5\]"):
+        mrrope.rotary(q, None, torch.zeros(2, 1, 4, dtype=torch.int64, device=device), tables)
+    if device == "cpu":
+        with pytest.raises(
+            ValueError, match=r"table's second row must name rows of positions, 0 to 0, got 1 for pair 4"
+        ):
+            mrrope.rotary(q, None, torch.zeros(1, 1, 5, dtype=torch.int64), tables)
+    cache = torch.zeros(1, 2, 5, 16, device=device)
+    positions = torch.zeros(2, 1, 5, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=r"positions must be one a token to go with a cache"):
+        mrrope.rotary_and_cache_(q, q.clone(), q.clone(), positions, tables, cache, cache.clone())
