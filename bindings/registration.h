@@ -8,6 +8,7 @@
 
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "backends.h"
 #include "tensor_views.h"
@@ -32,6 +33,24 @@ namespace mrrope {
 // True for forward-mode tangents, too: ops without forward-mode derivatives refuse them instead of dropping them.
 inline bool needs_gradient(const at::Tensor& x) {
     return (at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(/*level=*/0).defined();
+}
+
+// The backward pass of an autograd function of (heads, call, below) whose gradient is a rotation of those given:
+// rotate(gradients) of the wanted ones.
+inline std::vector<at::Tensor> backward_by_rotation(torch::autograd::AutogradContext* context,
+                                                    const std::vector<at::Tensor>& gradients, const auto& rotate) {
+    std::vector<at::Tensor> result(gradients.size() + 2);  // none for call and below
+    std::vector<size_t> wanted;
+    std::vector<at::Tensor> heads;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+        if (!gradients[i].defined() || !context->needs_input_grad(i)) continue;
+        wanted.push_back(i);
+        heads.push_back(with_contiguous_last_dimension(gradients[i]));
+    }
+    if (heads.empty()) return result;
+    const std::vector<at::Tensor> rotated = rotate(heads);
+    for (size_t i = 0; i < wanted.size(); ++i) result[wanted[i]] = rotated[i];
+    return result;
 }
 
 template <class Op>

@@ -15,6 +15,7 @@ from mrrope.ops.qkv_rotary import deinterleave_heads, interleave_heads, pack_qkv
 from mrrope.ops.rescale_cache import rescale_cache_
 from mrrope.ops.rotary import rotary, rotary_
 from mrrope.ops.rotary_and_cache import rotary_and_cache_
+from mrrope.ops.rotary_cos_sin import rotary_cos_sin
 from mrrope.table_set import TableSet
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
 
@@ -48,6 +49,7 @@ __all__ = [
     "rotary",
     "rotary_",
     "rotary_and_cache_",
+    "rotary_cos_sin",
     "unpack_qkv",
     "unpatch",
 ]
