@@ -7,6 +7,7 @@ from mrrope.export.hf_config import export_config
 from mrrope.head_tables import HeadTables
 from mrrope.hf.auto_scale.follower import expecting
 from mrrope.hf.embedded_tables import patch_on_import
+from mrrope.hf.kernels_slot import register_kernels
 from mrrope.hf.patch import is_patched, patch, patched, unpatch
 from mrrope.hf.rope_types import register_on_import, register_rope_types
 from mrrope.ops.learnable_rotary import learnable_rotary
@@ -44,6 +45,7 @@ __all__ = [
     "qk_norm_rotary",
     "qk_norm_rotary_",
     "qkv_rotary",
+    "register_kernels",
     "register_rope_types",
     "rescale_cache_",
     "rotary",
