@@ -1,5 +1,9 @@
 #pragma once
 
+#ifdef CUDA_KERNEL  // defined by kernel-builder, which builds the package for the Hub
+#define MRROPE_WITH_CUDA
+#endif
+
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 

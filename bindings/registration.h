@@ -28,6 +28,11 @@
 //   each_written(call, visit)     visits the tensors whose version is incremented
 //   written                       what the op does to them, for messages
 
+// Of torch.ops. The package for the Hub of kernels has its own, so that both can be loaded.
+#ifndef MRROPE_NAMESPACE
+#define MRROPE_NAMESPACE mrrope
+#endif
+
 namespace mrrope {
 
 // True for forward-mode tangents, too: ops without forward-mode derivatives refuse them instead of dropping them.
@@ -56,7 +61,8 @@ inline std::vector<at::Tensor> backward_by_rotation(torch::autograd::AutogradCon
 template <class Op>
 const auto& dispatched() {
     static const auto op = [] {
-        const c10::OperatorName name = torch::jit::parseName(std::string("mrrope::") + Op::name);
+        const c10::OperatorName name =
+            torch::jit::parseName(std::string(C10_STRINGIZE(MRROPE_NAMESPACE) "::") + Op::name);
         return c10::Dispatcher::singleton()
             .findSchemaOrThrow(name.name.c_str(), name.overload_name.c_str())
             .template typed<typename Op::Signature>();

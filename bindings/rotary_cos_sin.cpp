@@ -154,7 +154,7 @@ struct RotaryCosSin {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(mrrope, library) {
+TORCH_LIBRARY_FRAGMENT(MRROPE_NAMESPACE, library) {
     register_op<RotaryCosSin>(library,
                               "(Tensor[] heads, Tensor cos, Tensor sin, str layout='bhsd', str pairing='halves', "
                               "int? rotary_dim=None, bool conjugate=False) -> Tensor[]");
