@@ -53,7 +53,10 @@ def register_kernels(*model_types: str) -> None:
         ImportError: The package ``kernels`` is not installed, or transformers has no such model type.
         ValueError: The modeling code of a model type applies RoPE in another way, or one of its models is patched.
     """
-    kernels = _package()
+    try:
+        kernels: Any = importlib.import_module("kernels")
+    except ImportError as error:
+        raise ImportError("register_kernels needs the package kernels: pip install kernels") from error
     repository = InProcess()
     devices: dict[Any, Any] = {"cpu": repository}
     if not _core.build_info()["without_cuda"]:
@@ -66,18 +69,11 @@ def register_kernels(*model_types: str) -> None:
         _open_slot(importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}"), model_type)
 
 
-def _package() -> Any:
-    try:
-        return importlib.import_module("kernels")
-    except ImportError as error:
-        raise ImportError("register_kernels needs the package kernels: pip install kernels") from error
-
-
 def _open_slot(module: ModuleType, model_type: str) -> None:
     """Do to a modeling module what transformers' decorators do to those that have a slot."""
     if model_type in _OPENED:
         return
-    kernels = _package()
+    integrations: Any = importlib.import_module("transformers.integrations")  # its decorators heed USE_HUB_KERNELS
     slot: Any = getattr(module, APPLY, None)
     if is_fused(slot):
         raise ValueError(f"model_types must be those of models that are not patched, got {model_type!r}: unpatch first")
@@ -87,10 +83,10 @@ def _open_slot(module: ModuleType, model_type: str) -> None:
             raise ValueError(
                 f"model_types must be of modeling code with {APPLY}{PARAMETERS}, got {model_type!r}, which has {found}"
             )
-        slot = kernels.use_kernel_forward_from_hub(SLOT)(slot)
+        slot = integrations.use_kernel_forward_from_hub(SLOT)(slot)
         setattr(module, APPLY, slot)
     for value in list(vars(module).values()):
         is_own = isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == module.__name__
         if is_own and APPLY in inspect.unwrap(value.forward).__code__.co_names:
-            kernels.use_kernelized_func(slot)(value)
+            integrations.use_kernelized_func(slot)(value)
     _OPENED.add(model_type)
