@@ -25,7 +25,7 @@ RotaryArgs slice(const RotaryArgs& args, int64_t first_batch, int64_t batch, int
             static_cast<const char*>(view->in) + offset(view->in_strides, first_batch, first_token) * element_size;
         view->out = static_cast<char*>(view->out) + offset(view->out_strides, first_batch, first_token) * element_size;
     }
-    if (args.positions.data != nullptr) part.positions.data = advanced(args.positions, first_batch, first_token);
+    part.positions.data = advanced(args.positions, first_batch, first_token);
     const TableChoice& choice = args.choice;
     if (choice.index != nullptr) {
         part.choice.index += first_batch * choice.batch_stride + first_token * choice.token_stride;
@@ -61,6 +61,7 @@ RotaryCosSinArgs slice(const RotaryCosSinArgs& args, int64_t first_batch, int64_
                        int64_t tokens) {
     RotaryCosSinArgs part = args;
     part.rotary = slice(args.rotary, first_batch, batch, first_token, tokens);
+    part.rotary.positions = {};  // there are none to advance
     for (ColumnsView* view : {&part.cos, &part.sin}) {
         const int64_t columns = first_batch * view->batch_stride + first_token * view->token_stride;
         view->data = static_cast<const char*>(view->data) + columns * size_of(args.columns_dtype);
