@@ -1,5 +1,9 @@
 #pragma once
 
+#ifdef CUDA_KERNEL  // defined by kernel-builder, which builds the package for the Hub
+#define MRROPE_WITH_CUDA
+#endif
+
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
@@ -8,6 +12,7 @@
 #include "mrrope/rescale_cache.h"
 #include "mrrope/rotary.h"
 #include "mrrope/rotary_and_cache.h"
+#include "mrrope/rotary_cos_sin.h"
 
 #ifdef MRROPE_WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
@@ -20,6 +25,7 @@ namespace mrrope {
 
 struct Cpu {
     static void run(const RotaryArgs& args, const at::Tensor&) { rotary_cpu(args, parallel_for); }
+    static void run(const RotaryCosSinArgs& args, const at::Tensor&) { rotary_cos_sin_cpu(args, parallel_for); }
     static void run(const RescaleCacheArgs& args, const at::Tensor&) { rescale_cache_cpu(args, parallel_for); }
     static void run(const RotaryAndCacheArgs& args, const at::Tensor&) { rotary_and_cache_cpu(args, parallel_for); }
     static void run(const QkNormRotaryArgs& args, const at::Tensor&) { qk_norm_rotary_cpu(args, parallel_for); }
@@ -44,6 +50,7 @@ private:
 struct Cuda {
 #ifdef MRROPE_WITH_CUDA
     static void run(const RotaryArgs& args, const at::Tensor& heads) { launch(rotary_cuda, args, heads); }
+    static void run(const RotaryCosSinArgs& args, const at::Tensor& heads) { launch(rotary_cos_sin_cuda, args, heads); }
     static void run(const RescaleCacheArgs& args, const at::Tensor& heads) { launch(rescale_cache_cuda, args, heads); }
     static void run(const RotaryAndCacheArgs& args, const at::Tensor& heads) {
         launch(rotary_and_cache_cuda, args, heads);

@@ -41,8 +41,9 @@ struct LearnableRotaryBackwardCall {
 };
 
 void check_kinds(const LearnableRotaryCall& call) {
-    check_head_kinds(call.heads, call.positions, call.layout, call.pairing);
+    check_head_kinds(call.heads, call.layout, call.pairing);
     const NamedTensor q = call.head(0);
+    check_positions_kind({"positions", call.positions}, q);
     const NamedTensor frequencies{"frequencies", call.frequencies};
     const NamedTensor factor{"attention_factor", call.attention_factor};
     const at::ScalarType dtype = frequencies.tensor.scalar_type();

@@ -8,6 +8,7 @@
 
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "backends.h"
 #include "tensor_views.h"
@@ -27,6 +28,11 @@
 //   each_written(call, visit)     visits the tensors whose version is incremented
 //   written                       what the op does to them, for messages
 
+// Of torch.ops. The package for the Hub of kernels has its own, so that both can be loaded.
+#ifndef MRROPE_NAMESPACE
+#define MRROPE_NAMESPACE mrrope
+#endif
+
 namespace mrrope {
 
 // True for forward-mode tangents, too: ops without forward-mode derivatives refuse them instead of dropping them.
@@ -34,10 +40,29 @@ inline bool needs_gradient(const at::Tensor& x) {
     return (at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(/*level=*/0).defined();
 }
 
+// The backward pass of an autograd function of (heads, call, below) whose gradient is a rotation of those given:
+// rotate(gradients) of the wanted ones.
+inline std::vector<at::Tensor> backward_by_rotation(torch::autograd::AutogradContext* context,
+                                                    const std::vector<at::Tensor>& gradients, const auto& rotate) {
+    std::vector<at::Tensor> result(gradients.size() + 2);  // none for call and below
+    std::vector<size_t> wanted;
+    std::vector<at::Tensor> heads;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+        if (!gradients[i].defined() || !context->needs_input_grad(i)) continue;
+        wanted.push_back(i);
+        heads.push_back(with_contiguous_last_dimension(gradients[i]));
+    }
+    if (heads.empty()) return result;
+    const std::vector<at::Tensor> rotated = rotate(heads);
+    for (size_t i = 0; i < wanted.size(); ++i) result[wanted[i]] = rotated[i];
+    return result;
+}
+
 template <class Op>
 const auto& dispatched() {
     static const auto op = [] {
-        const c10::OperatorName name = torch::jit::parseName(std::string("mrrope::") + Op::name);
+        const c10::OperatorName name =
+            torch::jit::parseName(std::string(C10_STRINGIZE(MRROPE_NAMESPACE) "::") + Op::name);
         return c10::Dispatcher::singleton()
             .findSchemaOrThrow(name.name.c_str(), name.overload_name.c_str())
             .template typed<typename Op::Signature>();

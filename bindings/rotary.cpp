@@ -26,22 +26,12 @@ struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
     }
 
     static std::vector<Tensor> backward(torch::autograd::AutogradContext* context, std::vector<Tensor> gradients) {
-        std::vector<Tensor> result(gradients.size() + 2);  // none for call and below
-        std::vector<size_t> wanted;
-        std::vector<Tensor> heads;
-        for (size_t i = 0; i < gradients.size(); ++i) {
-            if (!gradients[i].defined() || !context->needs_input_grad(i)) continue;
-            wanted.push_back(i);
-            heads.push_back(with_contiguous_last_dimension(gradients[i]));
-        }
-        if (heads.empty()) return result;
         const auto saved = context->get_saved_variables();
         auto& data = context->saved_data;
-        const std::vector<Tensor> rotated =
-            rotary(heads, saved[0], saved[1], data["layout"].toStringRef(), data["pairing"].toStringRef(),
-                   !data["conjugate"].toBool(), saved[2].defined() ? OptionalTensor(saved[2]) : std::nullopt);
-        for (size_t i = 0; i < wanted.size(); ++i) result[wanted[i]] = rotated[i];
-        return result;
+        return backward_by_rotation(context, gradients, [&](TensorList heads) {
+            return rotary(heads, saved[0], saved[1], data["layout"].toStringRef(), data["pairing"].toStringRef(),
+                          !data["conjugate"].toBool(), saved[2].defined() ? OptionalTensor(saved[2]) : std::nullopt);
+        });
     }
 };
 

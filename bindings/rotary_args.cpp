@@ -9,9 +9,9 @@
 namespace mrrope {
 namespace {
 
-void check_heads(const RotaryCall& call, const Layout& layout) {
-    call.each_head([&](NamedTensor x) { check_last_dimension(x, layout); });
-    if (call.heads.size() == 2) check_k_matches_q(call.heads[0], call.heads[1], layout);
+void check_heads(at::TensorList heads, const Layout& layout) {
+    for (size_t i = 0; i < heads.size(); ++i) check_last_dimension(named_head(heads, i), layout);
+    if (heads.size() == 2) check_k_matches_q(heads[0], heads[1], layout);
 }
 
 void check_table_shape(const at::Tensor& table) {
@@ -102,64 +102,66 @@ PositionsView position_rows_view(const RotaryCall& call, const Layout& layout) {
 
 }  // namespace
 
-void check_head_kinds(at::TensorList heads, const at::Tensor& positions, std::string_view layout,
-                      std::string_view pairing) {
+void check_head_kinds(at::TensorList heads, std::string_view layout, std::string_view pairing) {
     TORCH_CHECK_VALUE(heads.size() == 1 || heads.size() == 2, "heads must be [q] or [q, k], got ", heads.size(),
                       " tensors");
     const Layout dims = layout_named(layout);
     pairing_named(pairing);
-    const NamedTensor q{"q", heads[0]};
+    const NamedTensor q = named_head(heads, 0);
     dtype_of(q);
     for (size_t i = 0; i < heads.size(); ++i) {
-        const NamedTensor x{i == 0 ? "q" : "k", heads[i]};
+        const NamedTensor x = named_head(heads, i);
         check_rank(x, dims);
         check_like(x, q);
     }
-    check_positions_kind({"positions", positions}, q);
 }
 
 void check_kinds(const RotaryCall& call) {
-    check_head_kinds(call.heads, call.positions, call.layout, call.pairing);
+    check_head_kinds(call.heads, call.layout, call.pairing);
     const NamedTensor q = call.head(0);
+    check_positions_kind({"positions", call.positions}, q);
     check_table_kind(call.table, q);
     if (call.table_index) check_index_kind({"table_index", *call.table_index}, q);
 }
 
 void check_writable(const RotaryCall& call) {
-    check_heads(call, layout_named(call.layout));
+    check_heads(call.heads, layout_named(call.layout));
     call.each_head(check_no_internal_overlap);
     if (call.heads.size() == 2) check_no_overlap(call.head(0), call.head(1), " to be rotated in place");
+}
+
+RotaryArgs head_args(at::TensorList heads, at::TensorList out, const Layout& layout) {
+    check_heads(heads, layout);
+    const NamedTensor q = named_head(heads, 0);
+    RotaryArgs args;
+    args.batch = layout.batch_of(q.tensor);
+    args.tokens = q.tensor.size(layout.token);
+    args.head_dim = static_cast<int>(q.tensor.size(-1));
+    args.dtype = dtype_of(q);
+    args.q = heads_view(q, out[0], layout, layout);
+    if (heads.size() == 2) args.k = heads_view(named_head(heads, 1), out[1], layout, layout);
+    const int64_t per_token = (static_cast<int64_t>(args.q.heads) + args.k.heads) * args.head_dim;
+    TORCH_CHECK_VALUE(per_token <= std::numeric_limits<int>::max(),
+                      "q and k must have fewer than 2^31 components a token, got ", per_token);
+    return args;
 }
 
 RotaryArgs rotary_args(const RotaryCall& call, at::TensorList out) {
     const Layout layout = layout_named(call.layout);
     const NamedTensor q = call.head(0);
-    if (q.tensor.is_same(out[0])) {
-        check_writable(call);
-    } else {
-        check_heads(call, layout);
-    }
+    if (q.tensor.is_same(out[0])) check_writable(call);
+    RotaryArgs args = head_args(call.heads, out, layout);
     check_table_shape(call.table);
     check_attention_factors(call.table);
     call.each_head([&](NamedTensor x) { check_heads_have_tables(x, layout, call.table); });
-    RotaryArgs args;
     args.rotary_dim = rotary_dim_of(call.table, q);
     args.positions = has_position_rows(call.table) && call.positions.dim() == 3
                          ? position_rows_view(call, layout)
                          : positions_view({"positions", call.positions}, q, layout);
     args.table = static_cast<const uint64_t*>(call.table.const_data_ptr());
     args.choice = table_choice(call, layout);
-    args.batch = layout.batch_of(q.tensor);
-    args.tokens = q.tensor.size(layout.token);
-    args.head_dim = static_cast<int>(q.tensor.size(-1));
-    args.dtype = dtype_of(q);
     args.pairing = pairing_named(call.pairing);
     args.conjugate = call.conjugate;
-    args.q = heads_view(q, out[0], layout, layout);
-    if (out.size() == 2) args.k = heads_view(call.head(1), out[1], layout, layout);
-    const int64_t per_token = (static_cast<int64_t>(args.q.heads) + args.k.heads) * args.head_dim;
-    TORCH_CHECK_VALUE(per_token <= std::numeric_limits<int>::max(),
-                      "q and k must have fewer than 2^31 components a token, got ", per_token);
     return args;
 }
 

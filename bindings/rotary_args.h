@@ -9,6 +9,10 @@
 
 namespace mrrope {
 
+inline NamedTensor named_head(at::TensorList heads, size_t index) {
+    return {index == 0 ? "q" : "k", heads[index]};
+}
+
 // The arguments of rotary and rotary_, in their schema's order. Ops that contain a rotation build one for its checks.
 struct RotaryCall {
     at::TensorList heads;
@@ -19,22 +23,24 @@ struct RotaryCall {
     bool conjugate;
     const OptionalTensor& table_index;
 
-    NamedTensor head(size_t index) const { return {index == 0 ? "q" : "k", heads[index]}; }
+    NamedTensor head(size_t index) const { return named_head(heads, index); }
 
     void each_head(const auto& visit) const {
         for (size_t i = 0; i < heads.size(); ++i) visit(head(i));
     }
 };
 
-// Checks rank, dtype and device of q, k and positions, and the names of layout and pairing.
-void check_head_kinds(at::TensorList heads, const at::Tensor& positions, std::string_view layout,
-                      std::string_view pairing);
+// Checks rank, dtype and device of q and k, and the names of layout and pairing.
+void check_head_kinds(at::TensorList heads, std::string_view layout, std::string_view pairing);
 
-// The same, and the table and its index.
+// The same, and positions, the table and its index.
 void check_kinds(const RotaryCall& call);
 
 // Checks sizes, strides and values, then fills the backends' struct. In place, `out` is `call.heads`.
 RotaryArgs rotary_args(const RotaryCall& call, at::TensorList out);
+
+// Checks sizes and strides of q and k, then fills what the struct has of them.
+RotaryArgs head_args(at::TensorList heads, at::TensorList out, const Layout& layout);
 
 // Checks that q and k can be written in place.
 void check_writable(const RotaryCall& call);

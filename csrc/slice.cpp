@@ -1,5 +1,6 @@
 #include "mrrope/rotary.h"
 #include "mrrope/rotary_and_cache.h"
+#include "mrrope/rotary_cos_sin.h"
 
 namespace mrrope {
 namespace {
@@ -52,6 +53,18 @@ RotaryAndCacheArgs slice(const RotaryAndCacheArgs& args, int64_t first_batch, in
             static_cast<const char*>(view->in) + offset(view->in_strides, first_batch, first_token) * element_size;
         if (args.slots.paged) continue;
         view->out = static_cast<char*>(view->out) + offset(view->out_strides, first_batch, 0) * cached_size;
+    }
+    return part;
+}
+
+RotaryCosSinArgs slice(const RotaryCosSinArgs& args, int64_t first_batch, int64_t batch, int64_t first_token,
+                       int64_t tokens) {
+    RotaryCosSinArgs part = args;
+    part.rotary = slice(args.rotary, first_batch, batch, first_token, tokens);
+    part.rotary.positions = {};  // there are none to advance
+    for (ColumnsView* view : {&part.cos, &part.sin}) {
+        const int64_t columns = first_batch * view->batch_stride + first_token * view->token_stride;
+        view->data = static_cast<const char*>(view->data) + columns * size_of(args.columns_dtype);
     }
     return part;
 }

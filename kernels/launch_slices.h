@@ -6,6 +6,7 @@
 
 #include "mrrope/rotary.h"
 #include "mrrope/rotary_and_cache.h"
+#include "mrrope/rotary_cos_sin.h"
 
 // Large calls are split into launches whose thread and token indices fit in 32 bits.
 
@@ -37,8 +38,8 @@ void for_each_launch(const RotaryArgs& args, int64_t tokens_per_launch, F&& f) {
     for_each_slice(args.batch, args.tokens, tokens_per_launch, [&](auto... part) { f(slice(args, part...)); });
 }
 
-template <class F>
-void for_each_launch(const RotaryAndCacheArgs& args, int64_t tokens_per_launch, F&& f) {
+template <class Args, class F>
+void for_each_launch(const Args& args, int64_t tokens_per_launch, F&& f) {
     for_each_slice(args.rotary.batch, args.rotary.tokens, tokens_per_launch,
                    [&](auto... part) { f(slice(args, part...)); });
 }

@@ -65,15 +65,6 @@ struct LearnableSums {
     }
 };
 
-template <int Vector, class Element>
-__device__ void copy_tail(const Element* in, Element* out, int lane, int lanes, const RotaryArgs& args) {
-    using Stored = cutlass::AlignedArray<Element, Vector>;
-    for (int at = first_tail_component<Vector>(lane, args.rotary_dim); at < args.head_dim;
-         at += tail_step<Vector>(lanes)) {
-        *reinterpret_cast<Stored*>(out + at) = *reinterpret_cast<const Stored*>(in + at);
-    }
-}
-
 // Loads of the first item are issued before griddepcontrol.wait and are final: the primary kernel of the dependent
 // launch is pack_tables_kernel, which triggers after its own wait and writes the packed tables only. Heads of the next
 // item are loaded into the registers of the heads just used, and are in flight during the rest of the arithmetic.

@@ -180,52 +180,56 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
                     rotary_block_threads, stream, launch);
 }
 
-template <class Element, int Vector, Pairing pairing, TableLookup lookup>
-void launch_heads(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    if (plan.heads_per_thread == 1) return launch_planned<Element, Vector, 1, pairing, lookup>(args, plan, stream);
-    if constexpr (Vector == 1 || Vector * sizeof(Element) == access_bytes) {
-        if (plan.heads_per_thread == 2) return launch_planned<Element, Vector, 2, pairing, lookup>(args, plan, stream);
+// Calls launch.operator()<Vector, HeadsPerThread, pairing>() for a plan. Only these combinations exist.
+template <class Element, class Launch>
+void with_plan(const RotaryPlan& plan, Pairing pairing, Launch&& launch) {
+    constexpr int full_vector = access_bytes / sizeof(Element);
+    const auto with_heads = [&]<int Vector, Pairing P> {
+        if (plan.heads_per_thread == 1) return launch.template operator()<Vector, 1, P>();
+        if constexpr (Vector == 1 || Vector == full_vector) {
+            if (plan.heads_per_thread == 2) return launch.template operator()<Vector, 2, P>();
+        }
+        if constexpr (Vector > 1 && Vector == full_vector) {
+            if (plan.heads_per_thread == 3) return launch.template operator()<Vector, 3, P>();
+        }
+        throw std::logic_error("mrrope: no rotary kernel takes that many heads a thread");
+    };
+    const auto with_vector = [&]<Pairing P> {
+        if (plan.vector == full_vector) return with_heads.template operator()<full_vector, P>();
+        if (plan.vector == full_vector / 2) return with_heads.template operator()<full_vector / 2, P>();
+        return with_heads.template operator()<1, P>();
+    };
+    switch (pairing) {
+        case Pairing::halves: return with_vector.template operator()<Pairing::halves>();
+        case Pairing::interleaved: return with_vector.template operator()<Pairing::interleaved>();
     }
-    if constexpr (Vector > 1 && Vector * sizeof(Element) == access_bytes) {
-        if (plan.heads_per_thread == 3) return launch_planned<Element, Vector, 3, pairing, lookup>(args, plan, stream);
-    }
-    throw std::logic_error("mrrope: no rotary kernel takes that many heads a thread");
 }
 
-template <class Element, int Vector, Pairing pairing>
+template <class Element, int Vector, int HeadsPerThread, Pairing pairing>
 void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
+    const auto launch = [&]<TableLookup lookup> {
+        launch_planned<Element, Vector, HeadsPerThread, pairing, lookup>(args, plan, stream);
+    };
     if (args.positions.row_of_pair != nullptr) {
-        if constexpr (Vector == 1 || Vector * sizeof(Element) == access_bytes) {
-            return launch_planned<Element, Vector, heads_per_thread_with_rows, pairing, TableLookup::position_rows>(
-                args, plan, stream);
+        if constexpr (HeadsPerThread == heads_per_thread_with_rows) {
+            return launch.template operator()<TableLookup::position_rows>();
         }
-        throw std::logic_error("mrrope: no rotary kernel takes positions with rows by short vectors");
+        throw std::logic_error("mrrope: no rotary kernel takes positions with rows by such a plan");
     }
     if (args.choice.count > 1) {
-        if (plan.speculates_table) {
-            return launch_heads<Element, Vector, pairing, TableLookup::speculative>(args, plan, stream);
-        }
-        return launch_heads<Element, Vector, pairing, TableLookup::indexed>(args, plan, stream);
+        if (plan.speculates_table) return launch.template operator()<TableLookup::speculative>();
+        return launch.template operator()<TableLookup::indexed>();
     }
-    if (args.choice.heads > 1) return launch_heads<Element, Vector, pairing, TableLookup::by_head>(args, plan, stream);
-    return launch_heads<Element, Vector, pairing, TableLookup::single>(args, plan, stream);
-}
-
-template <class Element, int Vector>
-void launch_pairing(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    switch (args.pairing) {
-        case Pairing::halves: return launch_lookup<Element, Vector, Pairing::halves>(args, plan, stream);
-        case Pairing::interleaved: return launch_lookup<Element, Vector, Pairing::interleaved>(args, plan, stream);
-    }
+    if (args.choice.heads > 1) return launch.template operator()<TableLookup::by_head>();
+    return launch.template operator()<TableLookup::single>();
 }
 
 // Instantiated in one file per element type, for parallel builds.
 template <class Element>
 void launch_rotary(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    constexpr int full_vector = access_bytes / sizeof(Element);
-    if (plan.vector == full_vector) return launch_pairing<Element, full_vector>(args, plan, stream);
-    if (plan.vector == full_vector / 2) return launch_pairing<Element, full_vector / 2>(args, plan, stream);
-    return launch_pairing<Element, 1>(args, plan, stream);
+    with_plan<Element>(plan, args.pairing, [&]<int Vector, int HeadsPerThread, Pairing pairing> {
+        launch_lookup<Element, Vector, HeadsPerThread, pairing>(args, plan, stream);
+    });
 }
 
 extern template void launch_rotary<double>(const RotaryArgs&, const RotaryPlan&, cudaStream_t);

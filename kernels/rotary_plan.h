@@ -5,6 +5,7 @@
 #include "device_properties.h"
 #include "head_split.h"
 #include "mrrope/rotary.h"
+#include "mrrope/rotary_cos_sin.h"
 
 // Launch plan of the rotary kernel: pure host functions of shape and device, tested without a GPU. What the kernel does
 // with a plan is in rotary_map.h (thread to element) and rotary_schedule.h (PDL, load order, prefetch).
@@ -66,7 +67,8 @@ RotaryPlan plan_with(const RotaryShape& shape, const Device& device, int vector,
 // For kernels that split heads in the same way but form head groups of their own.
 RotaryPlan plan_groups(const RotaryShape& shape, int vector, int heads_per_thread, int head_groups);
 
-// rotary_cuda by a given plan.
+// The ops by a given plan.
 void rotary_cuda(const RotaryArgs& args, const RotaryPlan& plan, CUstream_st* stream);
+void rotary_cos_sin_cuda(const RotaryCosSinArgs& args, const RotaryPlan& plan, CUstream_st* stream);
 
 }  // namespace mrrope

@@ -8,6 +8,7 @@ from mrrope.export.hf_config import export_config
 from mrrope.head_tables import HeadTables
 from mrrope.hf.auto_scale.follower import expecting
 from mrrope.hf.embedded_tables import patch_on_import
+from mrrope.hf.kernels_slot import register_kernels
 from mrrope.hf.patch import is_patched, patch, patched, unpatch
 from mrrope.hf.rope_types import register_on_import, register_rope_types
 from mrrope.ops.learnable_rotary import learnable_rotary
@@ -16,6 +17,7 @@ from mrrope.ops.qkv_rotary import deinterleave_heads, interleave_heads, pack_qkv
 from mrrope.ops.rescale_cache import rescale_cache_
 from mrrope.ops.rotary import rotary, rotary_
 from mrrope.ops.rotary_and_cache import rotary_and_cache_
+from mrrope.ops.rotary_cos_sin import rotary_cos_sin
 from mrrope.table_set import TableSet
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
 
@@ -45,11 +47,13 @@ __all__ = [
     "qk_norm_rotary",
     "qk_norm_rotary_",
     "qkv_rotary",
+    "register_kernels",
     "register_rope_types",
     "rescale_cache_",
     "rotary",
     "rotary_",
     "rotary_and_cache_",
+    "rotary_cos_sin",
     "unpack_qkv",
     "unpatch",
 ]

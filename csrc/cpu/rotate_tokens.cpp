@@ -80,20 +80,16 @@ void rotate_heads(const RotaryArgs& args, const HeadsView& view, const Tile<Real
     });
 }
 
-template <class Storage>
-void rotate_span(const RotaryArgs& args, const TokenSpan& span) {
+// fill(cos, sin, t, table_head, first_pair, pairs) computes the cosines and sines of the span's token t.
+template <class Storage, class Fill>
+void rotate_span(const RotaryArgs& args, const TokenSpan& span, Fill&& fill) {
     using Real = decltype(load(Storage{}));
     const int half = args.rotary_dim / 2;
-    const auto direction = static_cast<Real>(args.conjugate ? -1 : 1);
     Tile<Real> tile;
     for (int first_pair = 0; first_pair < half; first_pair += pairs_per_tile) {
         const int pairs = std::min(pairs_per_tile, half - first_pair);
         for (int table_head = 0; table_head < args.choice.heads; ++table_head) {
-            for (int t = 0; t < span.count; ++t) {
-                alignas(64) uint64_t phases[pairs_per_tile];
-                fill_cos_sin(tile.cos[t], tile.sin[t], phases, args, span.batch, span.token + t, table_head, first_pair,
-                             pairs, direction);
-            }
+            for (int t = 0; t < span.count; ++t) fill(tile.cos[t], tile.sin[t], t, table_head, first_pair, pairs);
             for (const HeadsView& view : {args.q, args.k}) {
                 rotate_heads<Storage>(args, heads_of_table<Storage>(view, args.choice, table_head), tile, span,
                                       first_pair, pairs);
@@ -104,17 +100,69 @@ void rotate_span(const RotaryArgs& args, const TokenSpan& span) {
     copy_tail<Storage>(args, args.k, span);
 }
 
+// Calls f(span) for the tokens [begin, end), numbered across the batch.
+template <class F>
+void for_each_span(const RotaryArgs& args, int64_t begin, int64_t end, F&& f) {
+    for (int64_t at = begin; at < end;) {
+        const int64_t token = at % args.tokens;
+        const int64_t left = std::min(end - at, args.tokens - token);
+        const auto count = static_cast<int>(std::min<int64_t>(left, tokens_per_tile));
+        f(TokenSpan{at / args.tokens, token, count});
+        at += count;
+    }
+}
+
+template <int step, class Column, class Real>
+void widen_columns(Real* to, const Column* columns, int pairs, Real factor) {
+#pragma omp simd
+    for (int i = 0; i < pairs; ++i) to[i] = factor * static_cast<Real>(load(columns[i * step]));
+}
+
+// The columns of one token, from `first_pair` on, in the precision of the computation and times `factor`.
+template <class Real>
+void fill_columns(Real* to, const RotaryCosSinArgs& args, const ColumnsView& view, int64_t batch, int64_t token,
+                  int first_pair, int pairs, Real factor) {
+    const int step = args.columns_per_pair;
+    const int64_t first = batch * view.batch_stride + token * view.token_stride + int64_t{first_pair} * step;
+    with_storage(args.columns_dtype, [&](auto column) {
+        const auto* columns = static_cast<const decltype(column)*>(view.data) + first;
+        if (step == 1) {
+            widen_columns<1>(to, columns, pairs, factor);
+        } else {
+            widen_columns<2>(to, columns, pairs, factor);
+        }
+    });
+}
+
 }  // namespace
 
 void MRROPE_INSTRUCTION_SET::rotate_tokens(const RotaryArgs& args, int64_t begin, int64_t end) {
     with_storage(args.dtype, [&](auto storage) {
-        for (int64_t at = begin; at < end;) {
-            const int64_t token = at % args.tokens;
-            const int64_t left = std::min(end - at, args.tokens - token);
-            const auto count = static_cast<int>(std::min<int64_t>(left, tokens_per_tile));
-            rotate_span<decltype(storage)>(args, {at / args.tokens, token, count});
-            at += count;
-        }
+        using Real = decltype(load(storage));
+        const auto direction = static_cast<Real>(args.conjugate ? -1 : 1);
+        for_each_span(args, begin, end, [&](const TokenSpan& span) {
+            const auto fill = [&](Real* cos, Real* sin, int t, int table_head, int first_pair, int pairs) {
+                alignas(64) uint64_t phases[pairs_per_tile];
+                fill_cos_sin(cos, sin, phases, args, span.batch, span.token + t, table_head, first_pair, pairs,
+                             direction);
+            };
+            rotate_span<decltype(storage)>(args, span, fill);
+        });
+    });
+}
+
+void MRROPE_INSTRUCTION_SET::rotate_tokens_by_columns(const RotaryCosSinArgs& args, int64_t begin, int64_t end) {
+    with_storage(args.rotary.dtype, [&](auto storage) {
+        using Real = decltype(load(storage));
+        const auto direction = static_cast<Real>(args.rotary.conjugate ? -1 : 1);
+        for_each_span(args.rotary, begin, end, [&](const TokenSpan& span) {
+            const auto fill = [&](Real* cos, Real* sin, int t, int, int first_pair, int pairs) {
+                const int64_t token = span.token + t;
+                fill_columns(cos, args, args.cos, span.batch, token, first_pair, pairs, Real(1));
+                fill_columns(sin, args, args.sin, span.batch, token, first_pair, pairs, direction);
+            };
+            rotate_span<decltype(storage)>(args.rotary, span, fill);
+        });
     });
 }
 

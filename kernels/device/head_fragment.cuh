@@ -111,6 +111,16 @@ struct HeadFragment {
     }
 };
 
+// A lane's part of the unrotated tail of a head.
+template <int Vector, class Element>
+__device__ void copy_tail(const Element* in, Element* out, int lane, int lanes, const RotaryArgs& args) {
+    using Stored = cutlass::AlignedArray<Element, Vector>;
+    for (int at = first_tail_component<Vector>(lane, args.rotary_dim); at < args.head_dim;
+         at += tail_step<Vector>(lanes)) {
+        *reinterpret_cast<Stored*>(out + at) = *reinterpret_cast<const Stored*>(in + at);
+    }
+}
+
 template <class Index>
 __device__ const void* position_address(const PositionsView& positions, int64_t row, Index batch, Index token) {
     const int64_t index = row * positions.row_stride + batch * positions.batch_stride + token * positions.token_stride;

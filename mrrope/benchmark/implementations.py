@@ -70,6 +70,16 @@ def ours_by_head(heads: Heads) -> RotatedHeads:
     return heads.rotated()
 
 
+def ours_by_cos_sin(heads: Heads) -> RotatedHeads:
+    """By the model's cosines and sines, out of place: ``rotary_cos_sin``."""
+    case = heads.case
+    cos, sin = (x[0, :, : case.rotary_dim // 2] for x in heads.shared.cos_sin)
+    q, k = torch.ops.mrrope.rotary_cos_sin.default(
+        [heads.q, heads.k], cos, sin, heads.layout, case.pairing, case.rotary_dim, case.backward
+    )
+    return heads.by_head(q), heads.by_head(k)
+
+
 def transformers_eager(heads: Heads) -> RotatedHeads:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -90,6 +100,34 @@ def transformers_compiled(heads: Heads) -> RotatedHeads:
     return _compiled()(heads.by_head(heads.q), heads.by_head(heads.k), *heads.shared.cos_sin)
 
 
+def _rotate_halves(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """The algorithm of the stock kernel for transformers' slot, kernels-community/rotary.
+
+    Elementwise over both halves of the heads, with cosines and sines broadcast over them, in float32.
+    """
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half:].float()
+    cos, sin = cos.float(), sin.float()
+    out[..., :half] = first * cos - second * sin
+    out[..., half:] = first * sin + second * cos
+
+
+@functools.cache
+def _compiled_halves() -> Callable[..., None]:
+    compiled: Callable[..., None] = torch.compile(_rotate_halves, dynamic=False)
+    return compiled
+
+
+def stock_kernel(heads: Heads) -> RotatedHeads:
+    """The stock kernel's algorithm, compiled by Inductor: out of place, one launch for q and one for k."""
+    cos, sin = (x[:, None, :, : heads.case.rotary_dim // 2] for x in heads.shared.cos_sin)
+    q, k = heads.by_head(heads.q), heads.by_head(heads.k)
+    rotated = torch.empty_like(q), torch.empty_like(k)
+    for x, out in zip((q, k), rotated, strict=True):
+        _compiled_halves()(x, out, cos, sin)
+    return rotated
+
+
 def is_llama_style(case: Case) -> bool:
     """Whether a case is Llama's rotation, the only one that most others support."""
     return case.pairing == "halves" and case.rotary_dim == case.head_dim and not case.backward
@@ -108,8 +146,10 @@ OURS = (
         "mrrope by table_index", ours_by_index, lambda case: case == Case(case.tokens, case.q_heads, case.k_heads)
     ),
     Contender("mrrope by head", ours_by_head, is_usual_of_any_heads),
+    Contender("mrrope by cos/sin", ours_by_cos_sin),
 )
 TRANSFORMERS = (
+    Contender("stock kernel's algorithm", stock_kernel, is_llama_style),
     Contender("transformers compiled", transformers_compiled, is_llama_style),
     Contender("transformers eager", transformers_eager, is_llama_style),
 )

@@ -16,6 +16,7 @@ OPS = (
     "qk_norm_rotary_",
     "qkv_rotary",
     "learnable_rotary",
+    "rotary_cos_sin",
     "rescale_cache_",
 )
 QUERY = ("driver_version", "name", "compute_cap", "memory.total")

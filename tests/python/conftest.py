@@ -11,7 +11,8 @@ import torch
 from hypothesis import settings
 from markers import needs_cuda
 
-# transformers reads this on import. test_patch_with_kernels.py turns the hub kernels on in a process of its own.
+# transformers reads this on import. test_patch_with_kernels.py and test_register_kernels.py turn the hub kernels on in
+# processes of their own.
 os.environ.setdefault("USE_HUB_KERNELS", "NO")
 
 settings.register_profile("default", deadline=None, max_examples=150)
@@ -26,6 +27,7 @@ SLOW_FILES = {
         "hf/test_patch_native.py",
         "hf/test_patch_with_kernels.py",
         "hf/test_real_model.py",
+        "hf/test_register_kernels.py",
         "hf/test_tiny_models.py",
         "tools/test_export_families.py",
         "tools/test_fuzz.py",

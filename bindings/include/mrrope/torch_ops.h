@@ -44,6 +44,14 @@ void rotary_(at::TensorList heads, const at::Tensor& positions, const at::Tensor
              std::string_view layout = "bhsd", std::string_view pairing = "halves", bool conjugate = false,
              const std::optional<at::Tensor>& table_index = std::nullopt);
 
+// Rotates q, or q and k, by cosines and sines. Differentiable in heads. conjugate: with the sines negated.
+//   cos, sin    float32, or of heads' dtype: [tokens, columns], [1, tokens, columns] or [batch, tokens, columns]. One
+//               column per component, of which those of a pair are equal and the first is read; or one per pair.
+//   rotary_dim  cos.size(-1) by default; twice that: one column per pair.
+std::vector<at::Tensor> rotary_cos_sin(at::TensorList heads, const at::Tensor& cos, const at::Tensor& sin,
+                                       std::string_view layout = "bhsd", std::string_view pairing = "halves",
+                                       std::optional<int64_t> rotary_dim = std::nullopt, bool conjugate = false);
+
 // Rotates q, or q and k, by a table in floating point, float32 or float64. Differentiable; the gradient of the table is
 // not differentiable again. Head i of n uses table i / (n / tables); a part with one row is shared by all tables.
 //   frequencies       [tables or 1, rotary_dim / 2], in radians per position

@@ -51,12 +51,22 @@ def components_of(pairs: np.ndarray, pairing: str) -> np.ndarray:
     return np.stack([pairs.real, pairs.imag], axis=-1).reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
 
 
+def rotated_by(x, by: np.ndarray, layout="bhsd", pairing="halves") -> torch.Tensor:
+    """Return q or k with its pairs multiplied by complex numbers, [..., tokens, pairs], in float64."""
+    whole, dim = x.detach().cpu().double().numpy(), 2 * by.shape[-1]
+    pairs = pairs_of(whole[..., :dim], pairing) * np.expand_dims(by, HEAD_AXIS[layout])
+    return torch.from_numpy(np.concatenate([components_of(pairs, pairing), whole[..., dim:]], axis=-1))
+
+
+def rotations(positions, table, conjugate=False) -> np.ndarray:
+    """Return what a table multiplies every pair by, as complex numbers."""
+    by = unit_rotations(positions, table.turns) * table.attention_factor
+    return by.conj() if conjugate else by
+
+
 def rotated(x, positions, table, layout="bhsd", pairing="halves", conjugate=False) -> torch.Tensor:
     """Return q or k rotated, in float64."""
-    whole = x.detach().cpu().double().numpy()
-    by = np.expand_dims(unit_rotations(positions, table.turns), HEAD_AXIS[layout]) * table.attention_factor
-    pairs = pairs_of(whole[..., : table.rotary_dim], pairing) * (by.conj() if conjugate else by)
-    return torch.from_numpy(np.concatenate([components_of(pairs, pairing), whole[..., table.rotary_dim :]], axis=-1))
+    return rotated_by(x, rotations(positions, table, conjugate), layout, pairing)
 
 
 def plain_rotary(x, positions, table, pairing="halves"):
@@ -72,10 +82,15 @@ def plain_rotary(x, positions, table, pairing="halves"):
 
 def assert_rotated(actual, x, positions, table, layout="bhsd", pairing="halves", conjugate=False) -> None:
     """Assert that ``actual`` is x rotated: pairs within the dtype's tolerance, the tail bit for bit."""
+    assert_rotated_by(actual, x, rotations(positions, table, conjugate), layout, pairing)
+
+
+def assert_rotated_by(actual, x, by: np.ndarray, layout="bhsd", pairing="halves") -> None:
+    """Assert that ``actual`` is x with its pairs multiplied by complex numbers, and the tail bit for bit."""
     assert (actual.shape, actual.dtype, actual.device) == (x.shape, x.dtype, x.device)
     tolerance = TOLERANCES[x.dtype]
-    expected = rotated(x, positions, table, layout, pairing, conjugate)
-    actual, dim = actual.detach().cpu().double(), table.rotary_dim
+    expected, dim = rotated_by(x, by, layout, pairing), 2 * by.shape[-1]
+    actual = actual.detach().cpu().double()
     assert torch.equal(actual[..., dim:], expected[..., dim:]), "the tail is not a copy"
 
     actual, expected = actual[..., :dim], expected[..., :dim]

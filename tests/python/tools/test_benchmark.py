@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mrrope.benchmark import implementations, measure, peers, timing, workloads
-from mrrope.benchmark.implementations import OURS, TRANSFORMERS, Contender
+from mrrope.benchmark.implementations import OURS, TRANSFORMERS, Contender, ours_by_cos_sin
 from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, InterleavedTimer, interleaved_medians, with_faster_copy
 from mrrope.benchmark.workloads import CASES, LAYOUTS, Case, Heads, Positions
 from mrrope.cli import main
@@ -36,7 +36,8 @@ def test_all_implementations_rotate_alike(case):
         if contender.takes(case):
             error = measure.relative_error(case, contender, "cpu")
             # transformers computes angles in float32.
-            angle_error = measure.CONTEXT_BEFORE * 2.0**-24 if contender in TRANSFORMERS else 0.0
+            by_its_angles = contender in TRANSFORMERS or contender.rotate is ours_by_cos_sin
+            angle_error = measure.CONTEXT_BEFORE * 2.0**-24 if by_its_angles else 0.0
             assert error < (5e-7 if case.dtype == "float32" else 5e-3) + angle_error, contender.name
 
 

@@ -1,0 +1,3 @@
+#include "rotary_cos_sin_kernel.cuh"
+
+template void mrrope::launch_rotary_cos_sin<float>(const RotaryCosSinArgs&, const RotaryPlan&, cudaStream_t);
