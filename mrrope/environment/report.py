@@ -105,7 +105,8 @@ def _build(torch: Any) -> dict[str, Any]:
         core = importlib.import_module("mrrope._core")
     except ImportError as error:
         return {"error": _first_line(str(error))}
-    library, library_error = None, "it needs torch"
+    library: Path | None = None
+    library_error: str | None = "it needs torch"
     if torch is not None:
         library, library_error = library_for(torch.__version__), None
         try:

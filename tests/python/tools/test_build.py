@@ -78,6 +78,12 @@ def test_libraries_look_for_others_beside_the_package_only() -> None:
         assert dynamic_section(module, "RUNPATH") == dynamic_section(module, "RPATH") == []
 
 
+def test_libraries_have_no_path_of_the_machine_that_built_them() -> None:
+    """Of a package that was built in this checkout."""
+    named = [path.name for path in PACKAGE.glob("*.so") if os.fsencode(ROOT) in path.read_bytes()]
+    assert named == []
+
+
 @needs_readelf
 def test_libraries_load_without_cuda() -> None:
     """Neither CPU builds of torch nor machines without a driver have CUDA's libraries."""
