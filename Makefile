@@ -79,10 +79,11 @@ docs: $(VENV)/.docs
 
 # libtorch, libtorch_cpu and libc10 are torch's, found beside the package. MRROPE_STRICT is off: kernels of qk_norm_rotary, and
 # on sm_120 two of rotary, spill up to 176 bytes on Blackwell, which nobody has measured here.
-wheel: $(WHEEL_VENV)/.packages
+wheel: $(WHEEL_VENV)/.packages build/cutlass/.packages
 	$(WHEEL_PYTHON) wheels/fetch_torch.py build/torch
 	rm -rf build/unaudited
 	MRROPE_TORCH_FOLDERS="$(subst $(SPACE),:,$(TORCH_FOLDERS))" \
+		CUTLASS_PATH="$${CUTLASS_PATH:-$(CURDIR)/build/cutlass/cutlass_library/source}" \
 		$(WHEEL_PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/unaudited .
 	PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_PYTHON) -m auditwheel repair --exclude libtorch.so --exclude libtorch_cpu.so \
 		--exclude libc10.so --wheel-dir dist build/unaudited/*.whl
@@ -129,10 +130,14 @@ $(VENV)/.packages: tests/requirements.txt docs/requirements.txt tests/install-sy
 	$(BIN)/pip install --quiet --no-deps -r cmake/cutlass-requirement.txt
 	touch $@
 
-$(WHEEL_VENV)/.packages: wheels/requirements.txt cmake/cutlass-requirement.txt
+$(WHEEL_VENV)/.packages: wheels/requirements.txt
 	$(PYTHON) -m venv $(WHEEL_VENV)
 	$(WHEEL_PYTHON) -m pip install --quiet -r wheels/requirements.txt
-	$(WHEEL_PYTHON) -m pip install --quiet --no-deps -r cmake/cutlass-requirement.txt
+	touch $@
+
+# Outside the environment: another path would compile the kernels again for every Python.
+build/cutlass/.packages: cmake/cutlass-requirement.txt | $(WHEEL_VENV)/.packages
+	$(WHEEL_PYTHON) -m pip install --quiet --no-deps --upgrade --target build/cutlass -r cmake/cutlass-requirement.txt
 	touch $@
 
 # Made anew each time: the packages of .venv come last, so that pip does not see them and installs every pin.
