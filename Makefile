@@ -3,6 +3,8 @@
 # make demo    sets everything up and shows the main job at work
 # make docs    builds the documentation site into build/site
 # make vllm    runs the tests of the vLLM plugin, on the real package in an environment of its own; part of make test
+# make wheel   builds the wheel for every torch of wheels/torch-versions.txt into dist
+# make wheel-test  installs dist's wheel in fresh environments, with each of WHEEL_TORCHS, and runs tests there
 # make lint | bench | sanitize | clean
 # make fuzz SECONDS=600 DEVICE=cpu SEED=1   random op calls and model runs; failures shrink to scripts in build/fuzz
 #
@@ -30,12 +32,23 @@ CPP_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu' '*.
 SECONDS ?= 600
 DEVICE ?= cpu
 
+# Of the Python in use. `make wheel PYTHON=python3.12` after it compiles only the pybind11 module again.
+WHEEL_VENV := .venv-wheel-$(shell $(PYTHON) -c "import sys; print(sys.implementation.cache_tag)")
+WHEEL_PYTHON := $(CURDIR)/$(WHEEL_VENV)/bin/python
+WHEEL_TORCHS ?= 2.11.0 2.13.0 2.15.0
+TORCH_FOLDERS := $(addprefix $(CURDIR)/build/torch/,$(shell cat wheels/torch-versions.txt))
+EMPTY :=
+SPACE := $(EMPTY) $(EMPTY)
+
+# Two architectures are enough to test; wheels have the default list of cmake/CudaArchitectures.cmake.
+install cpp-tests: export CUDAARCHS ?= 80-real;90a-real;90-virtual
+
 # One thread per process: two processes share two cores without contention. A file's tests stay in one process, so that
 # its module fixtures are built once.
 PYTEST_OPTIONS := --numprocesses 2 --dist loadfile
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_OPTIONS)
 
-.PHONY: test quick vllm demo docs lint bench sanitize fuzz clean install cpp-tests
+.PHONY: test quick vllm demo docs wheel wheel-test lint bench sanitize fuzz clean install cpp-tests
 
 test: cpp-tests
 	ctest --test-dir $(BUILD) --output-on-failure --parallel 2
@@ -63,6 +76,23 @@ demo: install $(VENV)/.model
 # Static analysis gives the API pages: mrrope need not be built.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# libtorch, libtorch_cpu and libc10 are torch's, found beside the package. MRROPE_STRICT is off: kernels of qk_norm_rotary, and
+# on sm_120 two of rotary, spill up to 176 bytes on Blackwell, which nobody has measured here.
+wheel: $(WHEEL_VENV)/.packages build/cutlass/.packages
+	$(WHEEL_PYTHON) wheels/fetch_torch.py build/torch
+	rm -rf build/unaudited
+	MRROPE_TORCH_FOLDERS="$(subst $(SPACE),:,$(TORCH_FOLDERS))" \
+		CUTLASS_PATH="$${CUTLASS_PATH:-$(CURDIR)/build/cutlass/cutlass_library/source}" \
+		$(WHEEL_PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/unaudited .
+	PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_PYTHON) -m auditwheel repair --exclude libtorch.so --exclude libtorch_cpu.so \
+		--exclude libc10.so --wheel-dir dist build/unaudited/*.whl
+
+# PYTEST_ARGS=--quick runs the first case of every fast test.
+wheel-test:
+	$(PYTHON) wheels/test_wheel.py \
+		$$(ls -t dist/mrrope-*-$$($(PYTHON) -c "import sys; print(sys.implementation.cache_tag.replace('cpython-', 'cp'))")-*.whl | head -1) \
+		$(WHEEL_TORCHS) -- $(PYTEST_ARGS)
 
 lint: $(VENV)/.packages
 	$(BIN)/ruff check
@@ -98,6 +128,16 @@ $(VENV)/.packages: tests/requirements.txt docs/requirements.txt tests/install-sy
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet torch==$(TORCH) -r tests/requirements.txt
 	$(BIN)/pip install --quiet --no-deps -r cmake/cutlass-requirement.txt
+	touch $@
+
+$(WHEEL_VENV)/.packages: wheels/requirements.txt
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_PYTHON) -m pip install --quiet -r wheels/requirements.txt
+	touch $@
+
+# Outside the environment: another path would compile the kernels again for every Python.
+build/cutlass/.packages: cmake/cutlass-requirement.txt | $(WHEEL_VENV)/.packages
+	$(WHEEL_PYTHON) -m pip install --quiet --no-deps --upgrade --target build/cutlass -r cmake/cutlass-requirement.txt
 	touch $@
 
 # Made anew each time: the packages of .venv come last, so that pip does not see them and installs every pin.

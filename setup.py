@@ -2,7 +2,8 @@
 
 The ops are compiled against the torch that will import them. pip builds in an isolated environment, where that torch
 cannot be imported; it is found on disk. Where the target environment has no torch yet, the newest is built against, and
-the wheel asks for that one.
+the wheel asks for that one. MRROPE_TORCH_FOLDERS names other folders of torch, one for each minor version, separated
+as in PATH: `make wheel` builds for all of them.
 
 Environment: CMAKE_ARGS (more arguments for CMake), TORCH_CUDA_ARCH_LIST or CUDAARCHS, CUTLASS_PATH, CUDACXX.
 """
@@ -40,23 +41,40 @@ def package_folder(name: str) -> Path | None:
     return None if found.returncode else Path(found.stdout.strip())
 
 
+@cache
+def torch_folders() -> dict[tuple[int, int], Path]:
+    """The folders of torch to compile against, by minor version; none where there is no torch yet."""
+    named = os.environ.get("MRROPE_TORCH_FOLDERS")
+    installed = package_folder("torch")
+    folders = [Path(name).resolve() for name in named.split(os.pathsep)] if named else [installed] if installed else []
+    found = {}
+    for folder in folders:
+        version = re.search(r"__version__ = '(\d+)\.(\d+)", (folder / "version.py").read_text())
+        if version is None:
+            raise RuntimeError(f"cannot read torch's version in {folder / 'version.py'}")
+        minor = int(version[1]), int(version[2])
+        if minor < OLDEST_TORCH:
+            raise SystemExit(
+                "mrrope needs torch {}.{} or newer, found {}.{} in {}".format(*OLDEST_TORCH, *minor, folder)
+            )
+        found[minor] = folder
+    return found
+
+
 def torch_requirement() -> str:
     """C++ is compatible within a minor version of torch, not across them."""
-    torch = package_folder("torch")
-    if torch is None:
+    minors = sorted(torch_folders())
+    if not minors:
         return "torch>={}.{}".format(*OLDEST_TORCH)
-    found = re.search(r"__version__ = '(\d+)\.(\d+)", (torch / "version.py").read_text())
-    if found is None:
-        raise RuntimeError(f"cannot read torch's version in {torch / 'version.py'}")
-    version = int(found[1]), int(found[2])
-    if version < OLDEST_TORCH:
-        raise SystemExit("mrrope needs torch {}.{} or newer, found {}.{} in {}".format(*OLDEST_TORCH, *version, torch))
-    return "torch=={}.{}.*".format(*version)
+    if len(minors) == 1:
+        return "torch=={}.{}.*".format(*minors[0])
+    oldest, (major, newest) = minors[0], minors[-1]
+    return "torch>={}.{},<{}.{}".format(*oldest, major, newest + 1)
 
 
 def build_requirements() -> list[str]:
     requirements = []
-    if package_folder("torch") is None:
+    if not torch_folders():
         requirements.append(torch_requirement())
     names_nvcc = any(variable in os.environ for variable in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"))
     has_nvcc = names_nvcc or shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()
@@ -76,8 +94,9 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
     """Configures and builds the CMake project, and copies its Python targets into the package's folder.
 
     Every version of Python and torch has a build folder of its own, outputs included: CMake takes a file that is newer
-    than its sources for its own. What was compiled stays there, but not the cache: each build starts from the defaults
-    and this call's CMAKE_ARGS.
+    than its sources for its own. What was compiled stays there, but neither the cache nor what was linked: each build
+    starts from the defaults and this call's CMAKE_ARGS. Builds for several versions of torch share one folder, so that
+    the kernels are compiled once for all Pythons.
     """
 
     def run(self) -> None:
@@ -90,17 +109,20 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
     def build_extension(self, extension: Extension) -> None:
         import pybind11
 
-        torch = package_folder("torch")
-        if torch is None:
+        folders = torch_folders()
+        if not folders:
             raise SystemExit("mrrope is compiled against torch, and none was found: install torch first")
-        version = torch_requirement().removeprefix("torch==").removesuffix(".*")
-        build = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{version}"
+        newest = max(folders)
+        one = "{}-torch{}.{}".format(sys.implementation.cache_tag, *newest)
+        build = ROOT / "build" / (one if len(folders) == 1 else "wheel")
         (build / "CMakeCache.txt").unlink(missing_ok=True)
+        shutil.rmtree(build / "mrrope", ignore_errors=True)
         arguments = [
             f"-DCMAKE_MAKE_PROGRAM={program('ninja', 'BIN_DIR')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-            f"-DLibTorch_ROOT={torch}",
+            f"-DLibTorch_ROOT={folders[newest]}",
+            f"-DMRROPE_TORCH_FOLDERS={';'.join(str(folders[minor]) for minor in sorted(folders))}",
             "-DMRROPE_PYTHON=ON",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
@@ -110,7 +132,7 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
         cmake = program("cmake", "CMAKE_BIN_DIR")
         for step in (
             [cmake, "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *arguments],
-            [cmake, "--build", str(build), "--target", "_core", "mrrope_package"],
+            [cmake, "--build", str(build), "--target", "mrrope_package"],
         ):
             if subprocess.run(step, check=False).returncode:
                 raise SystemExit("CMake failed, as told above. CMAKE_ARGS=-DMRROPE_CUDA=OFF builds without CUDA.")

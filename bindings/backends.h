@@ -15,8 +15,9 @@
 #include "mrrope/rotary_cos_sin.h"
 
 #ifdef MRROPE_WITH_CUDA
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #endif
 
 // Backend::run(args, heads) runs an op on torch's threads, or on the current stream of heads' device.
@@ -66,23 +67,28 @@ struct Cuda {
     static void run(const LearnableRotaryGradientArgs& args, const at::Tensor& heads) {
         launch(learnable_rotary_gradient_cuda, args, heads);
     }
+    // By c10's virtual interface, which CUDA builds of torch implement: libc10_cuda is not linked, because CPU builds
+    // do not have it.
+    static CUstream_st* current_stream(at::Device device) {
+        const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+        return static_cast<CUstream_st*>(stream.native_handle());
+    }
     static int64_t table_sum_rows(const LearnableRotaryGradientArgs& args, const at::Tensor& heads) {
-        const c10::cuda::CUDAGuard guard(heads.device());
+        const c10::DeviceGuard guard(heads.device());
         return table_sum_rows_cuda(args);
     }
 
 private:
     template <class Args>
     static void launch(void (*kernel)(const Args&, CUstream_st*), const Args& args, const at::Tensor& heads) {
-        const c10::cuda::CUDAGuard guard(heads.device());
-        kernel(args, c10::cuda::getCurrentCUDAStream(heads.device().index()).stream());
+        const c10::DeviceGuard guard(heads.device());
+        kernel(args, current_stream(heads.device()));
     }
 #else
     template <class Args>
     static void run(const Args&, const at::Tensor& heads) {
-        TORCH_CHECK(
-            false, "q is on ", heads.device(),
-            ", but this build of mrrope has no CUDA kernels: rebuild it where nvcc and a CUDA build of torch are");
+        TORCH_CHECK(false, "q is on ", heads.device(),
+                    ", but this build of mrrope has no CUDA kernels: rebuild it where nvcc is");
     }
     static WeightSumRows weight_sum_rows(const QkNormRotaryGradientArgs&) { return {}; }
     static int64_t table_sum_rows(const LearnableRotaryGradientArgs&, const at::Tensor&) { return 0; }

@@ -122,10 +122,10 @@ Tensor fused(const QkvRotaryCall& call, QkvRotaryArgs args, const QkvRotaryPlan&
     args.out = projected.data_ptr();
     args.positions = rotary.positions;
     args.table = rotary.table;
-    const c10::cuda::CUDAGuard guard(x.device());
+    const c10::DeviceGuard guard(x.device());
     const Tensor workspace =
         at::empty({static_cast<int64_t>(qkv_rotary_workspace_cuda(args, plan))}, x.options().dtype(at::kByte));
-    qkv_rotary_cuda(args, plan, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream(x.device().index()).stream());
+    qkv_rotary_cuda(args, plan, workspace.data_ptr(), Cuda::current_stream(x.device()));
     return projected;
 }
 
@@ -205,7 +205,7 @@ struct QkvRotary {
 #ifdef MRROPE_WITH_CUDA
         if constexpr (std::is_same_v<Backend, Cuda>) {
             if (is_fusible(call)) {
-                const c10::cuda::CUDAGuard guard(call.x.device());
+                const c10::DeviceGuard guard(call.x.device());
                 const QkvRotaryArgs args = shape_args(call);
                 const QkvRotaryPlan plan = plan_qkv_rotary_cuda(args);
                 if (plan.kernel != QkvRotaryPlan::unfused) return fused(call, args, plan);
@@ -263,7 +263,7 @@ struct QkvRotaryKernels<Tensor(Args...)> {
     static std::vector<int64_t> plan(Args... args) {
         const QkvRotaryCall call{args...};
         if (!is_fusible(call)) return {QkvRotaryPlan::unfused, 1, 0};
-        const c10::cuda::CUDAGuard guard(call.x.device());
+        const c10::DeviceGuard guard(call.x.device());
         const QkvRotaryPlan plan = plan_qkv_rotary_cuda(shape_args(call));
         return {plan.kernel, plan.swizzle, static_cast<int64_t>(plan.raster)};
     }

@@ -8,7 +8,7 @@
 #include "mrrope/instruction_set.h"
 
 // Python module mrrope._core: frequency tables, and what the package was built with. It does not link torch; the ops
-// are in libmrrope_torch.
+// are in libmrrope_torch2.11 and its likes.
 
 namespace py = pybind11;
 
@@ -62,7 +62,7 @@ std::vector<std::string> items(const std::string& list) {
 }
 
 py::dict build_info() {
-    return py::dict(py::arg("torch") = value_or_none(built::torch), py::arg("compiler") = built::compiler,
+    return py::dict(py::arg("torch") = items(built::torch), py::arg("compiler") = built::compiler,
                     py::arg("instruction_sets") = items(built::instruction_sets),
                     py::arg("nvcc") = value_or_none(built::nvcc),
                     py::arg("without_cuda") = value_or_none(built::without_cuda),

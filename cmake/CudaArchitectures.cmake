@@ -1,5 +1,6 @@
 # The usual variables, in this order: CMAKE_CUDA_ARCHITECTURES, TORCH_CUDA_ARCH_LIST ("8.0;9.0a+PTX", "Ampere Hopper",
-# "native"), CUDAARCHS. Default: Ampere, Hopper with its own instructions, and PTX for whatever comes later.
+# "native"), CUDAARCHS. Default, that of wheels: Ampere, Ada, Hopper with its own instructions, Blackwell, and PTX for all that
+# has no machine code, such as sm_110 and whatever comes later.
 
 # Of torch.utils.cpp_extension; names of two parts come first, as one part of them is a name too.
 set(torch_generations
@@ -32,7 +33,7 @@ if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   elseif(NOT "$ENV{CUDAARCHS}" STREQUAL "")
     set(CMAKE_CUDA_ARCHITECTURES $ENV{CUDAARCHS})
   else()
-    set(CMAKE_CUDA_ARCHITECTURES 80-real 90a-real 90-virtual)
+    set(CMAKE_CUDA_ARCHITECTURES 80-real 86-real 89-real 90a-real 100-real 103-real 120-real 90-virtual)
   endif()
   list(REMOVE_DUPLICATES CMAKE_CUDA_ARCHITECTURES)
 endif()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 class BuildInfo(TypedDict):
-    torch: str | None
+    torch: list[str]
     compiler: str
     instruction_sets: list[str]
     nvcc: str | None

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mrrope.torch_library import minor_of
+
 REBUILD = "pip install --force-reinstall --no-deps ."
 """Run in a checkout; it compiles against the torch of the environment."""
+OLDEST_DRIVER = {"12": 525, "13": 580}
+"""By CUDA's major version: within it, code of a newer minor version runs with an older driver."""
 
 
 def problems(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -14,10 +18,6 @@ def problems(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _of_torch_and_build(report)
     yield from _of_gpus(report)
     yield from _of_packages(report)
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
 
 
 def _major(version: str) -> str:
@@ -35,16 +35,11 @@ def _of_torch_and_build(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         return
     if torch["version"] is None:
         return
-    if build["torch"] and _minor(build["torch"]) != _minor(torch["version"]):
+    if minor_of(torch["version"]) not in build["torch"]:
         yield (
-            f"mrrope was built against torch {build['torch']}, and torch {torch['version']} runs: C++ is compatible "
-            "within a minor version only",
-            f"in a checkout: {REBUILD}",
-        )
-    elif build["nvcc"] and torch["cuda"] and _major(build["nvcc"]) != _major(torch["cuda"]):
-        yield (
-            f"mrrope was built with CUDA {build['nvcc']}, and torch with CUDA {torch['cuda']}",
-            f"in a checkout, with CUDACXX set to the nvcc of CUDA {_major(torch['cuda'])}: {REBUILD}",
+            f"mrrope was built for torch {', '.join(build['torch'])}, and torch {torch['version']} runs: C++ is "
+            "compatible within a minor version only",
+            f"pip install 'torch=={build['torch'][-1]}.*', or in a checkout: {REBUILD}",
         )
     elif build["library_error"]:
         yield f"the library of the ops does not load ({build['library_error']})", f"in a checkout: {REBUILD}"
@@ -57,8 +52,8 @@ def _of_gpus(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if torch["cuda"] is None:
         yield (
             f"there is a GPU, and torch {torch['version']} is a build without CUDA",
-            f"pip install --force-reinstall torch=={_minor(torch['version'])}.* from an index with CUDA builds "
-            f"(https://pytorch.org/get-started), then in a checkout: {REBUILD}",
+            f"pip install --force-reinstall torch=={minor_of(torch['version'])}.* from an index with CUDA builds "
+            "(https://pytorch.org/get-started)",
         )
         return
     hidden = report["variables"].get("CUDA_VISIBLE_DEVICES")
@@ -72,9 +67,16 @@ def _of_gpus(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if build["without_cuda"]:
         yield (
             f"there is a GPU, and mrrope was built without CUDA kernels: {build['without_cuda']}",
-            f"where nvcc of CUDA {_major(torch['cuda'])} is, in a checkout: {REBUILD}",
+            f"where nvcc is, in a checkout: {REBUILD}",
         )
         return
+    needed, driver = OLDEST_DRIVER.get(_major(build["nvcc"])), report["driver"]
+    if needed and driver and _major(driver).isdigit() and int(_major(driver)) < needed:
+        yield (
+            f"mrrope's kernels are built with CUDA {build['nvcc']}, which needs driver {needed} or newer, got {driver}",
+            f"install a newer driver (https://www.nvidia.com/drivers), or in a checkout, with CUDACXX set to the nvcc "
+            f"of CUDA {_major(torch['cuda'])}: {REBUILD}",
+        )
     seen = set()
     for gpu in gpus:
         capability = gpu["compute_capability"]

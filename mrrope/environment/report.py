@@ -12,10 +12,9 @@ from typing import Any
 
 from mrrope.environment import gpus, packages
 from mrrope.environment.problems import problems
+from mrrope.torch_library import PACKAGE, library_for
 
-FORMAT = "mrrope.env/1"
-PACKAGE = Path(__file__).resolve().parents[1]
-LIBRARY = PACKAGE / "libmrrope_torch.so"
+FORMAT = "mrrope.env/2"
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VLLM_PLUGINS")
 COLUMN = 20
 
@@ -106,14 +105,22 @@ def _build(torch: Any) -> dict[str, Any]:
         core = importlib.import_module("mrrope._core")
     except ImportError as error:
         return {"error": _first_line(str(error))}
-    library_error = "it needs torch" if torch is None else None
+    library: Path | None = None
+    library_error: str | None = "it needs torch"
     if torch is not None:
+        library, library_error = library_for(torch.__version__), None
         try:
-            torch.ops.load_library(LIBRARY)  # no effect where it is loaded
+            torch.ops.load_library(library)  # no effect where it is loaded
         except OSError as error:
             library_error = _first_line(str(error.__cause__ or error))  # the cause is the loader's own error
     used = core.cpu_instruction_set()
-    return {**core.build_info(), "instruction_set": used, "library_error": library_error, "error": None}
+    return {
+        **core.build_info(),
+        "instruction_set": used,
+        "library": library.name if library else None,
+        "library_error": library_error,
+        "error": None,
+    }
 
 
 def _first_line(text: str) -> str:
@@ -157,9 +164,10 @@ def _build_lines(build: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if build["error"]:
         yield "compiled module", f"cannot be imported: {build['error']}"
         return
-    yield "built against torch", build["torch"] or "unknown"
+    yield "built for torch", ", ".join(build["torch"])
     yield "compiler", build["compiler"]
-    yield "ops' library", f"does not load: {build['library_error']}" if build["library_error"] else "loads"
+    library = f"{build['library']} loads"
+    yield "ops' library", f"does not load: {build['library_error']}" if build["library_error"] else library
     yield "CPU backend", f"{', '.join(build['instruction_sets'])}; this processor runs {build['instruction_set']}"
     if build["without_cuda"]:
         yield "CUDA kernels", f"none: {build['without_cuda']}"

@@ -6,7 +6,6 @@ Importing this package loads the library that registers the ops. The argument ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -14,24 +13,31 @@ import mrrope._core as _core
 from mrrope.axis_tables import AxisTables
 from mrrope.head_tables import HeadTables
 from mrrope.tables import FrequencyTable, packed_stack, require_op_table
+from mrrope.torch_library import PACKAGE, library_for, minor_of
 
 Tables = FrequencyTable | HeadTables | AxisTables | Sequence[FrequencyTable | HeadTables] | Sequence[AxisTables]
 """One table for all sequences, or several."""
 
 
-def _load(package: Path) -> None:
-    """Load the library that registers the ops; the error of one for another torch names both versions."""
-    try:
-        torch.ops.load_library(package / "libmrrope_torch.so")  # type: ignore[no-untyped-call]
-    except OSError as error:
-        built, cause = _core.build_info()["torch"], error.__cause__ or error
+def _load() -> None:
+    """Load the library that registers the ops with the running torch; the error names the versions that there are."""
+    built = _core.build_info()["torch"]
+    report = f"`python {PACKAGE / 'environment'}` reports what to fix"
+    if minor_of(torch.__version__) not in built:
         raise ImportError(
-            f"mrrope's ops do not load: built against torch {built}, and torch {torch.__version__} runs. "
-            f"`python {package / 'environment'}` reports what to fix ({cause})"
+            f"mrrope's ops are built for torch {', '.join(built)}, and torch {torch.__version__} runs: install one of "
+            f"these versions, or build mrrope from source against the one that runs. {report}"
+        )
+    try:
+        torch.ops.load_library(library_for(torch.__version__))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise ImportError(
+            f"mrrope's ops for torch {minor_of(torch.__version__)} do not load with torch {torch.__version__}. "
+            f"{report} ({error.__cause__ or error})"
         ) from error
 
 
-_load(Path(__file__).parents[1])
+_load()
 
 
 def require_tensors(**arguments: object) -> None:

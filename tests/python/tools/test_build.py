@@ -1,4 +1,4 @@
-"""The build: CUDA kernels where nvcc is, torch's own OpenMP, and setup.py's CMake options."""
+"""The build: CUDA kernels where nvcc is, libraries that load anywhere, torch's own OpenMP, setup.py's CMake options."""
 
 import os
 import re
@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
-import mrrope
 from mrrope import _core
+from mrrope.torch_library import PACKAGE, library_for, minor_of
 
-LIBRARY = Path(mrrope.__file__).with_name("libmrrope_torch.so")
+LIBRARY = library_for(torch.__version__)
+KERNELS = PACKAGE / "libmrrope_kernels.so"
 ROOT = Path(__file__).parents[3]
 CMAKE = shutil.which("cmake", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 # torch's CUDA builds come with triton, which brings one.
@@ -34,18 +35,19 @@ needs_cmake = pytest.mark.skipif(CMAKE is None, reason="there is no cmake")
     reason="torch was built without CUDA, or there is no nvcc",
 )
 def test_cuda_kernels_are_compiled_where_nvcc_is() -> None:
-    assert b".nv_fatbin" in LIBRARY.read_bytes(), f"{LIBRARY} has no CUDA code, though {CUDA_HOME} has nvcc"
+    assert b".nv_fatbin" in KERNELS.read_bytes(), f"{KERNELS} has no CUDA code, though {CUDA_HOME} has nvcc"
 
 
-def test_the_build_is_that_of_the_running_torch() -> None:
+def test_the_build_has_the_running_torch() -> None:
     build = _core.build_info()
-    assert build["torch"] is not None
-    assert build["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
+    assert minor_of(torch.__version__) in build["torch"]
+    assert {path.name for path in PACKAGE.glob("libmrrope_torch*")} == {library_for(m).name for m in build["torch"]}
     assert _core.cpu_instruction_set() in build["instruction_sets"]
-    has_kernels = b".nv_fatbin" in LIBRARY.read_bytes()
+    has_kernels = b".nv_fatbin" in KERNELS.read_bytes()
     assert has_kernels == (build["without_cuda"] is None) == (build["nvcc"] is not None)
     assert bool(build["machine_code"] or build["ptx"]) == has_kernels
     assert build["wgmma"] == ("90a" in build["machine_code"])
+    assert not any(b".nv_fatbin" in library_for(minor).read_bytes() for minor in build["torch"])
 
 
 @pytest.mark.skipif(CUOBJDUMP is None, reason="there is no cuobjdump")
@@ -56,7 +58,7 @@ def test_the_architectures_are_those_in_the_library() -> None:
         ("-lelf", r"\.sm_(\d+)\w?\.cubin", build["machine_code"]),
         ("-lptx", r"\.sm_(\d+)\w?\.ptx", build["ptx"]),
     ):
-        output = subprocess.run([CUOBJDUMP, option, LIBRARY], capture_output=True, text=True, check=False).stdout
+        output = subprocess.run([CUOBJDUMP, option, KERNELS], capture_output=True, text=True, check=False).stdout
         # A cuobjdump older than nvcc prints sm_90 for sm_90a.
         assert set(re.findall(pattern, output)) == {name.rstrip("af") for name in listed}
 
@@ -67,21 +69,54 @@ def dynamic_section(library: Path, tag: str) -> list[str]:
 
 
 @needs_readelf
-def test_the_library_looks_for_others_beside_the_package_only() -> None:
-    assert dynamic_section(LIBRARY, "RUNPATH") == ["$ORIGIN/../torch/lib"]
-    assert dynamic_section(LIBRARY, "RPATH") == []
-    for module in Path(mrrope.__file__).parent.glob("_core*.so"):
+def test_libraries_look_for_others_beside_the_package_only() -> None:
+    assert dynamic_section(KERNELS, "RUNPATH") == dynamic_section(KERNELS, "RPATH") == []
+    for minor in _core.build_info()["torch"]:
+        assert dynamic_section(library_for(minor), "RUNPATH") == ["$ORIGIN:$ORIGIN/../torch/lib"]
+        assert dynamic_section(library_for(minor), "RPATH") == []
+    for module in PACKAGE.glob("_core*.so"):
         assert dynamic_section(module, "RUNPATH") == dynamic_section(module, "RPATH") == []
 
 
+def test_libraries_have_no_path_of_the_machine_that_built_them() -> None:
+    """Of a package that was built in this checkout."""
+    named = [path.name for path in PACKAGE.glob("*.so") if os.fsencode(ROOT) in path.read_bytes()]
+    assert named == []
+
+
 @needs_readelf
-def test_the_openmp_runtime_is_torchs() -> None:
+def test_libraries_load_without_cuda() -> None:
+    """Neither CPU builds of torch nor machines without a driver have CUDA's libraries."""
+    assert dynamic_section(KERNELS, "NEEDED")
+    for library in (KERNELS, *(library_for(minor) for minor in _core.build_info()["torch"])):
+        assert [name for name in dynamic_section(library, "NEEDED") if "cuda" in name] == []
+
+
+@needs_readelf
+def test_the_kernels_do_not_know_torch() -> None:
+    foreign = re.compile(r"lib(torch|c10|python|gomp|omp)")
+    assert [name for name in dynamic_section(KERNELS, "NEEDED") if foreign.match(name)] == []
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="there is no nm")
+def test_only_names_of_mrrope_are_exported() -> None:
+    """The CUDA runtime inside would stand in for torch's, and torch's templates for those of other extensions."""
+    for library in (KERNELS, LIBRARY):
+        command = ["nm", "--dynamic", "--defined-only", "--demangle", "--format=just-symbols", library]
+        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert any(name.startswith("mrrope::rotary") for name in names)
+        assert [name for name in names if not name.startswith("mrrope::")] == []
+
+
+@needs_readelf
+def test_no_openmp_runtime_is_linked() -> None:
+    """libtorch_cpu brings its own; the name of that one may change with a patch version of torch."""
+
     def runtimes(library: Path) -> list[str]:
         return [name for name in dynamic_section(library, "NEEDED") if re.match(r"lib(gomp|iomp|omp)\b", name)]
 
-    torchs = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    assert runtimes(LIBRARY)
-    assert set(runtimes(LIBRARY)) <= set(runtimes(torchs))
+    assert runtimes(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
+    assert runtimes(LIBRARY) == []
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="there is no /proc")
@@ -110,7 +145,7 @@ def test_a_build_starts_from_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.26)\nproject(told LANGUAGES NONE)\n"
         'option(MRROPE_CUDA "" ON)\nfile(WRITE ${CMAKE_SOURCE_DIR}/told "${MRROPE_CUDA} ${SOMETHING}")\n'
-        "add_custom_target(_core)\nadd_custom_target(mrrope_package)\n"
+        "add_custom_target(mrrope_package)\n"
     )
     told = []
     for arguments in ("", "-DMRROPE_CUDA=OFF -DSOMETHING=1", ""):
@@ -121,7 +156,7 @@ def test_a_build_starts_from_the_defaults(tmp_path: Path) -> None:
     assert told == ["ON ", "OFF 1", "ON "]
 
 
-DEFAULT_ARCHITECTURES = "80-real;90a-real;90-virtual"
+DEFAULT_ARCHITECTURES = "80-real;86-real;89-real;90a-real;100-real;103-real;120-real;90-virtual"
 ARCHITECTURES = {
     "": DEFAULT_ARCHITECTURES,
     "8.0": "80-real",

@@ -20,6 +20,7 @@ from mrrope.benchmark.peers import PEERS
 from mrrope.environment import gpus, packages
 from mrrope.environment.problems import problems
 from mrrope.environment.report import as_text, collect
+from mrrope.torch_library import library_for, minor_of
 
 ROOT = Path(__file__).parents[3]
 KEYS = {
@@ -100,7 +101,7 @@ def bare_site_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_json_has_the_documented_keys() -> None:
     report = run_json()
     assert report.keys() == KEYS
-    assert report["format"] == "mrrope.env/1"
+    assert report["format"] == "mrrope.env/2"
     assert report["mrrope"]["version"] == mrrope.__version__
     assert report["torch"]["version"] == torch.__version__
     assert report["torch"]["cuda_available"] == torch.cuda.is_available()
@@ -178,23 +179,65 @@ def test_a_vllm_without_the_entry_point_is_reported(bare_site_packages: Path, tm
 
 def test_another_torch_than_the_builds_is_reported() -> None:
     fake = (
-        "import mrrope._core as core; built = core.build_info(); core.build_info = lambda: built | {'torch': '2.9.1'}"
+        "import mrrope._core as core; built = core.build_info(); "
+        "core.build_info = lambda: built | {'torch': ['2.8', '2.9']}"
     )
-    text = run_env(before=fake)
-    assert f"mrrope was built against torch 2.9.1, and torch {torch.__version__} runs" in text
-    assert "in a checkout: pip install --force-reinstall --no-deps ." in text
+    text = run_env(before=f"import mrrope; {fake}")
+    assert f"mrrope was built for torch 2.8, 2.9, and torch {torch.__version__} runs" in text
+    assert "pip install 'torch==2.9.*', or in a checkout: pip install --force-reinstall --no-deps ." in text
+
+
+def copy_of_the_package(folder: Path) -> Path:
+    """A copy whose libraries are links, for changes to them."""
+    package = folder / "mrrope"
+    original = Path(mrrope.__file__).parent
+    shutil.copytree(original, package, ignore=shutil.ignore_patterns("__pycache__", "lib*.so"))
+    for library in original.glob("lib*.so"):
+        (package / library.name).symlink_to(library)
+    return package
+
+
+def failed_import(folder: Path, before: str = "") -> str:
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    command = [sys.executable, "-c", f"{before}\nimport mrrope"]
+    failed = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert failed.returncode
+    return failed.stderr
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.99.0+cu130", "3.0.0a0+git1234"])
+def test_import_with_a_torch_that_is_not_in_the_package(tmp_path: Path, version: str) -> None:
+    """The message names the versions that are, and what to do."""
+    copy_of_the_package(tmp_path)
+    message = failed_import(tmp_path, f"import torch; torch.__version__ = {version!r}")
+    built = ", ".join(_core.build_info()["torch"])
+    assert f"ImportError: mrrope's ops are built for torch {built}, and torch {version} runs: install one of" in message
+    assert "or build mrrope from source" in message
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        ("2.11.0", "libmrrope_torch2.11.so"),
+        ("2.11.0+cu130", "libmrrope_torch2.11.so"),
+        ("2.15.1+cpu", "libmrrope_torch2.15.so"),
+        ("2.9.0a0+git1234", "libmrrope_torch2.9.so"),
+    ],
+)
+def test_the_library_for_a_version_of_torch(version: str, name: str) -> None:
+    assert library_for(version).name == name
 
 
 def test_a_library_that_does_not_load_is_reported(tmp_path: Path) -> None:
     """``import mrrope`` names the cause; the folder of this command runs without it."""
-    package = tmp_path / "mrrope"
-    shutil.copytree(Path(mrrope.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "libmrrope*"))
-    (package / "libmrrope_torch.so").write_text("no library")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    failed = subprocess.run([*MRROPE, "env"], capture_output=True, text=True, check=False, env=environment)
-    assert f"ImportError: mrrope's ops do not load: built against torch {_core.build_info()['torch']}" in failed.stderr
-    command = re.search(r"`python (.*)` reports what to fix", failed.stderr)
+    library = library_for(torch.__version__, copy_of_the_package(tmp_path))
+    library.unlink()
+    library.write_text("no library")
+    message = failed_import(tmp_path)
+    assert f"ImportError: mrrope's ops for torch {minor_of(torch.__version__)} do not load" in message
+    command = re.search(r"`python (.*)` reports what to fix", message)
     assert command is not None
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, command[1]], capture_output=True, text=True, check=False, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"ops' library +does not load: ", done.stdout)
@@ -294,9 +337,9 @@ def test_gpus_by_nvidia_smi(tmp_path: Path) -> None:
     assert run_json(**variables)["gpus"] == []
 
 
-def report_with(**parts: dict[str, Any]) -> dict[str, Any]:
+def report_with(**parts: Any) -> dict[str, Any]:
     """A report of an environment with an H200 where nothing is to fix, with some values changed."""
-    build = {"torch": "2.11.0", "nvcc": "13.0.88", "without_cuda": None, "error": None, "library_error": None, **BUILD}
+    build = {"torch": ["2.11"], "nvcc": "13.0.88", "without_cuda": None, "error": None, "library_error": None, **BUILD}
     build |= parts.get("build", {})
     gpu = H200 | parts.get("gpu", {})
     return collect() | {
@@ -304,6 +347,7 @@ def report_with(**parts: dict[str, Any]) -> dict[str, Any]:
         "torch": {"version": "2.11.0", "cuda": "13.0", "cuda_available": True, "warning": None, "error": None}
         | parts.get("torch", {}),
         "build": build,
+        "driver": parts.get("driver", "580.65.06"),
         "gpus": [gpu | gpus.kernels_on(tuple(gpu["compute_capability"]), build)],
         "variables": parts.get("variables", {}),
         "packages": [{"name": "vllm", "version": None, "installed": False, "in_range": None}],
@@ -320,11 +364,15 @@ def report_with(**parts: dict[str, Any]) -> dict[str, Any]:
             "hides every GPU",
             "unset CUDA_VISIBLE_DEVICES",
         ),
-        ({"torch": {"cuda": "12.8"}}, "built with CUDA 13.0.88, and torch with CUDA 12.8", "nvcc of CUDA 12"),
+        (
+            {"torch": {"cuda": "12.8"}, "driver": "570.86.10"},
+            "built with CUDA 13.0.88, which needs driver 580 or newer, got 570.86.10",
+            "nvcc of CUDA 12",
+        ),
         (
             {"build": {"without_cuda": "there was no nvcc", "nvcc": None, "machine_code": [], "ptx": []}},
             "built without CUDA kernels: there was no nvcc",
-            "nvcc of CUDA 13",
+            "where nvcc is",
         ),
         (
             {"gpu": {"name": "T4", "compute_capability": [7, 5]}},
@@ -340,6 +388,7 @@ def report_with(**parts: dict[str, Any]) -> dict[str, Any]:
 )
 def test_problems_of_gpus(parts: dict[str, Any], problem: str, fix: str) -> None:
     assert list(problems(report_with())) == []
+    assert list(problems(report_with(torch={"cuda": "12.8"}))) == []  # the driver decides
     ((found, solution),) = problems(report_with(**parts))
     assert problem in found
     assert fix in solution

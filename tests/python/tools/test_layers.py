@@ -29,6 +29,7 @@ PACKAGE_LAYERS = [
         "mrrope.table_lookup",
         "mrrope.table_set",
         "mrrope.tables",
+        "mrrope.torch_library",
     },
     {"mrrope.ops"},
     {"mrrope.hf"},
