@@ -29,28 +29,25 @@ bool starts_aligned(const HeadsView& view, int element_size) {
 constexpr int64_t threads_for_vectors = 1 << 11;
 constexpr int64_t threads_for_three_heads = 1 << 20;
 
-// Head tables leave odd heads over, which half vectors of one head do not: 256 x 32/8 takes 2.76 us so, with full
-// vectors and two heads 3.01, with three 2.85; one table takes 2.72.
-bool takes_full_vectors(const RotaryShape& shape, int64_t threads) {
-    return threads >= threads_for_full_vectors * (shape.table_heads > 1 ? 2 : 1);
-}
-
 int choose_vector(const RotaryShape& shape, int64_t threads, int full) {
-    if (full == 1 || shape.with_rows || takes_full_vectors(shape, threads)) return full;
+    if (full == 1 || shape.with_rows || threads >= threads_for_full_vectors) return full;
     return threads < threads_for_vectors ? 1 : full / 2;
 }
 
 int choose_heads_per_thread(const RotaryShape& shape, int64_t threads, int full) {
     if (shape.with_rows) return heads_per_thread_with_rows;
     const int heads = shape.heads / shape.table_heads;
-    if (heads == 1 || !takes_full_vectors(shape, threads)) return 1;
+    if (heads == 1 || threads < threads_for_full_vectors) return 1;
     // With five heads two per thread would leave every third thread with one. Nine heads of a head table go three per
-    // thread: 8192 x 64/8 takes 76.0 us, with two per thread and a speculated index 80.9. Below 2^20 threads a head
-    // table's heads go two per thread: 1024 x 32/8 takes 7.08 us, with three 7.15, with one 8.05; one table takes 6.85.
+    // thread: 8192 x 64/8 takes 76.0 us, with two per thread and a speculated index 80.9. Five go two per thread
+    // between 2^17 and 2^20 threads: 1024 x 32/8 takes 7.08 us so, with three 7.15; one table takes 6.85. Below, 256 x
+    // 32/8 takes 2.85 us with three, 3.01 with two; one table takes 2.72. Half vectors of one head take 2.76 there,
+    // but 3.24 in `mrrope bench`, where two heads of full vectors take 3.09.
     const bool has_head_tables = shape.table_heads > 1;
     const bool divides_badly = heads % 2 == 1 && (heads <= 5 || (has_head_tables && heads % 3 == 0));
-    const bool is_small = has_head_tables && threads < threads_for_three_heads;
-    return full > 1 && divides_badly && !is_small ? 3 : 2;
+    const bool is_middling =
+        has_head_tables && threads >= 2 * threads_for_full_vectors && threads < threads_for_three_heads;
+    return full > 1 && divides_badly && !is_middling ? 3 : 2;
 }
 
 // Speculating on the table index hides the latency of loading it, but costs every thread a second load. Extra time with

@@ -118,6 +118,11 @@ def head_tables() -> list[str]:
     return table(["tokens x q/k heads", "copy, us", "one table", "head tables", "more"], [cells(row) for row in rows])
 
 
+def rotary_cos_sin() -> list[str]:
+    """Return the times of rotary_cos_sin beside those of rotary and of transformers."""
+    return times("rotary_cos_sin_cuda.json", "tokens x q/k heads", lambda row: row["name"])
+
+
 def rescale_cache() -> list[str]:
     """Return the times of re-rotating a cache."""
     return times("rescale_cache_cuda.json", "cached tokens", lambda row: str(row["tokens"]))
@@ -192,6 +197,7 @@ OF_OPS = (
     qk_norm_rotary,
     qkv_rotary,
     learnable_rotary,
+    rotary_cos_sin,
     head_tables,
     rescale_cache,
 )

@@ -387,8 +387,8 @@ TEST(Plan, LeavesFewHeadsOfATableAlone) {
     EXPECT_EQ(middle.heads_per_thread, 2);
     EXPECT_EQ(middle.head_groups, 24);
     const RotaryPlan decoding = planned(40, 8, 256);
-    EXPECT_EQ(decoding.vector, 4);
-    EXPECT_EQ(decoding.heads_per_thread, 1);
+    EXPECT_EQ(decoding.heads_per_thread, 3);
+    EXPECT_EQ(decoding.head_groups, 16);
 }
 
 TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
