@@ -56,6 +56,8 @@ BAD_LAYERS = {
     "a table": (random_table(0), TypeError, ["layers must be the tables of every layer, got FrequencyTable"]),
     "heads": (random_heads(2), TypeError, ["layers must be the tables of every layer, got HeadTables"]),
     "a name": ([random_table(0), "rope"], TypeError, ["layers[1] must be a FrequencyTable or HeadTables, got str"]),
+    "axes": ([mrrope.AxisTables([random_table(0)])], TypeError,
+             ["layers[0] must be a FrequencyTable or HeadTables, got AxisTables"]),
     "nested": ([random_set(1, 1)], TypeError, ["layers[0] must be a FrequencyTable or HeadTables, got TableSet"]),
     "other heads": ([random_table(0), random_heads(3), random_heads(2)], ValueError,
                     ["layers[2] must hold tables for 3 key heads, as those before it do, got 2"]),
