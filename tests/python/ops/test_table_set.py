@@ -330,7 +330,7 @@ RESCALE_ERRORS = {
     "rotary_dim": (random_set(2, 2), random_table(0, rotary_dim=8), ValueError,
                    "new[0] must have old[0]'s rotary_dim 16, got 8"),
     "type": (random_set(2, 2), "rope", TypeError,
-             "new must be a FrequencyTable or a list of them, of HeadTables or of TableSets, got 'rope'"),
+             "new must be a FrequencyTable or a list of them, of HeadTables, AxisTables or TableSets, got 'rope'"),
     "factors": (TableSet([random_table(0), mrrope.frequency_table("rope", **MODEL, attention_factor=1e-30)]),
                 TableSet([random_table(0), mrrope.frequency_table("rope", **MODEL, attention_factor=1e30)]), ValueError,
                 "old and new must have attention factors whose quotients are in float32's range, got 1e-30 and 1e+30"),
