@@ -2,6 +2,7 @@
 #include <numeric>
 #include <vector>
 
+#include "mrrope/rotation.h"
 #include "mrrope/torch_ops.h"
 #include "registration.h"
 
@@ -27,24 +28,64 @@ struct RescaleCacheCall {
     }
 };
 
-void check_sizes(const RescaleCacheCall& call, const Layout& layout) {
+// [tables, words], [tables, layers, heads, words], and each with two rows: [tables, 2, words] and
+// [tables, layers, 2, heads, words]. The number of dimensions tells them apart, since layers may be two.
+struct RescaleTables {
+    int64_t count;
+    int64_t layers;
+    int64_t rows;
+    int64_t heads;
+    Tensor of_layers;  // [tables * layers, rows, heads, words], as rotary takes them
+};
+
+// The second rows are those of the first table: one row of positions rotates a pair from one table to another.
+void check_same_rows(const RescaleTables& stack) {
+    if (stack.rows == 1 || !stack.of_layers.is_cpu()) return;
+    const int64_t words = stack.of_layers.size(-1);
+    const int64_t words_of_row = stack.heads * words;
+    const auto* rows = static_cast<const uint64_t*>(stack.of_layers.const_data_ptr()) + words_of_row;
+    for (int64_t table = 1; table < stack.count * stack.layers; ++table) {
+        for (int64_t i = 0; i < words_of_row; ++i) {
+            if (i % words == words - 1) continue;
+            const uint64_t row = without_negation(rows[table * 2 * words_of_row + i]);
+            TORCH_CHECK_VALUE(row == without_negation(rows[i]), "tables must all name the same row of positions for a ",
+                              "pair, ", without_negation(rows[i]), " for pair ", i % words, ", got ", row, " in table ",
+                              table / stack.layers);
+        }
+    }
+}
+
+RescaleTables rescale_tables(const Tensor& tables) {
+    const int64_t rank = tables.dim();
+    const bool has_layers = rank >= 4;
+    const bool has_rows = rank == 3 || rank == 5;
+    const bool has_form = 2 <= rank && rank <= 5 && (!has_rows || tables.size(has_layers ? 2 : 1) == 2);
+    TORCH_CHECK_VALUE(has_form && tables.numel() > 0 && tables.size(-1) >= 2 && tables.is_contiguous(),
+                      "tables must be a contiguous stack of packed tables, of two rows of them, or of [layers, heads] "
+                      "or [layers, 2, heads] of them, got ",
+                      tables.sizes(), " with strides ", tables.strides());
+    RescaleTables stack{.count = tables.size(0),
+                        .layers = has_layers ? tables.size(1) : 1,
+                        .rows = has_rows ? 2 : 1,
+                        .heads = has_layers ? tables.size(-2) : 1,
+                        .of_layers = {}};
+    stack.of_layers = tables.view({stack.count * stack.layers, stack.rows, stack.heads, tables.size(-1)});
+    return stack;
+}
+
+void check_sizes(const RescaleCacheCall& call, const RescaleTables& stack, const Layout& layout) {
     const Tensor& tables = call.tables;
     const Tensor& first = call.keys[0];
     const int64_t batch = layout.batch_of(first);
-    const bool has_form = tables.dim() == 2 || (tables.dim() == 4 && tables.size(1) >= 1 && tables.size(2) >= 1);
-    TORCH_CHECK_VALUE(has_form && tables.size(0) >= 1 && tables.size(-1) >= 2 && tables.is_contiguous(),
-                      "tables must be a contiguous stack of packed tables, or of [layers, heads] of them, got ",
-                      tables.sizes(), " with strides ", tables.strides());
     const auto layers = static_cast<int64_t>(call.keys.size());
-    TORCH_CHECK_VALUE(tables.dim() == 2 || tables.size(1) == 1 || tables.size(1) == layers,
-                      "tables must be for one layer or for each of the ", layers, " layers of keys, got ",
-                      tables.sizes());
-    // Every table of every layer and head has a factor of its own.
-    check_attention_factors(tables.view({-1, tables.size(-1)}));
+    TORCH_CHECK_VALUE(stack.layers == 1 || stack.layers == layers, "tables must be for one layer or for each of the ",
+                      layers, " layers of keys, got ", tables.sizes());
+    check_attention_factors(stack.of_layers);
+    check_same_rows(stack);
     for (const NamedTensor& index : {NamedTensor{"old", call.from}, {"new", call.to}}) {
         TORCH_CHECK_VALUE(index.tensor.dim() == 1 && index.tensor.size(0) == batch, index.name, " must be [", batch,
                           "], one a sequence of keys of ", first.sizes(), ", got ", index.tensor.sizes());
-        check_range(index, tables.size(0));
+        check_range(index, stack.count);
     }
     call.each_layer([&](NamedTensor layer) {
         check_last_dimension(layer, layout);
@@ -54,7 +95,7 @@ void check_sizes(const RescaleCacheCall& call, const Layout& layout) {
             layer.name, " must have the sequences and tokens of keys[0], ", first.sizes(), ", got ",
             layer.tensor.sizes());
         rotary_dim_of(tables, layer);
-        check_heads_have_tables(layer, layout, tables);
+        check_heads_have_tables(layer, layout, stack.of_layers);
     });
 }
 
@@ -103,13 +144,12 @@ struct RescaleCache {
     static void run(const Call& call) {
         const Layout layout = layout_named(call.layout);
         const NamedTensor first = call.layer(0);
-        check_sizes(call, layout);
+        const RescaleTables stack = rescale_tables(call.tables);
+        check_sizes(call, stack, layout);
         check_no_overlap_of_layers(call);
-        const PositionsView positions = positions_view({"positions", call.positions}, first, layout);
+        const PositionsView positions = positions_view({"positions", call.positions}, first, layout, stack.of_layers);
         const Tensor from = call.from.contiguous();
         const Tensor to = call.to.contiguous();
-        const auto table_layers = static_cast<int32_t>(call.tables.dim() == 4 ? call.tables.size(1) : 1);
-        const auto table_heads = static_cast<int32_t>(call.tables.dim() == 4 ? call.tables.size(2) : 1);
         std::vector<bool> done(call.keys.size());
         for (size_t i = 0; i < call.keys.size(); ++i) {
             if (done[i]) continue;
@@ -120,17 +160,18 @@ struct RescaleCache {
                 const Tensor& other = call.keys[j];
                 if (done[j] || other.sizes() != keys.sizes() || other.strides() != keys.strides()) continue;
                 group.push_back(other.data_ptr());
-                layer_of_keys.push_back(table_layers == 1 ? 0 : static_cast<int32_t>(j));
+                layer_of_keys.push_back(stack.layers == 1 ? 0 : static_cast<int32_t>(j));
                 done[j] = true;
             }
             Backend::run(RescaleCacheArgs{.keys = group,
                                           .strides = head_strides(keys, layout),
                                           .positions = positions,
                                           .tables = static_cast<const uint64_t*>(call.tables.const_data_ptr()),
-                                          .table_count = call.tables.size(0),
-                                          .table_layers = table_layers,
+                                          .table_count = stack.count,
+                                          .table_layers = static_cast<int32_t>(stack.layers),
                                           .layer_of_keys = layer_of_keys,
-                                          .table_heads = table_heads,
+                                          .table_rows = static_cast<int32_t>(stack.rows),
+                                          .table_heads = static_cast<int32_t>(stack.heads),
                                           .from = static_cast<const int32_t*>(from.const_data_ptr()),
                                           .to = static_cast<const int32_t*>(to.const_data_ptr()),
                                           .batch = layout.batch_of(keys),

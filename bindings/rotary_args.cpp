@@ -4,8 +4,6 @@
 
 #include <limits>
 
-#include "mrrope/rotation.h"
-
 namespace mrrope {
 namespace {
 
@@ -24,10 +22,6 @@ void check_table_shape(const at::Tensor& table) {
                       "stack of those, or of pairs of rows, the second for positions with rows, or of one or two rows "
                       "of head tables, [tables, rows, heads, words], got ",
                       table.sizes(), " with strides ", table.strides());
-}
-
-bool has_position_rows(const at::Tensor& table) {
-    return table.dim() == 3 || (table.dim() == 4 && table.size(1) == 2);
 }
 
 TableChoice table_choice(const RotaryCall& call, const Layout& layout) {
@@ -65,39 +59,6 @@ TableChoice table_choice(const RotaryCall& call, const Layout& layout) {
     choice.index = static_cast<const int32_t*>(index->const_data_ptr());
     (layout.batch < 0 ? choice.token_stride : choice.batch_stride) = static_cast<int32_t>(stride);
     return choice;
-}
-
-// Positions of [rows, batch, tokens]; the table's second rows name the row of each pair.
-PositionsView position_rows_view(const RotaryCall& call, const Layout& layout) {
-    const at::Tensor& q = call.heads[0];
-    const at::Tensor& positions = call.positions;
-    const at::Tensor& table = call.table;
-    const int64_t tokens = q.size(layout.token);
-    const int64_t batch = layout.batch_of(q);
-    TORCH_CHECK_VALUE(layout.batch >= 0 && positions.size(0) >= 1 && positions.size(2) == tokens &&
-                          (positions.size(1) == batch || positions.size(1) == 1),
-                      "positions with a table of two rows must be [rows, ", batch, ", ", tokens, "] for q of ",
-                      q.sizes(), " in layout ", layout.name, ", got ", positions.sizes());
-    const int64_t words = table.size(-1);
-    const int64_t words_of_row = table.numel() / table.size(0) / 2;  // those of all heads
-    const auto* row_of_pair = static_cast<const uint64_t*>(table.const_data_ptr()) + words_of_row;
-    if (table.is_cpu()) {
-        for (int64_t i = 0; i < table.numel() / 2; ++i) {
-            const int64_t pair = i % words;
-            if (pair == words - 1) continue;
-            const uint64_t row = without_negation(row_of_pair[i / words_of_row * 2 * words_of_row + i % words_of_row]);
-            TORCH_CHECK_VALUE(row < static_cast<uint64_t>(positions.size(0)),
-                              "table's second row must name rows of positions, 0 to ", positions.size(0) - 1, ", got ",
-                              row, " for pair ", pair);
-        }
-    }
-    return {.data = positions.const_data_ptr(),
-            .is_int64 = positions.scalar_type() == at::kLong,
-            .batch_stride = stride_or_zero(positions, 1),
-            .token_stride = stride_or_zero(positions, 2),
-            .rows = positions.size(0),
-            .row_stride = stride_or_zero(positions, 0),
-            .row_of_pair = row_of_pair};
 }
 
 }  // namespace
@@ -155,9 +116,7 @@ RotaryArgs rotary_args(const RotaryCall& call, at::TensorList out) {
     check_attention_factors(call.table);
     call.each_head([&](NamedTensor x) { check_heads_have_tables(x, layout, call.table); });
     args.rotary_dim = rotary_dim_of(call.table, q);
-    args.positions = has_position_rows(call.table) && call.positions.dim() == 3
-                         ? position_rows_view(call, layout)
-                         : positions_view({"positions", call.positions}, q, layout);
+    args.positions = positions_view({"positions", call.positions}, q, layout, call.table);
     args.table = static_cast<const uint64_t*>(call.table.const_data_ptr());
     args.choice = table_choice(call, layout);
     args.pairing = pairing_named(call.pairing);

@@ -252,6 +252,39 @@ PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Lay
             .token_stride = stride_or_zero(p, p.dim() - 1)};
 }
 
+PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Layout& layout, const at::Tensor& table) {
+    const at::Tensor& x = heads.tensor;
+    const at::Tensor& p = positions.tensor;
+    const bool has_rows = table.dim() == 3 || (table.dim() == 4 && table.size(1) == 2);
+    if (!has_rows || p.dim() != 3) return positions_view(positions, heads, layout);
+    const int64_t tokens = x.size(layout.token);
+    const int64_t batch = layout.batch_of(x);
+    TORCH_CHECK_VALUE(
+        layout.batch >= 0 && p.size(0) >= 1 && p.size(2) == tokens && (p.size(1) == batch || p.size(1) == 1),
+        positions.name, " with a table of two rows must be [rows, ", batch, ", ", tokens, "] for ", heads.name, " of ",
+        x.sizes(), " in layout ", layout.name, ", got ", p.sizes());
+    const int64_t words = table.size(-1);
+    const int64_t words_of_row = table.numel() / table.size(0) / 2;  // those of all heads
+    const auto* row_of_pair = static_cast<const uint64_t*>(table.const_data_ptr()) + words_of_row;
+    if (table.is_cpu()) {
+        for (int64_t i = 0; i < table.numel() / 2; ++i) {
+            const int64_t pair = i % words;
+            if (pair == words - 1) continue;
+            const uint64_t row = without_negation(row_of_pair[i / words_of_row * 2 * words_of_row + i % words_of_row]);
+            TORCH_CHECK_VALUE(row < static_cast<uint64_t>(p.size(0)),
+                              "table's second row must name rows of positions, 0 to ", p.size(0) - 1, ", got ", row,
+                              " for pair ", pair);
+        }
+    }
+    return {.data = p.const_data_ptr(),
+            .is_int64 = p.scalar_type() == at::kLong,
+            .batch_stride = stride_or_zero(p, 1),
+            .token_stride = stride_or_zero(p, 2),
+            .rows = p.size(0),
+            .row_stride = stride_or_zero(p, 0),
+            .row_of_pair = row_of_pair};
+}
+
 int head_count(NamedTensor heads, const Layout& layout) {
     const int64_t count = heads.tensor.size(layout.head);
     TORCH_CHECK_VALUE(count <= std::numeric_limits<int>::max(), heads.name, " must have fewer than 2^31 heads, got ",

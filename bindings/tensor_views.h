@@ -100,6 +100,10 @@ HeadsView heads_view(NamedTensor in, const at::Tensor& out, const Layout& in_lay
 // Positions of [tokens], [1, tokens] or [batch, tokens].
 PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Layout& layout);
 
+// As above, or [rows, batch, tokens] and [rows, 1, tokens] with tables of two rows, [tables, 2, words] or
+// [tables, 2, heads, words]: the second names the row of positions of each pair.
+PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Layout& layout, const at::Tensor& table);
+
 int head_count(NamedTensor heads, const Layout& layout);
 
 int rotary_dim_of(const at::Tensor& table, NamedTensor heads);

@@ -19,6 +19,7 @@ struct RescaleCacheLaunch {
     const uint64_t* tables;
     uint32_t table_count;
     int table_layers;
+    int table_rows;
     const int32_t* from;
     const int32_t* to;
     int64_t batch;
@@ -30,8 +31,9 @@ struct RescaleCacheLaunch {
 
 // All blocks re-rotate one sequence of one layer, then the next. Sequences whose table does not change are skipped, so
 // a call that changes nothing returns at once. The arithmetic is that of rotary_kernel, by the difference of two
-// tables: loaded once per sequence, or per layer where layers have tables of their own.
-template <class Element, int Vector, Pairing pairing>
+// tables: loaded once per sequence, or per layer where layers have tables of their own. `several_positions`: every pair
+// has the position of its own row.
+template <class Element, int Vector, Pairing pairing, bool several_positions>
 __global__ void __launch_bounds__(rescale_cache_block_threads, rescale_cache_min_blocks_per_sm)
     rescale_cache_kernel(const __grid_constant__ RescaleCacheLaunch launch) {
     using Real = RealOf<Element>;
@@ -57,7 +59,8 @@ __global__ void __launch_bounds__(rescale_cache_block_threads, rescale_cache_min
         const auto load_tables = [&](int table_layer) {
             const auto table = [&](const int32_t* index) {
                 const int64_t layer = int64_t{table_index(index)} * launch.table_layers + table_layer;
-                return launch.tables + (layer * launch.plan.table_heads + of_thread.table) * (launch.half + 1);
+                const int64_t first_head = layer * launch.table_rows * launch.plan.table_heads;
+                return launch.tables + (first_head + of_thread.table) * (launch.half + 1);
             };
             const uint64_t* from = table(launch.from);
             const uint64_t* to = table(launch.to);
@@ -75,10 +78,20 @@ __global__ void __launch_bounds__(rescale_cache_block_threads, rescale_cache_min
                 for (int j = 0; j < rescale_cache_heads_per_thread; ++j) {
                     if (j < heads) fragments[j].load(head + j * next_head, layout);
                 }
-                const int64_t position = load_position(launch.positions, 0, sequence, token);
+                const uint64_t* row_of_pair = launch.positions.row_of_pair + of_thread.table * (launch.half + 1);
+                int64_t position = 0;
+                if constexpr (!several_positions) position = load_position(launch.positions, 0, sequence, token);
                 CosSin<Real> by[Vector];
                 CUTLASS_PRAGMA_UNROLL
-                for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, Real(1));
+                for (int j = 0; j < Vector; ++j) {
+                    if constexpr (several_positions) {
+                        // Loaded for every token: row numbers in registers would spill.
+                        const uint64_t word = row_of_pair[layout.pair(j)];
+                        const int64_t row = position_row_of(word, launch.positions.rows);
+                        position = load_position(launch.positions, row, sequence, token);
+                    }
+                    by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, Real(1));
+                }
                 CUTLASS_PRAGMA_UNROLL
                 for (int j = 0; j < rescale_cache_heads_per_thread; ++j) {
                     if (j >= heads) break;
@@ -91,7 +104,7 @@ __global__ void __launch_bounds__(rescale_cache_block_threads, rescale_cache_min
     }
 }
 
-template <class Element, int Vector>
+template <class Element, int Vector, Pairing pairing>
 void launch_rescale(const RescaleCacheArgs& args, const RescaleCachePlan& plan, cudaStream_t stream) {
     RescaleCacheLaunch launch{.layers = static_cast<int>(args.keys.size()),
                               .strides = args.strides,
@@ -99,6 +112,7 @@ void launch_rescale(const RescaleCacheArgs& args, const RescaleCachePlan& plan, 
                               .tables = args.tables,
                               .table_count = static_cast<uint32_t>(args.table_count),
                               .table_layers = args.table_layers,
+                              .table_rows = args.table_rows,
                               .from = args.from,
                               .to = args.to,
                               .batch = args.batch,
@@ -111,10 +125,17 @@ void launch_rescale(const RescaleCacheArgs& args, const RescaleCachePlan& plan, 
     const auto launch_with = [&](const auto& kernel) {
         launch_with_pdl(kernel, dim3(plan.blocks), rescale_cache_block_threads, stream, launch);
     };
+    if (args.positions.row_of_pair != nullptr) {
+        return launch_with(pdl_kernel<rescale_cache_kernel<Element, Vector, pairing, true>>);
+    }
+    return launch_with(pdl_kernel<rescale_cache_kernel<Element, Vector, pairing, false>>);
+}
+
+template <class Element, int Vector>
+void launch_rescale(const RescaleCacheArgs& args, const RescaleCachePlan& plan, cudaStream_t stream) {
     switch (args.pairing) {
-        case Pairing::halves: return launch_with(pdl_kernel<rescale_cache_kernel<Element, Vector, Pairing::halves>>);
-        case Pairing::interleaved:
-            return launch_with(pdl_kernel<rescale_cache_kernel<Element, Vector, Pairing::interleaved>>);
+        case Pairing::halves: return launch_rescale<Element, Vector, Pairing::halves>(args, plan, stream);
+        case Pairing::interleaved: return launch_rescale<Element, Vector, Pairing::interleaved>(args, plan, stream);
     }
 }
 

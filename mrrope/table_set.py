@@ -11,7 +11,7 @@ import torch
 
 from mrrope import calibrated_tables, table_json
 from mrrope.head_tables import HeadTables, heads_from_rows, require_agreement, settings_of, table_from_row
-from mrrope.tables import DeviceCopies, FrequencyTable, require_op_table, words_per_head
+from mrrope.tables import DeviceCopies, FrequencyTable, words_per_head
 
 OfOneLayer = FrequencyTable | HeadTables
 """What rotates one layer: one table for all heads, or one per key head."""
@@ -50,7 +50,8 @@ class TableSet:
             raise ValueError("layers must hold the tables of every layer, got none")
         self._key_heads: int | None = None
         for i, tables in enumerate(self._layers):
-            require_op_table(f"layers[{i}]", tables)
+            if not isinstance(tables, OfOneLayer):
+                raise TypeError(f"layers[{i}] must be a FrequencyTable or HeadTables, got {type(tables).__name__}")
             if tables.key_heads is not None and tables.key_heads != (self._key_heads or tables.key_heads):
                 raise ValueError(
                     f"layers[{i}] must hold tables for {self._key_heads} key heads, as those before it do, got "

@@ -41,7 +41,8 @@ void rescale_cache_cpu(const RescaleCacheArgs& args, const ParallelFor& parallel
         for (size_t layer = 0; layer < args.keys.size(); ++layer) {
             const int64_t table_layer = args.layer_of_keys.empty() ? 0 : args.layer_of_keys[layer];
             const auto tables_of = [&](int64_t index) {
-                return args.tables + (index * args.table_layers + table_layer) * args.table_heads * words;
+                const int64_t layer_of_table = index * args.table_layers + table_layer;
+                return args.tables + layer_of_table * args.table_rows * args.table_heads * words;
             };
             subtract_tables(difference, tables_of(args.to[sequence]), tables_of(args.from[sequence]), words);
             rotary.q.in = rotary.q.out = args.keys[layer];

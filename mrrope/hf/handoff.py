@@ -6,7 +6,7 @@ function calls :func:`unpack`. The integer dtype tells packed embeddings from co
 
 | table | shape | the apply function runs |
 |---|---|---|
-| one for all heads | ``[W]``, ``[N, W]``, M-RoPE ``[1, 2, W]`` | ``rotary`` |
+| one for all heads | ``[W]``, ``[N, W]``, M-RoPE ``[N, 2, W]`` | ``rotary`` |
 | one per key head | ``[N, R, H, W]`` | ``rotary`` |
 | learned: float32 or float64 radians per position, attention factor last | ``[H, W]`` | ``learnable_rotary`` |
 | by layer: one of the two above per layer | ``[L, N, R, H, W]``, ``[L, H, W]`` | after :func:`of_layer` |

@@ -56,11 +56,12 @@ class RopeSettings(NativeRope):
         """Return several tables as one tensor, all in the form of the one with the most dimensions.
 
         Returns:
-            ``[tables, W]``; with head tables among them ``[tables, R, H, W]``; with tuples
-            ``[layers, tables, R, H, W]``.
+            ``[tables, W]``, or ``[tables, 2, W]`` with rows of positions; with head tables among them
+            ``[tables, R, H, W]``; with tuples ``[layers, tables, R, H, W]``.
         """
         if all(isinstance(table, FrequencyTable) for table in tables):
-            return torch.stack([self.packed(table) for table in tables])
+            packed = [self.packed(table) for table in tables]
+            return torch.stack(packed) if self.position_row is None else torch.cat(packed)
         layers = next((len(table) for table in tables if isinstance(table, tuple)), None)
         rungs = [table if isinstance(table, tuple) else (table,) * (layers or 1) for table in tables]
         heads = max(len(_tables_in(table)) for rung in rungs for table in rung)

@@ -47,7 +47,10 @@ class TableChooser(Protocol):
     """Chooses one of several tables for every sequence of a batch."""
 
     def choose(self, positions: torch.Tensor, tables: torch.Tensor, layer_type: str | None) -> torch.Tensor:
-        """Return the index of each sequence's table, ``[batch]``, of tables as ``rescale_cache_`` takes them."""
+        """Return the index of each sequence's table, ``[batch]``, of tables as ``rescale_cache_`` takes them.
+
+        Positions are ``[batch, tokens]``, or ``[rows, batch, tokens]`` for M-RoPE.
+        """
         ...
 
 
@@ -75,9 +78,11 @@ class TableRotaryEmbedding(nn.Module):
             packed = own.packed(of_layers[0]) if len(of_layers) == 1 else own.packed_ladder(of_layers)
             # Integer buffers are not affected by casts of the model to another dtype.
             self.register_buffer(rope_config.attribute(layer_type, "packed_table"), packed.to(device), persistent=False)
-            if len(of_layers) > 1 and handoff.is_by_layer(packed):
-                # rescale_cache_ takes the layers of one rung side by side: [rungs, layers, H, W].
-                by_rung = packed[:, :, 0].transpose(0, 1).contiguous().to(device)
+            if len(of_layers) > 1 and packed.dim() >= 4:
+                # rescale_cache_ takes the layers of one rung side by side: [rungs, layers, H, W] or, with rows of
+                # positions, [rungs, layers, 2, H, W].
+                by_layer = packed if handoff.is_by_layer(packed) else packed[None]
+                by_rung = by_layer.transpose(0, 1).squeeze(2).contiguous().to(device)
                 self.register_buffer(rope_config.attribute(layer_type, "table_by_rung"), by_rung, persistent=False)
         self.train(original.training)
 
@@ -106,11 +111,10 @@ class TableRotaryEmbedding(nn.Module):
         table: torch.Tensor = getattr(self, rope_config.attribute(layer_type, "packed_table")).to(positions.device)
         if len(self.tables[layer_type]) == 1:
             return table
-        is_by_layer = handoff.is_by_layer(table)
-        rungs = 1 if is_by_layer else 0
+        rungs = 1 if handoff.is_by_layer(table) else 0
         if self.follower is None:
             return table.narrow(rungs, 0, 1)
-        by_rung = getattr(self, rope_config.attribute(layer_type, "table_by_rung")) if is_by_layer else table
+        by_rung = getattr(self, rope_config.attribute(layer_type, "table_by_rung")) if table.dim() >= 4 else table
         index = self.follower.choose(positions, by_rung.to(positions.device), layer_type)
         return table.index_select(rungs, index)
 

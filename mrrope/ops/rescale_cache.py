@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from mrrope.axis_tables import AxisTables
 from mrrope.head_tables import HeadTables
 from mrrope.ops import require_tensors
 from mrrope.table_set import TableSet, every_table
 from mrrope.tables import FrequencyTable, packed_stack
 
-CacheTables = FrequencyTable | HeadTables | TableSet
-"""What rotated the keys of a sequence: one table, one per key head, or the tables of each layer."""
+CacheTables = FrequencyTable | HeadTables | AxisTables | TableSet
+"""What rotated the keys of a sequence: one table, one per key head or position axis, or the tables of each layer."""
 
 SHAPES = {
     "bhsd": "[batch, heads, tokens, head_dim]",
@@ -38,10 +39,11 @@ def rescale_cache_(
     Args:
         keys: The keys of one layer, or of several layers of one dtype and device.
         positions: Positions of the cached tokens, int32 or int64: ``[tokens]``, ``[1, tokens]`` or
-            ``[batch, tokens]``.
-        old: The table the keys are rotated by: a ``FrequencyTable``, ``HeadTables`` or a ``TableSet`` with the tables
-            of every layer of ``keys``. One for all sequences, or a list with one per sequence.
-        new: The table to re-rotate to, in the same forms.
+            ``[batch, tokens]``. With ``AxisTables`` also ``[axes, batch, tokens]`` or ``[axes, 1, tokens]``.
+        old: The table the keys are rotated by: a ``FrequencyTable``, ``HeadTables``, ``AxisTables`` or a ``TableSet``
+            with the tables of every layer of ``keys``. One for all sequences, or a list with one per sequence.
+        new: The table to re-rotate to, in the same forms. ``AxisTables`` of a call divide the pairs among the axes
+            alike, and no other tables come with them.
         layout: Layout of the keys: ``bhsd``, ``bshd`` or ``thd``.
         pairing: ``halves`` or ``interleaved``, as in ``rotary``.
         blocks: Int64 indices of the blocks of a paged cache to re-rotate. The first dimension of such a cache counts
@@ -68,11 +70,12 @@ def rescale_cache_(
             if isinstance(table, TableSet) and len(table) != len(layers):
                 raise ValueError(f"{name}[{i}] must have tables for the {len(layers)} layers of keys, got {len(table)}")
             _check_key_heads(f"{name}[{i}]", table, distinct)
+            _check_axes(f"{name}[{i}]", table, olds[0])
             if table not in distinct:
                 distinct.append(table)
     if not distinct:
         return  # no sequences
-    factors = [table.attention_factor for tables in distinct for table in every_table(tables)]
+    factors = [factor for tables in distinct for factor in _attention_factors(tables)]
     if min(factors) < max(factors) * torch.finfo(torch.float32).smallest_normal:
         raise ValueError(
             f"old and new must have attention factors whose quotients are in float32's range, got {min(factors):g} and "
@@ -112,13 +115,11 @@ def _checked_layers(keys: object, layout: str) -> list[torch.Tensor]:
 
 
 def _table_per_sequence(name: str, tables: CacheTables | Sequence[CacheTables], sequences: int) -> list[CacheTables]:
-    if isinstance(tables, (FrequencyTable, HeadTables, TableSet)):
+    if isinstance(tables, CacheTables):
         return [tables] * sequences
-    if not isinstance(tables, (list, tuple)) or not all(
-        isinstance(table, (FrequencyTable, HeadTables, TableSet)) for table in tables
-    ):
+    if not isinstance(tables, (list, tuple)) or not all(isinstance(table, CacheTables) for table in tables):
         raise TypeError(
-            f"{name} must be a FrequencyTable or a list of them, of HeadTables or of TableSets, got {tables!r}"
+            f"{name} must be a FrequencyTable or a list of them, of HeadTables, AxisTables or TableSets, got {tables!r}"
         )
     if len(tables) != sequences:
         raise ValueError(f"{name} must be one table, or one for each of {sequences} sequences, got {len(tables)}")
@@ -132,6 +133,22 @@ def _check_key_heads(name: str, table: CacheTables, others: list[CacheTables]) -
             raise ValueError(
                 f"{name} must hold tables for {other.key_heads} key heads, as those before it do, got {table.key_heads}"
             )
+
+
+def _check_axes(name: str, table: CacheTables, first: CacheTables) -> None:
+    """Raise ValueError where a pair has one axis in ``old[0]`` and another one, or none, in a table."""
+    expected, got = (each.axis_of_pair if isinstance(each, AxisTables) else None for each in (first, table))
+    if got == expected:
+        return
+    if expected is None or got is None:
+        raise ValueError(f"{name} must be {type(first).__name__} like old[0], got {type(table).__name__}")
+    raise ValueError(f"{name} must have old[0]'s axis_of_pair {expected}, got {got}")
+
+
+def _attention_factors(tables: CacheTables) -> list[float]:
+    if isinstance(tables, AxisTables):
+        return [tables.attention_factor]
+    return [table.attention_factor for table in every_table(tables)]
 
 
 def _packed(tables: list[CacheTables], device: torch.device) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <random>
@@ -29,8 +30,9 @@ struct RescaleCacheOptions {
     int head_dim = 16;
     int rotary_dim = 16;
     int64_t tables = 3;
-    int table_layers = 1;  // or more than `layers`
-    int table_heads = 1;   // divides `heads`
+    int table_layers = 1;       // or more than `layers`
+    int table_heads = 1;        // divides `heads`
+    int64_t position_rows = 0;  // 0: one position per token; else every pair selects one of this many
     double attention_factor = 1.2772588722239782;
     Placement placement = {};
     bool only_last_layer_misaligned = false;
@@ -45,7 +47,7 @@ inline std::string describe(const RescaleCacheOptions& o) {
            std::to_string(o.rotary_dim) + " tables " + std::to_string(o.tables) + " of " +
            std::to_string(o.table_layers) + " layers and " + std::to_string(o.table_heads) + " heads, keys {" +
            describe(o.placement) + (o.only_last_layer_misaligned ? ", the last layer alone" : "") + "} positions " +
-           describe(o.positions) + " seed " + std::to_string(o.seed);
+           describe(o.positions) + " rows " + std::to_string(o.position_rows) + " seed " + std::to_string(o.seed);
 }
 
 class RescaleCacheCase {
@@ -54,11 +56,14 @@ public:
         : options_(options),
           random_(options.seed),
           tables_({.rotary_dim = options.rotary_dim,
-                   .count = options.tables,
+                   .count = options.tables * options.table_layers,
                    .attention_factor = options.attention_factor,
-                   .heads = options.table_layers * options.table_heads},
+                   .position_rows = options.position_rows,
+                   .heads = options.table_heads},
                   random_),
-          positions_(options.positions, 1, options.batch, options.tokens, random_) {
+          positions_(options.positions, std::max<int64_t>(1, options.position_rows), options.batch, options.tokens,
+                     random_) {
+        if (options.position_rows > 0) tables_.name_the_rows_of_the_first_table();
         for (int layer = 0; layer < options.layers; ++layer) {
             const HeadsShape shape{.dtype = options.dtype,
                                    .batch = options.batch,
@@ -97,13 +102,17 @@ public:
     RescaleCacheArgs args() {
         keys_.clear();
         for (HeadBuffer& layer : layers_) keys_.push_back(layer.first_head());
+        PositionsView positions = positions_.view();
+        const bool with_rows = options_.position_rows > 0;
+        if (with_rows) positions.row_of_pair = tables_.words().data() + tables_.first_row_word();
         return {.keys = keys_,
                 .strides = layers_.empty() ? HeadStrides{} : layers_[0].strides,
-                .positions = positions_.view(),
+                .positions = positions,
                 .tables = tables_.words().data(),
                 .table_count = options_.tables,
                 .table_layers = options_.table_layers,
                 .layer_of_keys = layer_of_keys_,
+                .table_rows = with_rows ? 2 : 1,
                 .table_heads = options_.table_heads,
                 .from = from_.data(),
                 .to = to_.data(),
@@ -126,17 +135,20 @@ public:
     }
 
 private:
-    std::vector<ReferenceCosSin> reference_cos_sins(int64_t batch, int64_t token, int table) const {
-        const int64_t from = from_[batch];
-        const int64_t to = to_[batch];
-        const long double gain =
-            static_cast<long double>(tables_.attention_factor(to, table)) / tables_.attention_factor(from, table);
-        const int64_t position = positions_.at(0, batch, token);
+    std::vector<ReferenceCosSin> reference_cos_sins(int64_t batch, int64_t token, int table_layer,
+                                                    int table_head) const {
+        const int64_t from = int64_t{from_[batch]} * options_.table_layers + table_layer;
+        const int64_t to = int64_t{to_[batch]} * options_.table_layers + table_layer;
+        const long double gain = static_cast<long double>(tables_.attention_factor(to, table_head)) /
+                                 tables_.attention_factor(from, table_head);
         std::vector<ReferenceCosSin> cos_sins;
         for (int pair = 0; pair < options_.rotary_dim / 2; ++pair) {
-            cos_sins.push_back(reference_cos_sin(reference_angle(position, tables_.phase_step(to, pair, table)) -
-                                                     reference_angle(position, tables_.phase_step(from, pair, table)),
-                                                 gain));
+            const int64_t row = options_.position_rows == 0 ? 0 : tables_.row(0, pair, table_head);
+            const int64_t position = positions_.at(row, batch, token);
+            cos_sins.push_back(
+                reference_cos_sin(reference_angle(position, tables_.phase_step(to, pair, table_head)) -
+                                      reference_angle(position, tables_.phase_step(from, pair, table_head)),
+                                  gain));
         }
         return cos_sins;
     }
@@ -152,8 +164,7 @@ private:
                 return;
             }
             if (head % heads_per_table == 0) {
-                const int table = table_layer * options_.table_heads + head / heads_per_table;
-                cos_sins = reference_cos_sins(batch, token, table);
+                cos_sins = reference_cos_sins(batch, token, table_layer, head / heads_per_table);
             }
             expect_rotated_head(keys.shape, options_.pairing, before, after, cos_sins);
             if (::testing::Test::HasFatalFailure()) {
@@ -197,6 +208,7 @@ inline RescaleCacheOptions random_rescale_options(uint64_t seed) {
     o.placement = random_placement(o.dtype, random);
     o.only_last_layer_misaligned = coin();
     o.positions = random_position_options(random);
+    o.position_rows = coin() ? 0 : upto(1, 4);
     o.table_layers = coin() ? 1 : static_cast<int>(upto(2, 4));
     if (coin()) return o;
     o.table_heads = static_cast<int>(upto(2, 4));

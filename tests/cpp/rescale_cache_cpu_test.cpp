@@ -74,6 +74,46 @@ TEST_P(EveryKind, ATableForEveryLayerAndGroupOfHeads) {
     }
 }
 
+TEST_P(EveryKind, EveryPairHasThePositionOfItsRow) {
+    for (const int64_t rows : {1, 3, 4}) {
+        for (const auto& [table_layers, table_heads] : {std::tuple{1, 1}, {1, 3}, {4, 1}, {4, 3}}) {
+            for (const bool shared : {false, true}) {
+                RescaleCacheOptions o = options();
+                o.layers = 4;
+                o.table_layers = table_layers;
+                o.table_heads = table_heads;
+                o.position_rows = rows;
+                o.positions.same_for_all_sequences = shared;
+                rescale_and_expect(o);
+            }
+        }
+    }
+}
+
+// Negated word by word, tables rotate backwards by the same rows.
+TEST(RescaleCacheCpu, NegatedTablesNameTheSameRows) {
+    RescaleCacheOptions o;
+    o.dtype = DType::float64;
+    o.position_rows = 3;
+    o.batch = 1;
+    RescaleCacheCase there(o);
+    RescaleCacheCase back(o);
+    there.from() = back.to() = {0};
+    there.to() = back.from() = {1};
+    for (uint64_t& word : there.tables().words()) word = 0 - word;
+    rescale_cache_cpu(there.args());
+    rescale_cache_cpu(back.args());
+    // Either way the angle is position * (step of table 0 - step of table 1); the gains are reciprocal.
+    const double gain = back.tables().attention_factor(1) / back.tables().attention_factor(0);
+    there.layers()[0].for_each_head([&](int64_t batch, int64_t token, int head) {
+        for (int at = 0; at < o.rotary_dim; ++at) {
+            const double a = element_at(o.dtype, there.layers()[0].head(batch, token, head) + 8 * at);
+            const double b = element_at(o.dtype, back.layers()[0].head(batch, token, head) + 8 * at);
+            ASSERT_NEAR(a, b * gain * gain, 1e-13) << token << " " << at;
+        }
+    });
+}
+
 TEST_P(EveryKind, SequencesThatKeepTheirTableAreNotTouched) {
     RescaleCacheOptions o = options();
     o.batch = 4;

@@ -43,6 +43,9 @@ public:
         args.keys = keys_;
         args.positions.data = positions_.data();
         args.tables = tables_.as<uint64_t>();
+        if (args.positions.row_of_pair != nullptr) {
+            args.positions.row_of_pair = args.tables + rescale_.tables().first_row_word();
+        }
         args.from = from_.as<int32_t>();
         args.to = to_.as<int32_t>();
         return args;
@@ -87,13 +90,14 @@ TEST_F(RescaleCacheCuda, EveryKernel) {
     for (const DType dtype : all_dtypes) {
         for (const Pairing pairing : both_pairings) {
             for (const bool aligned : {false, true}) {
-                for (const int heads : {1, 2, 5}) {
+                for (const auto& [heads, rows] : {std::tuple{1, 0}, {2, 0}, {5, 0}, {1, 3}, {5, 3}}) {
                     RescaleCacheOptions o;
                     o.dtype = dtype;
                     o.pairing = pairing;
                     o.heads = heads;
                     o.head_dim = 96;
                     o.rotary_dim = 64;
+                    o.position_rows = rows;
                     o.placement = {.order = "bhs", .misalignment = aligned ? 0 : 1};
                     ASSERT_EQ(plan(shape_of(RescaleCacheCase(o).args()), current_device()).vector > 1, aligned);
                     rescale_and_expect(o);
@@ -106,7 +110,7 @@ TEST_F(RescaleCacheCuda, EveryKernel) {
 TEST_F(RescaleCacheCuda, ATableForEveryLayerAndGroupOfHeads) {
     for (const DType dtype : all_dtypes) {
         for (const bool aligned : {false, true}) {
-            for (const int table_layers : {1, 4}) {
+            for (const auto& [table_layers, rows] : {std::tuple{1, 0}, {4, 0}, {1, 3}, {4, 3}}) {
                 for (const auto& [table_heads, heads] : {std::tuple{1, 3}, {3, 3}, {2, 10}, {8, 8}}) {
                     RescaleCacheOptions o;
                     o.dtype = dtype;
@@ -116,6 +120,7 @@ TEST_F(RescaleCacheCuda, ATableForEveryLayerAndGroupOfHeads) {
                     o.head_dim = o.rotary_dim = 64;
                     o.table_layers = table_layers;
                     o.table_heads = table_heads;
+                    o.position_rows = rows;
                     o.placement.misalignment = aligned ? 0 : 1;
                     rescale_and_expect(o);
                     if (HasFailure()) return;

@@ -59,6 +59,12 @@ public:
 
     // Only with position_rows > 0.
     int64_t first_row_word() const { return heads_ * head_stride_; }
+    void name_the_rows_of_the_first_table() {
+        const auto first = words_.begin() + first_row_word();
+        for (int64_t at = stride_; at < std::ssize(words_); at += stride_) {
+            std::copy_n(first, first_row_word(), first + at);
+        }
+    }
     int64_t row(int64_t table, int pair, int head = 0) const {
         return static_cast<int64_t>(words_[word_of(table, head) + first_row_word() + pair]);
     }

@@ -91,7 +91,7 @@ class OpCase:
         """Return the nearest case that the op accepts."""
         changes: dict[str, Any] = {"rotary_dim": min(self.rotary_dim, self.head_dim)}
         op, layout = self.op, self.layout
-        if op not in ROTATING or layout == "thd":
+        if op not in (*ROTATING, "rescale_cache_") or layout == "thd":
             changes["position_rows"] = 0
         if op not in ROTATING:
             changes["table_heads"] = 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -19,6 +21,7 @@ class RescaleCacheCall(OpCall):
 
     def __init__(self, case: OpCase) -> None:
         super().__init__(case)
+        self.row_of_pair: Tensor | None = None
         self.olds, self.news = (self.tables(stream) for stream in (0, 1))
         memory = "contiguous" if case.memory == "packed" else case.memory
         layers = [self.tensors.view(case.heads_shape(case.q_heads), memory) for i in range(case.layers)]
@@ -30,12 +33,11 @@ class RescaleCacheCall(OpCall):
             layers = [self.tensors.view(tuple(shape), memory) for i in range(case.layers)]
             order = case.numpy_random(5).permutation(shape[0])[: case.batch]
             blocks = torch.from_numpy(order.astype(np.int64)).to(case.device)
-        as_given = (lambda tables: tables[0]) if case.tables == "one" else list
         self.arguments = {
             "keys": layers,
             "positions": self.tensors.positions(),
-            "old": as_given(self.olds),
-            "new": as_given(self.news),
+            "old": self.table_argument(self.olds),
+            "new": self.table_argument(self.news),
             "layout": case.layout,
             "pairing": case.pairing,
             "blocks": blocks,
@@ -47,6 +49,15 @@ class RescaleCacheCall(OpCall):
         count = 1 if self.case.tables == "one" else self.case.sequences
         return [self.case.make_table(int(random.integers(0, self.case.table_count + 1))) for _ in range(max(1, count))]
 
+    def table_argument(self, tables: list[mrrope.FrequencyTable]) -> Any:
+        given: list[Any] = tables
+        if self.case.position_rows:
+            rows = self.case.position_rows
+            sections = self.case.numpy_random(3).multinomial(self.case.rotary_dim // 2, [1.0 / rows] * rows)
+            given = [mrrope.AxisTables.of_sections(table, sections.tolist()) for table in tables]
+            self.row_of_pair = torch.tensor([given[0].axis_of_pair], device=self.case.device)
+        return given[0] if self.case.tables == "one" else given
+
     def written(self, arguments: Arguments) -> list[Tensor]:
         return arguments["keys"]
 
@@ -57,7 +68,7 @@ class RescaleCacheCall(OpCall):
     def expected(self, before: Arguments) -> list[Expected]:
         case = self.case
         steps = PhaseSteps.of(self.news, case.device).relative_to(PhaseSteps.of(self.olds, case.device))
-        by = float64_reference.rotations(before["positions"], steps, case.layout, None)
+        by = float64_reference.rotations(before["positions"], steps, case.layout, self.row_of_pair)
         stays = torch.tensor([old == new for old, new in zip(self.olds, self.news, strict=True)], device=case.device)
         found = []
         for i, keys in enumerate(before["keys"]):

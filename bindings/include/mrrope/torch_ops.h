@@ -86,7 +86,8 @@ at::Tensor qkv_rotary(const at::Tensor& x, const at::Tensor& weight, const std::
 
 // Re-rotates cached keys in place from one table of a stack to another: those of sequence i from tables[from[i]] to
 // tables[to[i]]. keys holds one tensor per layer; from and to are int32, [batch]. tables is [count, words], or [count,
-// 1 or layers, head tables, words].
+// 1 or layers, head tables, words]. With positions of [rows, batch, tokens] it is [count, 2, words] or [count, 1 or
+// layers, 2, head tables, words], and all second rows name the same row of positions for a pair.
 void rescale_cache_(at::TensorList keys, const at::Tensor& positions, const at::Tensor& tables, const at::Tensor& from,
                     const at::Tensor& to, std::string_view layout = "bhsd", std::string_view pairing = "halves");
 

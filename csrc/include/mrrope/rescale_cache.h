@@ -13,13 +13,15 @@ namespace mrrope {
 struct RescaleCacheArgs {
     std::span<void* const> keys;  // one pointer per layer, all of one shape, in the tables' memory space
     HeadStrides strides;
-    PositionsView positions;  // one per token
-    // packed(FrequencyTable), contiguous: [table_count, table_layers, table_heads, words].
+    // With several positions a token, all tables name the same rows: row_of_pair is [table_heads, words].
+    PositionsView positions;
+    // packed(FrequencyTable), contiguous: [table_count, table_layers, table_rows, table_heads, words].
     const uint64_t* tables = nullptr;
     int64_t table_count = 0;
     // Layer i's tables are number layer_of_keys[i] of the table_layers; empty: number 0 for every layer.
     int32_t table_layers = 1;
     std::span<const int32_t> layer_of_keys = {};
+    int32_t table_rows = 1;   // the first holds the tables; a second, as of tables for several positions, is skipped
     int32_t table_heads = 1;  // divides `heads`; head h uses table h / (heads / table_heads)
     // Per sequence, the index of the table that its keys are rotated by, and of the one to re-rotate them to, in the
     // tables' memory space. Sequences with equal indices are not touched.

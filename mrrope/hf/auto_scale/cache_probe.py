@@ -124,7 +124,7 @@ def _convention_of(before: torch.Tensor, after: torch.Tensor, settings: RopeSett
     """Return the convention that rotates the keys at one position to those at the other, or None."""
     table = settings.packed(settings.table)
     # Both keys are already scaled by the attention factor.
-    table[-1] = FACTOR_OF_ONE
+    table[..., -1] = FACTOR_OF_ONE
     positions = torch.tensor([PROBED_POSITIONS[1] - PROBED_POSITIONS[0]], device="cpu")
     before, after = with_heads(before.cpu()), with_heads(after.cpu())
     for pairing, rotates_last, backwards in itertools.product(PAIRINGS, (False, True), (False, True)):

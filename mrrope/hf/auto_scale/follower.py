@@ -38,10 +38,16 @@ class Follower(nn.Module):
     """
 
     def __init__(
-        self, owner: nn.Module, ladders: dict[str | None, Ladder[RotaryTable]], keys: dict[str | None, CachedKeys]
+        self,
+        owner: nn.Module,
+        ladders: dict[str | None, Ladder[RotaryTable]],
+        keys: dict[str | None, CachedKeys],
+        *,
+        has_several_positions: bool,
     ) -> None:
         super().__init__()
         self.keys = keys
+        self.has_several_positions = has_several_positions
         self.parameters_of_owner = tuple(inspect.signature(owner.forward).parameters)
         # The hash rejects caches that were filled with other tables.
         self.ladder_keys = {layer_type: (layer_type, hash(ladder.tables)) for layer_type, ladder in ladders.items()}
@@ -52,6 +58,7 @@ class Follower(nn.Module):
         self.reserve = next((ladder.reserve for ladder in ladders.values() if not ladder.is_fixed), None)
         self.hooks: tuple[RemovableHandle, ...] = ()
         self.expected_lengths: torch.Tensor | None = None
+        self.expected_new_tokens: int | None = None  # after the positions of the next call
         self.user: dict[str, int] = {}
         self.batch = 1
         self.cache: Any = None
@@ -110,6 +117,19 @@ class Follower(nn.Module):
             self.expected_lengths = before
             self.release()
 
+    @contextlib.contextmanager
+    def expecting_generation(self, prompts: torch.Tensor, new_tokens: int) -> Iterator[None]:
+        """Treat prompts of these lengths in tokens as continued by as many new tokens inside the context."""
+        has_one_position = not self.has_several_positions
+        # Several positions per token may end far below the number of tokens. The first call has those of the prompt.
+        known = prompts + new_tokens if has_one_position else torch.zeros_like(prompts[:1])
+        with self.expecting(known.to(next(self.buffers()).device)):
+            self.expected_new_tokens = None if has_one_position else new_tokens
+            try:
+                yield
+            finally:
+                self.expected_new_tokens = None
+
     def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Store the arguments of the call, of which the rotary embedding gets only the positions."""
         self.acquire()
@@ -134,30 +154,38 @@ class Follower(nn.Module):
                     _record_tables(cache, self.ladder_keys[layer_type], index)
         self.cache = self.attention_mask = None
         self.chosen = {}
+        self.expected_new_tokens = None
         self.release()
 
     def choose(self, positions: torch.Tensor, tables: torch.Tensor, layer_type: str | None) -> torch.Tensor:
         """Return the table index of each sequence, ``[batch]``, with its cached keys re-rotated to that table."""
         limits = getattr(self, rope_config.attribute(layer_type, "limits")).to(positions.device)
         wanted: torch.Tensor = (self._sequence_lengths(positions)[:, None] > limits).sum(-1, dtype=torch.int32)
-        positions = positions.expand(self.batch, -1)
+        positions = positions.expand(*positions.shape[:-2], self.batch, -1)
         if self.cache is not None:
             wanted = self._follow_cache(self.cache, positions, tables, wanted, layer_type)
         self.chosen[layer_type] = wanted, positions
         return wanted
 
     def _sequence_lengths(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the length of each sequence without padding, or its expected length if that is larger."""
+        """Return the length of each sequence without padding, or its expected length if that is larger.
+
+        With several positions per token the largest counts: those of an image advance by its sides, not its tokens.
+        """
         mask = self.attention_mask
-        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        if self.has_several_positions:
+            lengths = positions.amax((0, 2)) + 1 + (self.expected_new_tokens or 0)
+        elif isinstance(mask, torch.Tensor) and mask.dim() == 2:
             lengths = mask.to(positions.device).long().sum(-1)
         else:
             lengths = positions.amax(-1) + 1
         lengths = lengths.expand(self.batch)
-        if self.expected_lengths is None:
-            return lengths
-        expected = _expanded_to_batch("lengths", self.expected_lengths.to(positions.device), self.batch)
-        return torch.maximum(lengths, expected)
+        if self.expected_lengths is not None:
+            expected = _expanded_to_batch("lengths", self.expected_lengths.to(positions.device), self.batch)
+            lengths = torch.maximum(lengths, expected)
+        if self.expected_new_tokens is not None and self.cache is None:
+            self.expected_lengths = lengths  # with a cache, the record of its tables lasts
+        return lengths
 
     def _follow_cache(
         self,
@@ -238,7 +266,8 @@ def expecting(model: nn.Module, lengths: int | Sequence[int] | torch.Tensor) -> 
 
     Args:
         model: The patched model.
-        lengths: Lengths in tokens without padding: one for all sequences, or one per sequence.
+        lengths: Lengths in tokens without padding: one for all sequences, or one per sequence. For models with several
+            positions per token (M-RoPE) the largest position plus 1.
 
     Raises:
         ValueError: The model is not patched with ``scale="auto"``.
@@ -264,14 +293,17 @@ class GenerateKnowingLengths:
         """A ``generate`` of the instance, as other libraries set."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        lengths = self._expected_lengths(args, kwargs) if followers_in(self.model) else None
-        with contextlib.nullcontext() if lengths is None else expecting(self.model, lengths):
+        announced = self._announced(args, kwargs) if followers_in(self.model) else None
+        with contextlib.ExitStack() as stack:
+            if announced is not None:
+                for follower in followers_in(self.model):
+                    stack.enter_context(follower.expecting_generation(*announced))
             if self.own is not None:
                 return self.own(*args, **kwargs)
             return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]
 
-    def _expected_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the prompt lengths plus the room for new tokens; None without a prompt tensor."""
+    def _announced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, int] | None:
+        """Return the lengths of the prompts and the room for new tokens; None without a prompt tensor."""
         given = dict(zip(("inputs", "generation_config"), args, strict=False)) | kwargs
         texts = (given.get(name) for name in ("inputs_embeds", "input_ids", "inputs"))
         text = next((text for text in texts if isinstance(text, torch.Tensor)), None)
@@ -294,5 +326,4 @@ class GenerateKnowingLengths:
             room = max(0, setting("max_length") - text.shape[1])
         reserve = followers_in(self.model)[0].reserve
         room = room if reserve is None else min(room, reserve)
-        lengths: torch.Tensor = mask.long().sum(-1)
-        return lengths + room
+        return mask.long().sum(-1), room

@@ -29,12 +29,11 @@ class AutoScale:
             if all(len(tables) == 1 for tables in rotary.tables.values()):
                 continue
             owner = _owner_of(model, rotary)
-            if any(own.position_row is not None for own in rotary.settings.values()):
-                raise UnfollowableError("its tokens have several positions each")
             if any(own.changes_with_length for own in rotary.settings.values()):
                 raise UnfollowableError("its own table changes with the length of a text already")
             keys = find_cached_keys(owner, rotary, rotary.settings)
-            follower = Follower(owner, self.ladders[rotary.original], keys)
+            has_several_positions = any(own.position_row is not None for own in rotary.settings.values())
+            follower = Follower(owner, self.ladders[rotary.original], keys, has_several_positions=has_several_positions)
             yield owner, {rotary: follower.to(next(rotary.original.buffers()).device)}
 
     def apply(self, module: nn.Module, state: Followers) -> None:
