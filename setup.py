@@ -124,11 +124,11 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
             f"-DLibTorch_ROOT={folders[newest]}",
             f"-DMRROPE_TORCH_FOLDERS={';'.join(str(folders[minor]) for minor in sorted(folders))}",
             "-DMRROPE_PYTHON=ON",
-            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         cutlass = package_folder("cutlass_library")
         if cutlass and "CUTLASS_PATH" not in os.environ:
             arguments.append(f"-DCUTLASS_PATH={cutlass / 'source'}")
+        arguments += shlex.split(os.environ.get("CMAKE_ARGS", ""))  # last, so that they win
         cmake = program("cmake", "CMAKE_BIN_DIR")
         for step in (
             [cmake, "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *arguments],
@@ -138,9 +138,11 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
                 raise SystemExit("CMake failed, as told above. CMAKE_ARGS=-DMRROPE_CUDA=OFF builds without CUDA.")
         package = ROOT / "mrrope" if self.builds_in_source else Path(self.build_lib) / "mrrope"
         package.mkdir(parents=True, exist_ok=True)
+        # Their names have torch's version: those of another build would stay, and be packed. And whoever has one loaded
+        # keeps it whole.
+        for old in (*package.glob("libmrrope_*.so"), *package.glob(f"_core.{sys.implementation.cache_tag}-*.so")):
+            old.unlink()
         for library in (build / "mrrope").glob("*.so"):
-            # A new file: whoever has the old one loaded keeps it whole.
-            (package / library.name).unlink(missing_ok=True)
             shutil.copy2(library, package)
 
 

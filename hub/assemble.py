@@ -14,10 +14,15 @@ import hashlib
 import json
 import platform
 import shutil
+import sys
 from pathlib import Path
 
-import tomllib
 import torch
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

@@ -21,13 +21,17 @@ WANTED = (
     "torch/lib/libtorch_cpu.so",
     "torch/version.py",
 )
+ANY_PYTHON = "3.12"
+"""A version that every torch of the list has wheels for."""
 
 
 def fetch(version: str, folder: Path) -> None:
     """Put the wanted files of a version of torch into a new folder."""
     with TemporaryDirectory(dir=folder.parent) as temporary:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
-        subprocess.run([*command, "--only-binary", ":all:", "--dest", temporary, f"torch=={version}"], check=True)
+        # Headers and libraries are the same for every Python, and not every torch has a wheel for the one in use.
+        command += ["--only-binary", ":all:", "--python-version", ANY_PYTHON, "--dest", temporary]
+        subprocess.run([*command, f"torch=={version}"], check=True)
         (downloaded,) = Path(temporary).glob("torch-*.whl")
         with zipfile.ZipFile(downloaded) as wheel:
             wheel.extractall(temporary, [name for name in wheel.namelist() if name.startswith(WANTED)])

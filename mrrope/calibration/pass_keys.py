@@ -52,7 +52,7 @@ class Inset:
 def with_keys(
     document: Document, tokenizer: Any, lengths: Sequence[int], rng: random.Random | None = None
 ) -> KeyedDocument:
-    """Hide keys in the text before each length and ask for them at its end, if there is room.
+    """Hide keys in the text before each length and ask for them at its end, as many as there is room for.
 
     Args:
         document: the text.
@@ -66,7 +66,9 @@ def with_keys(
     owned = rng.sample([f"number of the {colour} {thing}" for colour in COLOURS for thing in THINGS], k=100)
     insets: list[Inset] = []
     for length in sorted(lengths):
-        hidden, questions = [], []
+        hidden: list[Inset] = []
+        questions: list[tuple[list[int], range]] = []
+        taken = 0
         depths = even_depths(KEYS_A_LENGTH)
         if are_depths_random:
             # The last share may be taken by the questions.
@@ -77,13 +79,14 @@ def with_keys(
         for depth, name in zip(depths, names, strict=False):
             key = five_digits(rng)
             sentence = encode(tokenizer, f"\nThe {name} is {key}. Remember it.\n")
-            hidden.append(Inset(round(depth * length), sentence))
             question = encode(tokenizer, f"\nWhat is the {name}? The {name} is")
             answer = encode(tokenizer, f" {key}")
+            taken += len(sentence) + len(question) + len(answer)
+            if taken > LARGEST_SHARE * length:
+                break
+            hidden.append(Inset(round(depth * length), sentence))
             questions.append((question + answer, range(len(question), len(question) + len(answer))))
         room = sum(len(question) for question, _ in questions)
-        if room + sum(len(inset.tokens) for inset in hidden) > LARGEST_SHARE * length:
-            continue
         insets += [*hidden, *(Inset(length - room, *question) for question in questions)]
     return insert(document, insets, len(opening_tokens(tokenizer)))
 

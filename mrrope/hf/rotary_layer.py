@@ -64,13 +64,13 @@ def convention_of(own: type) -> int:
 def _follows(own: type, convention: Convention) -> bool:
     """Whether the op reproduces a class's own code on random numbers, with whole heads and, if it takes them, wider."""
     random = torch.Generator(device="cpu").manual_seed(0)
-    cos, sin = torch.randn(2, 1, 3, 4, generator=random, device="cpu")
+    cos, sin = torch.randn(2, 1, 3, 4, generator=random, device="cpu", dtype=torch.float32)
     if convention.columns == "halves":
         cos, sin = cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
     elif convention.columns == "interleaved":
         cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
     for head_dim in (8, 12):
-        heads = list(torch.randn(2, 1, 2, 3, head_dim, generator=random, device="cpu"))
+        heads = list(torch.randn(2, 1, 2, 3, head_dim, generator=random, device="cpu", dtype=torch.float32))
         try:
             want = own.forward(None, *heads, cos, sin)  # type: ignore[attr-defined]
         except Exception:  # its own code takes neither these columns nor, where heads are wider, partial rotation

@@ -29,7 +29,7 @@ from transformers.models.llama import modeling_llama
 from transformers.utils import is_kernels_available
 
 from mrrope._core import build_info
-from mrrope.hf import kernels_slot
+from mrrope.hf import kernels_slot, rotary_layer
 from mrrope.hf.kernels_slot import SLOT, InProcess
 from mrrope.hf.rotary_layer import CONVENTIONS, RotaryPosEmb, convention_of
 
@@ -272,8 +272,18 @@ def own(family: str) -> Any:
         "cohere": (False, "interleaved", "interleaved"),
     }.items(),
 )
-def test_conventions(family: str, convention: tuple[Any, ...]) -> None:
-    assert CONVENTIONS[convention_of(type(own(family)))] == convention
+@pytest.mark.parametrize("default_dtype", [torch.float32, torch.bfloat16])
+def test_conventions(
+    family: str, convention: tuple[Any, ...], default_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rotary_layer, "_FOUND", {})
+    module = type(own(family))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default_dtype)
+    try:
+        assert CONVENTIONS[convention_of(module)] == convention
+    finally:
+        torch.set_default_dtype(before)
 
 
 def call(**changes: Any) -> dict[str, Any]:

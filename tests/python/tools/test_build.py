@@ -144,16 +144,21 @@ def test_a_build_starts_from_the_defaults(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.26)\nproject(told LANGUAGES NONE)\n"
-        'option(MRROPE_CUDA "" ON)\nfile(WRITE ${CMAKE_SOURCE_DIR}/told "${MRROPE_CUDA} ${SOMETHING}")\n'
+        'option(MRROPE_CUDA "" ON)\n'
+        'file(WRITE ${CMAKE_SOURCE_DIR}/told "${MRROPE_CUDA} ${SOMETHING} ${CUTLASS_PATH}")\n'
+        "file(WRITE ${CMAKE_BINARY_DIR}/mrrope/libmrrope_torch2.99.so new)\n"
         "add_custom_target(mrrope_package)\n"
     )
+    left_over = tmp_path / "mrrope" / "libmrrope_torch2.98.so"
+    left_over.write_text("of an earlier build")
     told = []
-    for arguments in ("", "-DMRROPE_CUDA=OFF -DSOMETHING=1", ""):
+    for arguments in ("-DCUTLASS_PATH=1", "-DMRROPE_CUDA=OFF -DSOMETHING=1 -DCUTLASS_PATH=2", "-DCUTLASS_PATH=3"):
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
         environment = os.environ | {"CMAKE_ARGS": arguments}
         subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
         told.append((tmp_path / "told").read_text())
-    assert told == ["ON ", "OFF 1", "ON "]
+    assert told == ["ON  1", "OFF 1 2", "ON  3"]
+    assert [path.name for path in (tmp_path / "mrrope").glob("*.so")] == ["libmrrope_torch2.99.so"]
 
 
 DEFAULT_ARCHITECTURES = "80-real;86-real;89-real;90a-real;100-real;103-real;120-real;90-virtual"

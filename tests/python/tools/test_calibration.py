@@ -441,6 +441,17 @@ def test_keys_are_hidden_before_they_are_asked_for() -> None:
     assert with_keys(document, tokenizer, [64, 2**14, 2**15, 2**16]) == keyed
 
 
+def test_a_short_length_has_as_many_keys_as_fit() -> None:
+    tokenizer = byte_tokenizer(adds_bos=True)
+    document = Document("one", tokenizer(random_words(3_000)).input_ids[: 2**13])
+    keyed = with_keys(document, tokenizer, [2**12, 2**13])
+    asked = re.findall(r"\nWhat is the (.*)\? The \1 is \d{5}", tokenizer.decode(keyed.tokens[1:]))
+    inserted = [f"\nThe {name} is 12345. Remember it.\n\nWhat is the {name}? The {name} is 12345" for name in asked]
+    assert 2 <= len(asked) < 2 * KEYS_A_LENGTH
+    assert sum(map(len, inserted)) <= (2**12 + 2**13) / 16
+    assert len(keyed.tokens) == 2**13
+
+
 def test_what_is_forgotten_is_counted_up_to_each_length() -> None:
     document = with_keys(Document("one", []), byte_tokenizer(adds_bos=False), [])
     keyed = type(document)("one", [0] * 8, answers=(2, 5, 6))
