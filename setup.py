@@ -49,6 +49,8 @@ def torch_folders() -> dict[tuple[int, int], Path]:
     folders = [Path(name).resolve() for name in named.split(os.pathsep)] if named else [installed] if installed else []
     found = {}
     for folder in folders:
+        if not (folder / "version.py").exists():
+            raise SystemExit(f"MRROPE_TORCH_FOLDERS must name folders of torch, separated as in PATH, got {folder}")
         version = re.search(r"__version__ = '(\d+)\.(\d+)", (folder / "version.py").read_text())
         if version is None:
             raise RuntimeError(f"cannot read torch's version in {folder / 'version.py'}")

@@ -52,7 +52,7 @@ class Inset:
 def with_keys(
     document: Document, tokenizer: Any, lengths: Sequence[int], rng: random.Random | None = None
 ) -> KeyedDocument:
-    """Hide keys in the text before each length and ask for them at its end, as many as there is room for.
+    """Hide keys in the text before each length and query them at its end, as many as there is room for.
 
     Args:
         document: the text.
@@ -73,7 +73,7 @@ def with_keys(
         if are_depths_random:
             # The last share may be taken by the questions.
             depths = [rng.uniform(0, 1 - LARGEST_SHARE) for _ in depths]
-        # Named keys are asked for first: a question right after others of its kind is easier.
+        # Named keys are queried first: a question right after others of its kind is easier.
         names = [named.pop() for _ in range(min(NAMED_A_LENGTH, len(named)))]
         names += [owned.pop() for _ in range(min(KEYS_A_LENGTH - len(names), len(owned)))]
         for depth, name in zip(depths, names, strict=False):

@@ -1,7 +1,7 @@
 """Hooks in vLLM's model configuration: ``rope_parameters`` of mrrope are merged with the model's own.
 
 After them a configuration holds ``rope_parameters`` as :func:`mrrope.vllm.rope_settings.merged` writes them, whether
-``--hf-overrides``, a function, or ``config.json`` asked for mrrope, and ``max_model_len`` is what the tables reach.
+``--hf-overrides``, a function, or ``config.json`` selected mrrope, and ``max_model_len`` is what the tables reach.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The keys of ``rope_parameters`` by which a user asks for a table of mrrope."""
+"""The keys of ``rope_parameters`` by which a user selects a table of mrrope."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def asks_for_mrrope(parameters: Any) -> bool:
 
 @dataclass(frozen=True)
 class RopeRequest:
-    """The tables that a user asks for, in terms of JSON."""
+    """The tables that a user selects, in terms of JSON."""
 
     method: str | None
     """A method of :func:`mrrope.frequency_table`; None with ready tables."""

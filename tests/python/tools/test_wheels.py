@@ -53,6 +53,14 @@ def test_a_package_asks_for_the_torch_it_was_built_for(
     assert requirement_for(tmp_path, *versions).startswith(expected)
 
 
+def test_a_folder_without_torch_is_refused(tmp_path: Path) -> None:
+    environment = os.environ | {"MRROPE_TORCH_FOLDERS": str(tmp_path)}
+    command = [sys.executable, "setup.py", "--quiet", "--version"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert f"MRROPE_TORCH_FOLDERS must name folders of torch, separated as in PATH, got {tmp_path}" in done.stderr
+
+
 def test_only_headers_and_three_libraries_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("torch/include/torch/library.h", "torch/version.py", "torch/lib/libc10.so", "torch/lib/libtorch_cuda.so")
 
