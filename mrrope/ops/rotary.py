@@ -26,7 +26,7 @@ def rotary(
         table: The frequencies. Components past its ``rotary_dim`` are copied. ``HeadTables`` have a table for each
             key head, which its query heads share; the heads of q and of k are multiples of their number. A list of
             tables of one ``rotary_dim``, of both kinds, holds one per sequence, or those that ``table_index`` selects
-            from. ``AxisTables`` turn each pair by one of a token's positions; a list holds only such.
+            from. ``AxisTables`` rotate each pair by one of a token's positions; a list holds only such.
         layout: ``bhsd`` ``[batch, heads, tokens, head_dim]``, ``bshd`` ``[batch, tokens, heads, head_dim]``, or
             ``thd`` ``[tokens, heads, head_dim]``.
         pairing: ``halves`` pairs components i and i + rotary_dim / 2, as in Llama; ``interleaved`` pairs 2i and

@@ -1,4 +1,4 @@
-"""Keep vLLM's compile cache apart for each state of this package: its passes and ops shape the compiled graphs."""
+"""Separate vLLM's compile caches by the state of this package: its passes and ops shape the compiled graphs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 from mrrope.hf.rope_config import is_local
 from mrrope.hf.rope_types import expect_rope_parameters
 from mrrope.vllm.hooks import wrap, wrap_everywhere
-from mrrope.vllm.rope_request import OWN_TYPES, asks_for_mrrope
+from mrrope.vllm.rope_request import OWN_TYPES, selects_mrrope
 from mrrope.vllm.rope_settings import KEY, ServedRope, merged, served_rope
 
 NAMES = ("rope_parameters", "rope_scaling")
@@ -41,7 +41,7 @@ def _quiet_validation() -> None:
     def validate(
         original: Callable[..., None], config: Any, parameters: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        if KEY not in parameters and not asks_for_mrrope(parameters):
+        if KEY not in parameters and not selects_mrrope(parameters):
             original(config, parameters, *args, **kwargs)
 
     for rope_type in OWN_TYPES:
@@ -141,8 +141,8 @@ def _asks(parameters: Any) -> bool:
     """Whether parameters of a model, or of one of its layer types, are for mrrope to serve and not merged yet."""
     if not isinstance(parameters, Mapping) or KEY in parameters:
         return False
-    return asks_for_mrrope(parameters) or any(
-        asks_for_mrrope(layer) and KEY not in layer for layer in parameters.values() if isinstance(layer, Mapping)
+    return selects_mrrope(parameters) or any(
+        selects_mrrope(layer) and KEY not in layer for layer in parameters.values() if isinstance(layer, Mapping)
     )
 
 
@@ -158,28 +158,27 @@ def _extend(text: Any, given: Mapping[str, Any]) -> None:
         )
     stated = getattr(text, "max_position_embeddings", None)
     if not is_rope_parameters_nested(own):
-        if not asks_for_mrrope(given):
+        if not selects_mrrope(given):
             raise ValueError(
                 f"rope_parameters must be one dict for {text.model_type}, whose layers share one RoPE, got "
                 f"{', '.join(given)}"
             )
         parameters = merged(given, own, stated)
     else:
-        if asks_for_mrrope(given):
+        if selects_mrrope(given):
             given = {layer: given for layer, settings in own.items() if settings is not None and not is_local(layer)}
         if unknown := sorted(given.keys() - own.keys()):
             raise ValueError(
                 f"rope_parameters must be of the layer types {', '.join(own)} of {text.model_type}, got "
                 f"{', '.join(unknown)}"
             )
-        if all(is_local(layer) or not asks_for_mrrope(new) for layer, new in given.items()):
+        if all(is_local(layer) or not selects_mrrope(new) for layer, new in given.items()):
             raise ValueError(
                 f"rope_parameters must name a type of mrrope for layers of {text.model_type} that see the whole text "
                 f"(of {', '.join(own)}), got {given!r}"
             )
         parameters = own | {
-            layer: merged(new, own[layer] or {}, stated) if asks_for_mrrope(new) else new
-            for layer, new in given.items()
+            layer: merged(new, own[layer] or {}, stated) if selects_mrrope(new) else new for layer, new in given.items()
         }
     _check_layer_types(parameters)
     _warn_of_extension(text.model_type, parameters)
@@ -189,10 +188,10 @@ def _extend(text: Any, given: Mapping[str, Any]) -> None:
 def _of_file(parameters: Mapping[str, Any], text: Any, folder: Path | None) -> dict[str, Any]:
     """Return the parameters of a ``config.json``, merged."""
     stated = getattr(text, "max_position_embeddings", None)
-    if asks_for_mrrope(parameters):
+    if selects_mrrope(parameters):
         return merged(parameters, None, stated, folder, text.ignore_keys_at_rope_validation)
     by_layer_type = {
-        layer: merged(own, None, stated, folder, text.ignore_keys_at_rope_validation) if asks_for_mrrope(own) else own
+        layer: merged(own, None, stated, folder, text.ignore_keys_at_rope_validation) if selects_mrrope(own) else own
         for layer, own in parameters.items()
     }
     _check_layer_types(by_layer_type)

@@ -1,4 +1,4 @@
-"""Choose the table of each request at admission, and keep cached blocks of different tables apart.
+"""Choose the table of each request at admission, and separate cached blocks of different tables.
 
 The choice is a pure function of the request, so it is made twice and never trusted: in the front end, where an error
 becomes an HTTP 400, and in the engine core, which also serves clients that have no Python front end.

@@ -44,7 +44,7 @@ MODEL_KEYS = frozenset({"partial_rotary_factor", "rope_dim", "mrope_section", "m
 DEFAULT_RESERVE = 2048
 
 
-def asks_for_mrrope(parameters: Any) -> bool:
+def selects_mrrope(parameters: Any) -> bool:
     """Whether ``rope_parameters`` of one layer type are for mrrope to serve."""
     if not isinstance(parameters, Mapping):
         return False
@@ -74,7 +74,7 @@ class RopeRequest:
     def read(
         parameters: Mapping[str, Any], model_keys: Collection[str] = MODEL_KEYS, folder: Path | None = None
     ) -> RopeRequest:
-        """Return what ``rope_parameters`` ask for.
+        """Return the tables that ``rope_parameters`` select.
 
         Args:
             parameters: The user's ``rope_parameters``.

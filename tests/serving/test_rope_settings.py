@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mrrope
 from mrrope.hf.rotary_embedding import TableRotaryEmbedding
-from mrrope.vllm.rope_request import RopeRequest, asks_for_mrrope
+from mrrope.vllm.rope_request import RopeRequest, selects_mrrope
 from mrrope.vllm.rope_settings import KEY, ServedRope, merged
 
 DIM = 32
@@ -279,7 +279,7 @@ def test_parameters_of_others_are_not_served():
     ],
 )
 def test_types_of_vllm_stay_its_own(parameters, is_own):
-    assert asks_for_mrrope(parameters) is is_own
+    assert selects_mrrope(parameters) is is_own
 
 
 def test_types_of_vllm_with_keys_of_mrrope():

@@ -37,7 +37,7 @@ def test_named_methods_are_known() -> None:
 @pytest.mark.parametrize("overrides", OVERRIDES)
 def test_overrides_are_valid(overrides: str) -> None:
     parameters = json.loads(overrides)["rope_parameters"]
-    assert rope_request.asks_for_mrrope(parameters)
+    assert rope_request.selects_mrrope(parameters)
     rope_request.RopeRequest.read(parameters)
 
 
