@@ -90,7 +90,8 @@ def patch(
         reserve: with ``scale="auto"``, the number of new tokens for which ``generate`` chooses a scale in advance; by
             default all that it may write. A text that grows longer moves to the next scale then.
         local_layers: whether to extend layers with a sliding window and a RoPE of their own, too.
-        fuse_norms: whether the RMSNorms run torch's fused kernel in eager mode. Norms of other forms stay as they are.
+        fuse_norms: whether the RMSNorms run a fused kernel in eager mode: torch's, or for norms by 1 + weight that of
+            ``qk_norm_rotary``. Norms of other forms stay as they are.
         options: more arguments of :func:`frequency_table`: ``alpha``, ``beta``, ``bounds``, ``power``, ``factors``,
             ``attention_factor``. ``base`` or ``original_max_position`` start from plain RoPE instead of the model's
             own extension; with a ready table they state that it is meant for a model with these values.

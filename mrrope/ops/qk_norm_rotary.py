@@ -32,7 +32,7 @@ def qk_norm_rotary(
         k: As in ``rotary``.
         q_weight: Of q's dtype, ``[head_dim]``, or ``[heads * head_dim]`` with ``over="all_heads"``.
         k_weight: The same for k; None where ``k`` is None.
-        positions: As in ``rotary``.
+        positions: As in ``rotary``; with ``AxisTables`` also ``[axes, batch, tokens]``.
         table: As in ``rotary``.
         eps: Added to the mean square.
         weight_offset: Added to the weights: 1 for models that store their difference from 1, such as Gemma.

@@ -1,4 +1,4 @@
-"""Probe which modules of a model are RMSNorms that torch's fused kernel reproduces."""
+"""Probe which modules of a model are RMSNorms that a fused kernel reproduces."""
 
 from __future__ import annotations
 
@@ -15,25 +15,33 @@ from mrrope.hf.probing import agree, random_tensor
 
 EPS_NAMES = ("variance_epsilon", "eps", "norm_eps", "epsilon")
 
+PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
+WEIGHT_OFFSETS = (0.0, 1.0)
+"""Of Gemma's norms and those derived from them it is 1."""
+
 probed_forwards: dict[type, Callable[..., Any]] = {}
 """The forward of each norm class when it was probed. One that is monkeypatched later has to be called."""
 
 
 @dataclass(frozen=True)
 class NormForm:
-    """A norm of x / sqrt(mean(x**2) + eps) * weight over the last dimension, and where its eps is."""
+    """A norm of x / sqrt(mean(x**2) + eps) * (weight + offset) over the last dimension, and where its eps is."""
 
     module_class: type[nn.Module]
     eps_name: str
     eps: float
+    weight_offset: float
 
     def is_of(self, norm: nn.Module, x: torch.Tensor) -> bool:
         """Whether the module still has this form, and a weight of the dtype and on the device of ``x``."""
         weight = norm.weight
+        # The op for weights with an offset has no rule for tensor subclasses, such as those of FakeTensorMode.
+        is_plain = self.weight_offset == 0.0 or (type(x) in PLAIN_TENSORS and x.stride(-1) == 1)
         return (
-            getattr(norm, self.eps_name, None) == self.eps
+            is_plain
+            and getattr(norm, self.eps_name, None) == self.eps
             and probed_forwards.get(self.module_class, self.module_class.forward) is self.module_class.forward
-            and type(weight) in (nn.Parameter, torch.Tensor)
+            and type(weight) in PLAIN_TENSORS
             and weight.dtype == x.dtype
             and weight.device == x.device
             and weight.shape == x.shape[-1:]
@@ -55,23 +63,21 @@ def _eps_name(module: nn.Module) -> str | None:
 
 
 def form_of(norm: nn.Module) -> NormForm | None:
-    """Return the form of an RMSNorm, or None for other modules.
-
-    Norms by 1 + weight have none: ``rms_norm`` takes a weight of the input's dtype, to which the sum would be rounded.
-    """
+    """Return the form of an RMSNorm, or None for other modules."""
     eps_name = _eps_name(norm)
     if eps_name is None or not may_be_norm(norm):
         return None
     eps = float(getattr(norm, eps_name))
     # Inputs of the size of sqrt(eps) show where eps is added.
-    cases = itertools.product((1.0, eps**0.5), (False, True))
-    if not all(_is_rms_norm(norm, eps, scale, training) for scale, training in cases) or not _keeps_dtype(norm):
-        return None
-    probed_forwards[type(norm)] = type(norm).forward
-    return NormForm(type(norm), eps_name, eps)
+    cases = [*itertools.product((1.0, eps**0.5), (False, True))]
+    for offset in WEIGHT_OFFSETS if norm.weight.numel() % 2 == 0 else (0.0,):  # type: ignore[operator]
+        if all(_is_rms_norm(norm, eps, offset, scale, training) for scale, training in cases) and _keeps_dtype(norm):
+            probed_forwards[type(norm)] = type(norm).forward
+            return NormForm(type(norm), eps_name, eps, offset)
+    return None
 
 
-def _is_rms_norm(norm: nn.Module, eps: float, scale: float, training: bool) -> bool:
+def _is_rms_norm(norm: nn.Module, eps: float, offset: float, scale: float, training: bool) -> bool:
     """Compare in float32 and with random weights.
 
     In fewer bits, or with trained weights, norms that subtract the mean or add 1 to their weight can look alike.
@@ -79,7 +85,7 @@ def _is_rms_norm(norm: nn.Module, eps: float, scale: float, training: bool) -> b
     x, weight = _probe_inputs(norm)
     got = _run_copy(norm, scale * x, weight, training)
     x = (scale * x).double()
-    want = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+    want = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight.double() + offset)
     return got is not None and agree(got, want)
 
 

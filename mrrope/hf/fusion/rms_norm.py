@@ -1,9 +1,9 @@
-"""RMSNorms of a patched model by torch's fused kernel.
+"""RMSNorms of a patched model by a fused kernel.
 
 The RMSNorms of transformers are written in elementwise ops: run eagerly, each takes half a dozen kernels or more, all
-bandwidth-bound, and rounds twice. ``torch.nn.functional.rms_norm`` is one kernel and rounds once. Every call checks
-what may have changed since the patch (eps, the class's forward, dtype and sharding of the weight) and falls back to the
-model's own code where it has.
+bandwidth-bound, and most round twice. ``torch.nn.functional.rms_norm``, or :mod:`mrrope.hf.fusion.offset_norm` where
+the norm adds 1 to its weight, is one kernel and rounds once. Every call checks what may have changed since the patch
+(eps, the class's forward, dtype and sharding of the weight) and falls back to the model's own code where it has.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 
 from mrrope.hf.fusion.class_swap import restore_class, subclass_with, swap_class
 from mrrope.hf.fusion.norm_probe import NormForm, form_of, may_be_norm
+from mrrope.hf.fusion.offset_norm import offset_rms_norm
 
 FORM = "_mrrope_norm"
 """The attribute of a fused norm that holds its :class:`NormForm`."""
@@ -55,7 +56,7 @@ class FusedNorms:
 
 @functools.cache
 def fused_class(original: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of a norm's class that runs torch's fused kernel."""
+    """Return the subclass of a norm's class that runs a fused kernel."""
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -63,11 +64,17 @@ def fused_class(original: type[nn.Module]) -> type[nn.Module]:
         if not torch.compiler.is_compiling():
             form: NormForm | None = vars(self).get(FORM)
             if form is not None and not kwargs and _can_be_fused(self, form, *args):
-                return nn.functional.rms_norm(args[0], self.weight.shape, self.weight, form.eps)  # type: ignore[arg-type]
+                return _fused(args[0], self.weight, form)  # type: ignore[arg-type]
         normed: torch.Tensor = original.forward(self, *args, **kwargs)
         return normed
 
     return subclass_with(forward, original, fused_class)
+
+
+def _fused(x: torch.Tensor, weight: torch.Tensor, form: NormForm) -> torch.Tensor:
+    if form.weight_offset == 0.0:
+        return nn.functional.rms_norm(x, weight.shape, weight, form.eps)
+    return offset_rms_norm(x, weight, form.eps, form.weight_offset)
 
 
 def _can_be_fused(norm: nn.Module, form: NormForm, x: torch.Tensor, *more: Any) -> bool:

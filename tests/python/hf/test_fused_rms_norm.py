@@ -1,5 +1,7 @@
 """RMSNorms of patched models, those of q and k included: torch's fused kernel, and no other change.
 
+Those that add 1 to their weight are in test_fused_offset_norm.py.
+
 The reference is the same model patched without fuse_norms, and float64 arithmetic.
 """
 
@@ -52,7 +54,6 @@ FAMILIES = {
 QK_NORMS = ("qwen3", "olmo2")
 PATCH = {"scale": 4.0, "original_max_position": 64}
 OTHERS = {
-    "gemma3_text": "1 + weight",
     "cohere": "norms that subtract the mean, those of q and k included",
     "stablelm": "nn.RMSNorm",
 }
@@ -458,9 +459,9 @@ NORMS = {
     "the mean taken away": (lambda: CohereLayerNorm(4096), False),
     "the mean taken away, by torch": (lambda: nn.LayerNorm(4096, bias=False), False),
     "large weights": (lambda: with_weights(LlamaRMSNorm(4096), 60.0), True),
-    "large weights, and 1": (lambda: with_weights(Gemma3RMSNorm(4096), 60.0), False),
+    "large weights, and 1": (lambda: with_weights(Gemma3RMSNorm(4096), 60.0), True),
     "weights of zero": (lambda: with_weights(LlamaRMSNorm(4096), 0.0), True),
-    "weights of zero, and 1": (lambda: with_weights(Gemma3RMSNorm(4096), 0.0), False),
+    "weights of zero, and 1": (lambda: with_weights(Gemma3RMSNorm(4096), 0.0), True),
     "weights kept elsewhere": (lambda: LlamaRMSNorm(0), False),
     "not to be called": (lambda: Uncallable(4096), False),
     "more bits than it is given": (lambda: Widening(4096), False),
