@@ -20,6 +20,7 @@ from torch import nn
 
 from mrrope.hf import rope_config, rotary_embedding
 from mrrope.hf.model_layers import ServedLayers
+from mrrope.hf.pair_sources import pair_sources
 from mrrope.hf.rope_types import OPTIONS, ROPE_TYPES, TABLE_TYPE, register_rope_types
 from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, NativeRope, resolve_tables
 from mrrope.table_set import every_table
@@ -279,7 +280,7 @@ def _check_engine(engine: str, text: Any, model: nn.Module, rotary: nn.Module) -
         # Only some models there read nested rope_parameters, and there is no list of them.
         raise ValueError(f"mrrope has no export of {text.model_type} for {engine}: each kind of its layers has a RoPE")
     pairs = getattr(rotary, rope_config.FREQUENCIES).numel()
-    if rope_config.position_row(rotary, None, pairs) is not None:
+    if pair_sources(rotary, None, pairs) is not None:
         raise cannot("it has M-RoPE, and longrope there takes one position a token")
     try:
         found = rotary_embedding.functions_for(model, rotary, {None: rope_config.settings(rotary, None)})

@@ -28,17 +28,30 @@ class ComputedWithError(Exception):
 class OpaqueTensor(torch.Tensor):
     """A tensor that can be passed on and moved between devices, and raises where it is computed with."""
 
+    selections: tuple[str, ...] = ()
+    """The functions that select tokens."""
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", str(function))
-        if name not in ("__get__", "to", "cpu", "cuda", "size", "dim"):
+        if name not in ("__get__", "to", "cpu", "cuda", "size", "dim", *cls.selections):
             raise ComputedWithError(name)
-        return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if name in cls.selections and result.shape[-1] != args[0].shape[-1]:
+            raise ComputedWithError(name)
+        return result
+
+
+class OpaqueTokens(OpaqueTensor):
+    """An opaque tensor by token, of which tokens can be selected."""
+
+    selections = ("__getitem__", "index_select")
 
 
 def own_rotation(owner: nn.Module, functions: list[RotaryFunction], embedding: tuple[torch.Tensor, ...]) -> str | None:
     """Return how an attention module in ``owner`` computes with cos/sin itself, or None where none does."""
-    opaque = tuple(part.as_subclass(OpaqueTensor) for part in embedding)
+    kind = OpaqueTokens if any(function.by_token for function in functions) else OpaqueTensor
+    opaque = tuple(part.as_subclass(kind) for part in embedding)
     rotated: set[type] = set()
     with _functions_take_opaque(functions) as calls:
         for attention in _innermost(owner):
@@ -96,8 +109,8 @@ def _functions_take_opaque(functions: list[RotaryFunction]) -> Iterator[list[str
             if not isinstance(form.argument(form.embedding[0], args, kwargs), OpaqueTensor):
                 return original(*args, **kwargs)
             calls.append(function.name)
-            heads = [form.argument(name, args, kwargs) for name in form.heads]
-            return heads[0] if len(heads) == 1 else tuple(head for head in heads if head is not None)
+            heads = (form.argument(name, args, kwargs) for name in form.heads)
+            return form.returned([head for head in heads if head is not None])
 
         return apply_rotary
 

@@ -9,12 +9,10 @@ function that no combination reproduces is detected.
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import itertools
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType, ModuleType
 from typing import Any, Literal
@@ -102,6 +100,8 @@ class CallForm:
     embedding: tuple[str, ...]
     places: dict[str, int]
     unsqueeze_dim: int | None
+    takes_q_alone: bool = False
+    """k may be left out; the function then returns q instead of a tuple."""
 
     @staticmethod
     def of(function: Apply) -> CallForm | None:
@@ -113,7 +113,8 @@ class CallForm:
                 known = {*heads, *embedding, "unsqueeze_dim", "position_ids", "rotary_dim"}
                 if {*heads, *embedding} <= places.keys() <= known:
                     unsqueeze = parameters.get("unsqueeze_dim")
-                    return CallForm(heads, embedding, places, unsqueeze.default if unsqueeze else None)
+                    takes_q_alone = len(heads) == 2 and parameters[heads[1]].default is None
+                    return CallForm(heads, embedding, places, unsqueeze.default if unsqueeze else None, takes_q_alone)
         return None
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,9 +123,18 @@ class CallForm:
         return args[place] if place is not None and place < len(args) else kwargs.get(name)
 
     def call(self, function: Apply, heads: list[torch.Tensor], embedding: tuple[torch.Tensor, ...]) -> Any:
-        """Call a function of this form."""
-        names = dict(zip(self.heads, heads, strict=True)) | dict(zip(self.embedding, embedding, strict=True))
+        """Call a function of this form, with q and k or, where it takes it alone, with q."""
+        names = dict(zip(self.heads, heads, strict=False)) | dict(zip(self.embedding, embedding, strict=True))
         return function(**names)
+
+    def given(self, heads: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return every selection of heads that a function of this form can be called with."""
+        return [heads, heads[:1]] if self.takes_q_alone else [heads]
+
+    def returned(self, heads: Sequence[torch.Tensor]) -> Any:
+        """Return heads as a function of this form returns them."""
+        is_alone = len(self.heads) == 1 or (self.takes_q_alone and len(heads) == 1)
+        return heads[0] if is_alone else tuple(heads)
 
 
 @dataclass(frozen=True)
@@ -135,9 +145,11 @@ class RotaryFunction:
     name: str
     form: CallForm
     convention: Convention
+    by_token: bool = False
+    """Whether its callers select tokens of the embedding (:mod:`mrrope.hf.handoff`)."""
 
 
-def fused(original: Apply, form: CallForm, convention: Convention) -> Apply:
+def fused(original: Apply, form: CallForm, convention: Convention, *, by_token: bool = False) -> Apply:
     """Return the apply function that runs the op for patched models and ``original`` for all others."""
 
     def apply_rotary(*args: Any, **kwargs: Any) -> Any:
@@ -145,13 +157,17 @@ def fused(original: Apply, form: CallForm, convention: Convention) -> Apply:
         if not handoff.is_packed(embedding):
             return original(*args, **kwargs)
         heads = [x for x in (form.argument(name, args, kwargs) for name in form.heads) if x is not None]
+        is_one_sequence = by_token and heads[0].dim() == 3  # its tokens were selected, without a batch dimension
+        if is_one_sequence:
+            heads = [x[None] for x in heads]
         layout = convention.layout
         if layout is None:
-            unsqueeze_dim = form.argument("unsqueeze_dim", args, kwargs)
-            layout = "bshd" if (form.unsqueeze_dim if unsqueeze_dim is None else unsqueeze_dim) == 2 else "bhsd"
+            given = form.argument("unsqueeze_dim", args, kwargs)
+            unsqueeze_dim = form.unsqueeze_dim if given is None else given
+            layout = "bshd" if unsqueeze_dim == (1 if is_one_sequence else 2) else "bhsd"
         tokens = heads[-1].shape[2 if layout == "bhsd" else 1]
-        rotated = convention.rotate(heads, *handoff.unpack(embedding, tokens), layout)
-        return rotated[0] if len(form.heads) == 1 else tuple(rotated)
+        rotated = convention.rotate(heads, *handoff.unpack(embedding, tokens, by_token=by_token), layout)
+        return form.returned([x[0] for x in rotated] if is_one_sequence else rotated)
 
     apply_rotary.__wrapped__ = original  # type: ignore[attr-defined]
     apply_rotary.is_fused = True  # type: ignore[attr-defined]
@@ -179,34 +195,6 @@ def apply_functions(module: ModuleType) -> dict[str, Apply]:
     }
 
 
-@functools.cache
-def cos_sin_expression(module_class: type) -> str | None:
-    """Return an expression by which the source of a class computes with cosines and sines, or None."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(module_class)))
-    except (OSError, TypeError):
-        return None
-    unpacked = set()
-    for node in ast.walk(tree):
-        match node:
-            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Name(id="position_embeddings")):
-                unpacked |= {target.id for target in targets if isinstance(target, ast.Name)}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Subscript(value=value) | ast.Attribute(value=value):
-                operands = [value]
-            case ast.BinOp(left=left, right=right):
-                operands = [left, right]
-            case _:
-                continue
-        for operand in operands:
-            if not isinstance(operand, ast.Name):
-                continue
-            if operand.id in unpacked or {"cos", "sin"} & set(operand.id.split("_")):
-                return ast.unparse(node)
-    return None
-
-
 def possible_conventions(form: CallForm) -> list[Convention]:
     """Return every convention that a function of this form can follow."""
     orders: list[tuple[Literal["halves", "interleaved"], bool]]
@@ -226,6 +214,8 @@ def find_convention(
     embed: Callable[[torch.Tensor], Any],
     positions: torch.Tensor,
     table: torch.Tensor,
+    *,
+    by_token: bool = False,
 ) -> Convention | None:
     """Return the convention under which the op reproduces ``function``, or None.
 
@@ -235,6 +225,7 @@ def find_convention(
         embed: from x to the model's own embedding at ``positions``, on the device that ``function`` is probed on.
         positions: of four tokens.
         table: the model's own frequencies, packed.
+        by_token: whether the embedding is packed by token.
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
     random = functools.partial(torch.randn, generator=generator, device="cpu")
@@ -247,14 +238,20 @@ def find_convention(
             try:
                 embedding = embed(heads[0])
                 embedding = embedding if isinstance(embedding, tuple) else (embedding,)
-                want = form.call(function, [x.to(embedding[0].device, copy=True) for x in heads], embedding)
+                want = [form.call(function, _copied(given, embedding), embedding) for given in form.given(heads)]
             except (RuntimeError, ValueError, IndexError):
                 continue  # the function rejects these shapes
-            packed = handoff.pack(positions, table, in_one_tensor=len(embedding) == 1)
-            got = form.call(fused(function, form, convention), heads, packed)
-            if _agree(want, got):
+            packed = handoff.pack(positions, table, in_one_tensor=len(embedding) == 1, by_token=by_token)
+            replacement = fused(function, form, convention, by_token=by_token)
+            got = [form.call(replacement, given, packed) for given in form.given(heads)]
+            if all(map(_agree, want, got)):
                 return convention
     return None
+
+
+def _copied(heads: list[torch.Tensor], embedding: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Return heads for a function that may write to them, on the device of the embedding."""
+    return [x.to(embedding[0].device, copy=True) for x in heads]
 
 
 def _agree(want: Any, got: Any) -> bool:

@@ -14,6 +14,9 @@ function calls :func:`unpack`. The integer dtype tells packed embeddings from co
 W is rotary_dim / 2 + 1, N 1 or the batch, R 2 with M-RoPE's rows of positions and else 1, H 1 or the number of key
 heads. Tables by layer pass through the model whole; a hook on every attention module
 (:mod:`mrrope.hf.layer_tables`) replaces them by the layer's own.
+
+Attention that selects tokens of cosines and sines, ``[batch, tokens, rotary_dim]``, gets both by token: positions
+``[batch, tokens, rows]``, and a view of the table for every token, ``[batch, tokens, ...]``.
 """
 
 from __future__ import annotations
@@ -28,14 +31,29 @@ LEARNED_IN_ONE_TENSOR_DTYPE = torch.float64
 """Of positions and a learned table in one tensor: exact for positions up to 2^53, and differentiable."""
 
 
-def pack(positions: torch.Tensor, table: torch.Tensor, *, in_one_tensor: bool) -> tuple[torch.Tensor, ...]:
+def pack(
+    positions: torch.Tensor, table: torch.Tensor, *, in_one_tensor: bool, by_token: bool = False
+) -> tuple[torch.Tensor, ...]:
     """Return what replaces the output of a rotary embedding.
 
     Args:
         positions: ``[batch, tokens]``, or ``[rows, batch, tokens]`` for M-RoPE.
         table: a table of any form above. Tables by layer stay a tensor of their own until :func:`of_layer`.
         in_one_tensor: whether the model passes one complex tensor instead of cosines and sines.
+        by_token: whether the model selects tokens of cosines and sines; for one table for all heads and layers.
+
+    Raises:
+        ValueError: a learned table cannot be packed by token.
     """
+    if by_token:
+        if is_learned(table):
+            raise ValueError(
+                "a table can be learned where attention takes cosines and sines whole, and this selects tokens"
+            )
+        positions = (positions[None] if positions.dim() == 2 else positions).movedim(0, -1)
+        batch, tokens = positions.shape[:2]
+        table = table[None] if table.dim() == 1 else table
+        return positions, table[:, None].expand(batch, tokens, *table.shape[1:])
     if not in_one_tensor or is_by_layer(table):
         return positions, table
     if is_learned(table):
@@ -81,12 +99,18 @@ def of_layer(embedding: Any, layer: int, *, in_one_tensor: bool) -> Any:
     return packed[0] if in_one_tensor else packed
 
 
-def unpack(embedding: Sequence[torch.Tensor], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions and the table that :func:`pack` was given.
+def unpack(
+    embedding: Sequence[torch.Tensor], tokens: int, *, by_token: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions and the table that :func:`pack` was given; by token, those of the selected tokens.
 
     Raises:
         ValueError: the table is one by layer, and the attention module has no hook that replaces it.
     """
+    if by_token:
+        positions, table = embedding if embedding[0].dim() == 3 else (part[None] for part in embedding)
+        table = table[:, 0].contiguous()
+        return (positions[..., 0] if positions.shape[-1] == 1 else positions.movedim(-1, 0)), table
     if len(embedding) == 2:
         if is_by_layer(embedding[1]):
             raise ValueError(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from mrrope.hf.pair_sources import PairSources, pair_sources
 from mrrope.hf.rope_types import ROPE_TYPES, tables_per_layer_or_head
 from mrrope.table_lookup import NativeRope
 from mrrope.table_set import OfOneLayer
@@ -32,9 +33,9 @@ class RopeSettings(NativeRope):
     table: FrequencyTable = field(kw_only=True)
     """The table that the model rotates by."""
     rotated_pairs: torch.Tensor = field(kw_only=True)
-    """Bool mask of the pairs with a nonzero frequency."""
-    position_row: torch.Tensor | None = field(kw_only=True)
-    """For tokens with several positions (M-RoPE): the row of positions that rotates each pair."""
+    """Bool mask of the nonzero frequencies."""
+    sources: PairSources | None = field(kw_only=True)
+    """For tokens with several positions (M-RoPE): the row of positions and the frequency that rotate each pair."""
     changes_with_length: bool = field(kw_only=True)
     """Whether the model's own code changes its frequencies with the length of the text, within its native length."""
     untrained_extension: str | None = field(kw_only=True)
@@ -50,7 +51,7 @@ class RopeSettings(NativeRope):
         if not isinstance(table, FrequencyTable):
             return self.packed_ladder([table])
         packed = self._packed_heads(table, 1)[:, :, 0]
-        return packed[0, 0] if self.position_row is None else packed
+        return packed[0, 0] if self.sources is None else packed
 
     def packed_ladder(self, tables: Sequence[RotaryTable]) -> torch.Tensor:
         """Return several tables as one tensor, all in the form of the one with the most dimensions.
@@ -61,7 +62,7 @@ class RopeSettings(NativeRope):
         """
         if all(isinstance(table, FrequencyTable) for table in tables):
             packed = [self.packed(table) for table in tables]
-            return torch.stack(packed) if self.position_row is None else torch.cat(packed)
+            return torch.stack(packed) if self.sources is None else torch.cat(packed)
         layers = next((len(table) for table in tables if isinstance(table, tuple)), None)
         rungs = [table if isinstance(table, tuple) else (table,) * (layers or 1) for table in tables]
         heads = max(len(_tables_in(table)) for rung in rungs for table in rung)
@@ -75,8 +76,9 @@ class RopeSettings(NativeRope):
         words = torch.stack([each.packed(torch.device("cpu")) for each in _tables_in(table)])
         words[:, :-1] *= self.rotated_pairs
         rows = [words.expand(heads, -1)]
-        if self.position_row is not None:
-            rows.append(torch.nn.functional.pad(self.position_row, (0, 1)).expand(heads, -1))
+        if self.sources is not None:
+            words[:, :-1] = words[:, self.sources.frequency]
+            rows.append(torch.nn.functional.pad(self.sources.row, (0, 1)).expand(heads, -1))
         return torch.stack(rows)[None]
 
 
@@ -178,8 +180,8 @@ def settings(module: nn.Module, layer_type: str | None, length: int | None = Non
     embedded = tables_per_layer_or_head(parameters)
     native_length = length_read(parameters, stated) if embedded is None else embedded.original_max_position
     reached = length or native_length
-    rows = position_row(module, layer_type, getattr(module, own).numel())
-    now = module if reached is None else _at_length(module, layer_type, int(reached), rows)
+    sources = pair_sources(module, layer_type, getattr(module, own).numel())
+    now = module if reached is None else _at_length(module, layer_type, int(reached), sources)
     frequencies: torch.Tensor = getattr(now, own).double().cpu()
     for_short_texts = getattr(module, attribute(layer_type, f"original_{FREQUENCIES}"), getattr(module, own))
     base = float(parameters["rope_theta"])
@@ -206,7 +208,7 @@ def settings(module: nn.Module, layer_type: str | None, length: int | None = Non
         trained_length=trained_length or stated,
         table=table,
         rotated_pairs=rotated_pairs,
-        position_row=rows,
+        sources=sources,
         changes_with_length=not torch.equal(for_short_texts.double().cpu(), frequencies),
         untrained_extension=f"{extension} with factor {factor:g}" if is_untrained else None,
     )
@@ -247,7 +249,7 @@ def in_full_precision(module: nn.Module, layer_type: str | None) -> nn.Module:
     return rebuilt if is_same else module
 
 
-def _at_length(module: nn.Module, layer_type: str | None, length: int, rows: torch.Tensor | None) -> nn.Module:
+def _at_length(module: nn.Module, layer_type: str | None, length: int, sources: PairSources | None) -> nn.Module:
     """Return a rotary embedding with its frequencies for a text of this length."""
     kinds: Any = module.rope_type
     kind = kinds[layer_type] if isinstance(kinds, dict) else kinds
@@ -256,7 +258,7 @@ def _at_length(module: nn.Module, layer_type: str | None, length: int, rows: tor
     at_length = copy.deepcopy(module)
     device = next(at_length.buffers()).device
     extra = {} if layer_type is None else {"layer_type": layer_type}
-    shape = (1, 1) if rows is None else (int(rows.max()) + 1, 1, 1)
+    shape = (1, 1) if sources is None else (sources.rows, 1, 1)
     for position in (0, length - 1):  # short first: some types keep the frequencies of the longest text so far
         at_length(torch.zeros(1, 1, 1, device=device), torch.full(shape, position, device=device), **extra)
     return at_length
@@ -298,39 +300,3 @@ def held_attention_factor(model: nn.Module) -> float:
             held = math.sqrt(scaling * math.sqrt(head_dim))
             return 1.0 if math.isclose(held, 1.0) else held
     return 1.0
-
-
-def position_row(module: nn.Module, layer_type: str | None, pairs: int) -> torch.Tensor | None:
-    """Return the row of positions that rotates each pair, or None where tokens have one position.
-
-    The module's own code is probed: it composes row numbers in place of frequencies.
-    """
-    compose: Callable[..., torch.Tensor] | None = getattr(module, "recomposition_frequencies", None)
-    if compose is None:
-        return None
-    extra = [layer_type] if "layer_type" in inspect.signature(compose).parameters else []
-    failures: list[Exception] = []
-    row_counts = (2, 3, 4)
-    for rows in row_counts:
-        row_numbers = (
-            torch.arange(rows, device=next(module.buffers()).device)
-            .float()
-            .view(rows, 1, 1, 1)
-            .expand(rows, 1, 1, pairs)
-            .contiguous()
-        )
-        try:
-            composed = compose(row_numbers, *extra).flatten().long().cpu()
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
-            failures.append(error)
-            continue
-        if len(set(composed.tolist())) == rows:
-            # One number per component: the whole row twice for halves, each number twice for interleaved pairs.
-            is_halves = composed.numel() == pairs or bool((composed[:pairs] == composed[pairs:]).all())
-            return composed[:pairs] if is_halves else composed[::2]
-    if len(failures) == len(row_counts):
-        raise ValueError(
-            f"model must have a rotary embedding that runs, and {type(module).__name__} with rope_parameters "
-            f"{module.config.rope_parameters} does not: {failures[-1]}"  # type: ignore[union-attr]
-        )
-    return None

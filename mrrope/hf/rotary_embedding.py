@@ -22,6 +22,7 @@ from torch import nn
 from mrrope.hf import conventions, handoff, rope_config
 from mrrope.hf.attention_probe import own_rotation
 from mrrope.hf.conventions import Apply, CallForm, RotaryFunction
+from mrrope.hf.cos_sin_uses import cos_sin_uses
 from mrrope.tables import FrequencyTable
 
 PROBED_POSITIONS = ((1, 5, 3, 40),)
@@ -41,6 +42,11 @@ class RotaryTables:
     def can_be_swapped(self) -> bool:
         """Whether a stock rotary embedding can have these tables: one per layer type, for all heads and layers."""
         return all(len(tables) == 1 and isinstance(tables[0], FrequencyTable) for tables in self.by_layer_type.values())
+
+    @property
+    def are_by_head_or_layer(self) -> bool:
+        """Whether heads or layers have tables of their own."""
+        return any(not isinstance(table, FrequencyTable) for tables in self.by_layer_type.values() for table in tables)
 
 
 class TableChooser(Protocol):
@@ -69,6 +75,7 @@ class TableRotaryEmbedding(nn.Module):
         self.tables = tables.by_layer_type
         self.functions = functions
         self.in_one_tensor = any(len(function.form.embedding) == 1 for function in functions)
+        self.by_token = any(function.by_token for function in functions)
         self.follower: TableChooser | None = None
         self.learned = None
         self.installed: list[InstalledFunction] = []
@@ -103,7 +110,7 @@ class TableRotaryEmbedding(nn.Module):
             rotated = self.settings[layer_type].rotated_pairs
             if not rotated.all():
                 table = table * torch.nn.functional.pad(rotated, (0, 1), value=True).to(x.device)
-        packed = handoff.pack(positions, table, in_one_tensor=self.in_one_tensor)
+        packed = handoff.pack(positions, table, in_one_tensor=self.in_one_tensor, by_token=self.by_token)
         return packed[0] if len(packed) == 1 else packed
 
     def _packed_table(self, positions: torch.Tensor, layer_type: str | None) -> torch.Tensor:
@@ -192,7 +199,8 @@ class InstalledFunctions:
             raise ValueError(
                 f"the model must be patched anew: {found.module}.{found.name} takes other arguments by now"
             )
-        function = InstalledFunction(module, found.name, conventions.fused(original, found.form, found.convention))
+        fused = conventions.fused(original, found.form, found.convention, by_token=found.by_token)
+        function = InstalledFunction(module, found.name, fused)
         setattr(module, found.name, function.fused)
         self._users[function] = weakref.WeakSet()
         return function
@@ -239,6 +247,8 @@ def plan_rotation(model: nn.Module, rotary: nn.Module, tables: RotaryTables) -> 
         if tables.by_layer_type.keys() != tables.settings.keys():
             raise UnfusableError("no one table is its own, which changes with the length of a text")
         functions = functions_for(model, rotary, tables.settings)
+        if any(function.by_token for function in functions) and tables.are_by_head_or_layer:
+            raise UnfusableError("its attention selects tokens of cosines and sines")
     except UnfusableError as reason:
         if not tables.can_be_swapped:
             raise
@@ -255,10 +265,15 @@ def functions_for(
         UnfusableError: where the op cannot replace one of them.
     """
     classes = {type(module) for module in model.modules()}
+    by_token = False
     # Rotary embeddings, of text and of vision, compute cosines and sines.
     for module_class in classes - {type(module) for module in model.modules() if rope_config.layer_types(module)}:
-        if expression := conventions.cos_sin_expression(module_class):  # type: ignore[arg-type]
-            raise UnfusableError(f"{module_class.__name__} computes with cosines and sines itself: {expression}")
+        for use in cos_sin_uses(module_class):  # type: ignore[arg-type]
+            if not use.selects_tokens:
+                raise UnfusableError(
+                    f"{module_class.__name__} computes with cosines and sines itself: {use.expression}"
+                )
+            by_token = True
     layer_type = next(iter(settings))
     own = settings[layer_type]
     positions = torch.tensor(PROBED_POSITIONS, device="cpu")
@@ -268,8 +283,10 @@ def functions_for(
     # A copy: rope types that recompute their frequencies keep those of the last call.
     exact = copy.deepcopy(rope_config.in_full_precision(rotary, layer_type))
     device = next(rotary.buffers()).device
-    if own.position_row is not None:
-        positions = torch.stack([positions + row for row in range(int(own.position_row.max()) + 1)])
+    if own.sources is not None:
+        if not own.sources.are_rotations:
+            raise UnfusableError("its two components of a pair turn by different positions, which is no rotation")
+        positions = torch.stack([positions + row for row in range(own.sources.rows)])
 
     def embed(x: torch.Tensor) -> Any:
         extra = {} if layer_type is None else {"layer_type": layer_type}
@@ -281,16 +298,17 @@ def functions_for(
         for name, function in conventions.apply_functions(module).items():
             function = conventions.own_code(function)
             form = CallForm.of(function)
-            if form is None:
+            if form is None or (by_token and len(form.embedding) == 1):
                 raise UnfusableError(f"the parameters of {module.__name__}.{name} are not understood")
-            convention = conventions.find_convention(function, form, embed, positions, own.packed(own.table))
+            table = own.packed(own.table)
+            convention = conventions.find_convention(function, form, embed, positions, table, by_token=by_token)
             if convention is None:
                 raise UnfusableError(f"{module.__name__}.{name} rotates in a way the op does not")
-            found.append(RotaryFunction(module.__name__, name, form, convention))
+            found.append(RotaryFunction(module.__name__, name, form, convention, by_token))
     if not found:
         raise UnfusableError(f"{type(rotary).__module__} has no function that applies RoPE")
     in_one_tensor = any(len(function.form.embedding) == 1 for function in found)
-    packed = handoff.pack(positions, own.packed(own.table), in_one_tensor=in_one_tensor)
+    packed = handoff.pack(positions, own.packed(own.table), in_one_tensor=in_one_tensor, by_token=by_token)
     for owner in [module for module in model.modules() if any(child is rotary for child in module.children())]:
         if why := own_rotation(owner, found, packed):
             raise UnfusableError(why)

@@ -61,6 +61,7 @@ class Follower(nn.Module):
         self.expected_new_tokens: int | None = None  # after the positions of the next call
         self.user: dict[str, int] = {}
         self.batch = 1
+        self.tokens: int | None = None
         self.cache: Any = None
         self.attention_mask: Any = None
         self.chosen: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -138,7 +139,7 @@ class Follower(nn.Module):
             raise ValueError("cache must not be a paged one where the scale follows the text: patch with a fixed scale")
         text: Any = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if text is not None:
-            self.batch = text.shape[0]
+            self.batch, self.tokens = text.shape[:2]
         self.cache = given.get("past_key_values")
         self.attention_mask = given.get("attention_mask")
 
@@ -161,6 +162,8 @@ class Follower(nn.Module):
         """Return the table index of each sequence, ``[batch]``, with its cached keys re-rotated to that table."""
         limits = getattr(self, rope_config.attribute(layer_type, "limits")).to(positions.device)
         wanted: torch.Tensor = (self._sequence_lengths(positions)[:, None] > limits).sum(-1, dtype=torch.int32)
+        if self.tokens is not None:
+            positions = positions[..., -self.tokens :]  # some models embed those of the cached tokens too
         positions = positions.expand(*positions.shape[:-2], self.batch, -1)
         if self.cache is not None:
             wanted = self._follow_cache(self.cache, positions, tables, wanted, layer_type)

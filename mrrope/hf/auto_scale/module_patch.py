@@ -32,7 +32,7 @@ class AutoScale:
             if any(own.changes_with_length for own in rotary.settings.values()):
                 raise UnfollowableError("its own table changes with the length of a text already")
             keys = find_cached_keys(owner, rotary, rotary.settings)
-            has_several_positions = any(own.position_row is not None for own in rotary.settings.values())
+            has_several_positions = any(own.sources is not None for own in rotary.settings.values())
             follower = Follower(owner, self.ladders[rotary.original], keys, has_several_positions=has_several_positions)
             yield owner, {rotary: follower.to(next(rotary.original.buffers()).device)}
 

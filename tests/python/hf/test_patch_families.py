@@ -21,8 +21,8 @@ TRAINED_LENGTH = 64
 FAMILIES = tiny_models.causal_lm_families()
 # Families that keep no rotary embedding to swap: their own code holds a table of sines by position.
 UNSUPPORTED = {"codegen", "gptj", "roformer"}
-# Families whose own code computes with cosines and sines.
-TABLE_ONLY = {"qwen4_exp", "qwen4_exp_text"}
+# Families whose own code computes with cosines and sines. Those of transformers 5.17 at most select tokens of them.
+TABLE_ONLY: set[str] = set()
 rows: dict[str, tuple[str, str]] = {}
 """By family: its convention and the result."""
 

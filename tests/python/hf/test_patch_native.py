@@ -157,7 +157,7 @@ def ernie_vl() -> Any:
 
 
 @pytest.mark.parametrize("family", ["ernie4_5_vl_moe", "cohere_compass_text"])
-@pytest.mark.filterwarnings("ignore:.*gets the table but not the fused op")
+@pytest.mark.filterwarnings("error:.*gets the table but not the fused op")
 def test_frequencies_in_another_order(family: str) -> None:
     """Each pair is scaled as plain RoPE's pair of that frequency."""
     model = ernie_vl() if family == "ernie4_5_vl_moe" else model_of(family)

@@ -1,4 +1,4 @@
-"""Models whose rotary embedding cannot be read, and one with positions of two axes that can."""
+"""Models and tables that are refused or not fused, and a model with positions of two axes that is."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from model_tolerance import relative, tolerance
 from tiny_models import TINY_SIZES, tiny_config, tokens
-from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
@@ -34,6 +34,29 @@ def test_a_rotary_embedding_without_its_sections(scale: float | str) -> None:
     model = tiny_base_model("hunyuan_vl")
     with pytest.raises(ValueError, match=r"HunYuanVLRotaryEmbedding with rope_parameters .* does not"):
         mrrope.patch(model, "mrrope_pro", scale=scale)
+
+
+def test_components_of_a_pair_at_different_positions() -> None:
+    """HunYuan-VL's four sections of components are no rotation: the model's own code keeps the table."""
+    config = tiny_config(CONFIG_MAPPING["hunyuan_vl"](), {})
+    config.text_config.rope_parameters["mrope_section"] = [2, 2, 2, 2]
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    positions = torch.stack([torch.arange(16) // (row + 1) for row in range(4)])[:, None].expand(4, 2, 16)
+
+    @torch.no_grad()
+    def logits() -> torch.Tensor:
+        return model(tokens(2, 16), position_ids=positions).logits
+
+    plain = logits()
+    reason = "two components of a pair turn by different positions, which is no rotation"
+    with pytest.raises(ValueError, match=f"scale must be a number for HunYuanVL.*: its {reason}"):
+        mrrope.patch(model, "mrrope_pro", scale="auto")
+    assert torch.equal(logits(), plain)
+    with pytest.warns(UserWarning, match=f"the table but not the fused op: its {reason}"):
+        mrrope.patch(model, "mrrope_pro", scale=4.0)
+    assert relative(logits(), plain) > 1e-3
+    assert torch.equal((mrrope.unpatch(model), logits())[1], plain)
 
 
 def test_neomme_has_two_positions_a_token() -> None:

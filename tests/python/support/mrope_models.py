@@ -8,9 +8,20 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl")
-TEXT = ("qwen3_5_text", "cohere_compass_text")
-"""Causal models. Qwen3.5 has linear-attention layers, interleaved sections and partial rotation."""
+VISION_LANGUAGE = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "glm4v",
+    "glm4v_moe",
+    "glm_ocr",
+    "paddleocr_vl",
+    "ernie4_5_vl_moe",
+    "qwen3_5",
+)
+TEXT = ("qwen3_5_text", "qwen4_exp_text", "cohere_compass_text")
+"""Causal models. Qwen3.5 and Qwen4 have linear-attention layers and interleaved sections. Qwen3.5 rotates partially;
+Qwen4 selects tokens of cosines and sines."""
 FAMILIES = (*VISION_LANGUAGE, *TEXT)
 
 
@@ -22,7 +33,8 @@ def mrope_model(family: str, *, dtype: torch.dtype = torch.float32) -> PreTraine
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     pairs = int(head_dim * text.rope_parameters.get("partial_rotary_factor", 1.0)) // 2
-    sections = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    # Frame, row, column; Ernie's are of row, column, frame, with as many rows as columns, in an order of its own.
+    sections = [3, 3, pairs - 6] if family.startswith("ernie") else [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
     text.rope_parameters = {**text.rope_parameters, "mrope_section": sections}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

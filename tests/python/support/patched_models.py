@@ -27,6 +27,7 @@ CONVENTIONS = {
     "deepseek_v3": (16, 1e4),  # MLA: interleaved in, halves out, one key head
     "llama4_text": (16, 5e5),  # complex numbers
     "qwen3_5_text": (8, 1e4),  # M-RoPE
+    "qwen4_exp_text": (16, 1e4),  # M-RoPE; selects tokens of cosines and sines
 }
 
 # Families whose stock logits with a cache differ from those of one full forward, and why.
