@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mrrope import calibrated_tables, table_json
+from mrrope.axis_tables import AxisTables
 from mrrope.head_tables import HeadTables
 from mrrope.table_set import TableSet, every_table
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
@@ -109,6 +110,7 @@ def resolve_tables(
         options: more arguments of :func:`frequency_table`; they override the model's configuration.
 
     Raises:
+        TypeError: ``method`` is none of these.
         ValueError: ``method`` is unknown, or does not fit the model or the options.
     """
     if isinstance(method, Path) or (isinstance(method, str) and is_saved_table(method)):
@@ -119,6 +121,11 @@ def resolve_tables(
             raise ValueError(f"method is a ready table, which leaves no room for {given}")
         _check_fits_model(trained, method, given)
         return method
+    if isinstance(method, AxisTables):
+        raise TypeError(
+            "method must be a method's name, a FrequencyTable, HeadTables, a TableSet or a path: a model knows itself "
+            f"which of a token's positions rotates each pair, got {method!r}"
+        )
     if isinstance(method, str) and method not in METHODS:
         raise ValueError(
             f"method must be one of {', '.join(METHODS)}, the path of a table's .json, or the name of a table that "

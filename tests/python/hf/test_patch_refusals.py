@@ -59,6 +59,16 @@ def test_components_of_a_pair_at_different_positions() -> None:
     assert torch.equal((mrrope.unpatch(model), logits())[1], plain)
 
 
+@pytest.mark.parametrize(("scale", "in_list"), [(1.0, False), ("auto", False), ("auto", True)])
+def test_axis_tables(scale: float | str, in_list: bool) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**TINY_SIZES))
+    table = mrrope.frequency_table("rope", rotary_dim=16, base=1e4, original_max_position=64)
+    tables = mrrope.AxisTables.of_sections(table, [4, 2, 2])
+    with pytest.raises(TypeError, match=r"method must be .* which of a token's positions .* got AxisTables\(3 axes"):
+        mrrope.patch(model, [tables] if in_list else tables, scale=scale)
+    assert not mrrope.is_patched(model)
+
+
 def test_neomme_has_two_positions_a_token() -> None:
     model, reference = (tiny_base_model("neomme") for _ in range(2))
     positions = torch.stack([torch.arange(16) // 4, torch.arange(16) % 4])[:, None].expand(2, 2, 16)
