@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import torch
-from model import SHAPES, Shape
+from model_shapes import SHAPES, Shape
 from op_benchmark import RESULTS, require_gpu, script_parser, write
 from transformers import LlamaConfig, LlamaForCausalLM
 

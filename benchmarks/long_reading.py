@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 
 import torch
-from model import llama
+from model_shapes import SHAPES
 from op_benchmark import RESULTS, require_gpu, script_parser, write
 from tqdm import tqdm
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=16.0)
     options = parser.parse_args()
     require_gpu(": an 8B model takes hours without one")
-    model = llama(options.layers)
+    model = SHAPES["llama3-8b"].model(options.layers)
     weights = torch.cuda.memory_allocated()
     mrrope.patch(model, "mrrope_pro", scale=options.scale)
     tokens = torch.randint(0, 128000, (options.tokens,)).tolist()

@@ -206,7 +206,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     **{function.__name__: function for function in (*OF_OPS, serving)},
     **{
         f"{name}_{mode}": partial(model, f"{name}_cuda.json", mode)
-        for name in ("model", "model_qwen3")
+        for name in ("model", "model_qwen3", "model_deepseek", "model_gemma3")
         for mode in ("eager", "compiled")
     },
 }

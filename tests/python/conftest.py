@@ -31,6 +31,7 @@ SLOW_FILES = {
         "hf/test_tiny_models.py",
         "tools/test_export_families.py",
         "tools/test_fuzz.py",
+        "tools/test_model_benchmark.py",
         "tools/test_study.py",
     )
 }
