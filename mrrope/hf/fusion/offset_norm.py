@@ -6,15 +6,16 @@ offset in float32 and rounds once; its table is the identity here.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 
 LARGEST_HEAD = 256
-"""Rows up to this size are heads of one block of threads each; longer ones are the heads of one token."""
+"""Rows up to this size are a head each; longer ones are all heads of a token."""
 PART_OF_ROW = 128
 """Size of the heads that a longer row is divided into, where it is a multiple of that."""
+
+_identity_tables: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
 def offset_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
@@ -41,9 +42,20 @@ def _as_heads(x: torch.Tensor) -> tuple[torch.Tensor, str, str]:
     return heads, "head" if is_head else "all_heads", "thd" if rows.dim() == 2 else "bshd"
 
 
-@functools.cache
 def identity_table(rotary_dim: int, device: torch.device) -> torch.Tensor:
     """Return a packed table of frequencies 0 and attention factor 1. Its first word is also a position, 0."""
-    with torch.inference_mode(False):  # inference tensors could not be saved for a backward pass
-        factor = torch.ones(1, dtype=torch.float64, device="cpu").view(torch.int64)
-        return torch.nn.functional.pad(factor, (rotary_dim // 2, 0)).to(device)
+    table = _identity_tables.get((rotary_dim, device))
+    if table is not None:
+        return table
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _new_identity_table(rotary_dim, device, made_on=device)  # not kept: it has no values before a replay
+    # The copy from the host ends before it returns, so that every stream can read the table.
+    table = _new_identity_table(rotary_dim, device, made_on=torch.device("cpu"))
+    return _identity_tables.setdefault((rotary_dim, device), table)
+
+
+@torch.inference_mode(mode=False)  # inference tensors could not be saved for a backward pass
+def _new_identity_table(rotary_dim: int, device: torch.device, *, made_on: torch.device) -> torch.Tensor:
+    table = torch.zeros(rotary_dim // 2 + 1, dtype=torch.float64, device=made_on)
+    table[-1] = 1.0
+    return table.view(torch.int64).to(device)

@@ -206,6 +206,17 @@ def test_on_a_gpu(cuda: str, shape: tuple[int, ...], dtype: torch.dtype) -> None
     assert torch.equal(captured, got)
 
 
+def test_captured_before_the_first_call(cuda: str) -> None:
+    """The identity table of a graph holds nothing before a replay, and no other call may read it."""
+    x, weight = (random(*shape, device=cuda) for shape in ((3, 66), (66,)))  # a size of this test alone
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = offset_rms_norm(x, weight, EPS, 1.0)
+    assert_rounded_once(offset_rms_norm(x, weight, EPS, 1.0), x, weight)
+    graph.replay()
+    assert_rounded_once(captured, x, weight)
+
+
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
 def test_training_on_a_gpu(cuda: str, family: str) -> None:
     model, apart = (patch(family).to(cuda).train() for patch in (fused, reference))
