@@ -1019,7 +1019,7 @@ def test_the_steps_of_a_ladder(max_scale, scales):
 
 
 def families_that_follow():
-    unsupported = {"codegen", "gptj", "roformer", "qwen4_exp", "qwen4_exp_text"}
+    unsupported = {"codegen", "gptj", "roformer"}
     return [family for family in tiny_models.causal_lm_families() if family not in unsupported]
 
 

@@ -20,11 +20,9 @@ from mrrope.hf.swapped_table import SwappedTable
 
 pytest.importorskip("transformers")
 
-from patched_models import Snapshot, logits, rotary_embedding
+from patched_models import UNFUSABLE, Snapshot, logits, model_named, rotary_embedding
 from tiny_models import tiny_model, tokens
 from transformers.models.llama import modeling_llama
-
-UNFUSABLE = "qwen4_exp_text"
 
 
 class PatchError(Exception):
@@ -54,7 +52,7 @@ def raise_in_call(patch: type[Any], number: int, *, has_run: bool, monkeypatch: 
 def test_a_patch_that_raises(
     patch: type[Any], number: int, has_run: bool, is_patched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model(UNFUSABLE if patch is SwappedTable else "llama")
+    model = model_named(UNFUSABLE if patch is SwappedTable else "llama")
     before = Snapshot(model)
     scale: Any = 4.0 if patch is SwappedTable else "auto"
     if is_patched:

@@ -25,9 +25,11 @@ from patched_models import (
     LENGTH,
     LLAMA,
     TOLERANCE,
+    UNFUSABLE,
     Snapshot,
     assert_same,
     logits,
+    model_named,
     packed_tables,
     ready,
     rotary_embedding,
@@ -216,10 +218,10 @@ def test_unpatching_what_is_not_patched(llama: PreTrainedModel) -> None:
     before.assert_untouched()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "qwen4_exp_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", UNFUSABLE])
 @pytest.mark.filterwarnings("ignore:.*not the fused op")
 def test_unpatch_puts_the_very_same_objects_back(family: str) -> None:
-    model = tiny_model(family)
+    model = model_named(family)
     before, found = Snapshot(model), logits(model)
     mrrope.patch(model, "mrrope_pro", scale=4.0)
     assert model.state_dict().keys() == {*before.keys}
@@ -334,10 +336,10 @@ def test_patched_blocks_nest(llama: PreTrainedModel) -> None:
     before.assert_untouched()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen4_exp_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", UNFUSABLE])
 @pytest.mark.filterwarnings("ignore:.*not the fused op")
 def test_patched_on_a_model_that_comes_patched(family: str) -> None:
-    model = tiny_model(family)
+    model = model_named(family)
     plain = logits(model)
     mrrope.patch(model, "mrrope_pro", scale=4.0)
     found = logits(model)
@@ -432,11 +434,11 @@ def test_local_layers_have_a_rope_of_their_own(local_layers: bool) -> None:
 
 
 def test_where_the_op_cannot_be_fused_the_table_is_swapped() -> None:
-    model = tiny_model("qwen4_exp_text")
+    model = model_named(UNFUSABLE)
     plain = logits(model)
     table = mrrope.frequency_table("mrrope_pro", **LLAMA, scale=4.0)
-    want = logits(unfused(tiny_model("qwen4_exp_text"), table))
-    with pytest.warns(UserWarning, match="gets the table but not the fused op: Qwen4Exp"):
+    want = logits(unfused(model_named(UNFUSABLE), table))
+    with pytest.warns(UserWarning, match="gets the table but not the fused op: OwnCosines computes"):
         mrrope.patch(model, "mrrope_pro", scale=4.0)
     assert not packed_tables(model)
     assert torch.equal(logits(model), want)

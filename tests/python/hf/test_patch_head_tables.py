@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 import transformers
 from head_by_head import COMPLEX, HALVES, INTERLEAVED, ONE_HALF, head_by_head, random_set, random_table
 from model_tolerance import relative
-from patched_models import LENGTH, LLAMA, Snapshot, decoded, generated, gradients, logits
+from patched_models import LENGTH, LLAMA, UNFUSABLE, Snapshot, decoded, generated, gradients, logits, model_named
 from tiny_models import TINY_SIZES, random_model, tiny_config_of, tiny_model, tokens
 from transformers import PreTrainedModel
 
@@ -535,8 +535,10 @@ def test_layers_that_cannot_be_told_apart() -> None:
 
 
 def test_models_that_keep_their_own_code() -> None:
-    model = tiny_model("qwen4_exp_text")
-    reason = "one table for all heads and layers for Qwen4ExpForCausalLM: .* computes with cosines and sines itself"
+    model = model_named(UNFUSABLE)
+    reason = (
+        "one table for all heads and layers for LlamaForCausalLM: OwnCosines computes with cosines and sines itself"
+    )
     refused(model, set_for(model, 2), reason)
     refused(model, set_for(model, 2)[0], reason)
 

@@ -26,6 +26,7 @@ from patched_models import (
     CONVENTIONS,
     KNOWN,
     LENGTH,
+    UNFUSABLE,
     assert_same,
     assert_same_gradients,
     assert_same_text,
@@ -33,6 +34,7 @@ from patched_models import (
     generated,
     gradients,
     logits,
+    model_named,
     packed_tables,
     ready,
     turns_in_local_layers_alone,
@@ -361,10 +363,10 @@ def test_functional_call() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*not the fused op")
-@pytest.mark.parametrize("family", ["llama", "qwen3", "llama4_text", "qwen4_exp_text"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "llama4_text", "qwen4_exp_text", UNFUSABLE])
 def test_patched_in_inference_mode(family: str) -> None:
     """Its tables must not be inference tensors."""
-    model, reference = (tiny_model(family) for _ in range(2))
+    model, reference = (model_named(family) for _ in range(2))
     with torch.inference_mode():
         mrrope.patch(model, "mrrope_pro", scale=4.0)
     mrrope.patch(reference, "mrrope_pro", scale=4.0)

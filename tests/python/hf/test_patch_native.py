@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 import tiny_models
 import transformers
 from model_tolerance import relative, tolerance
+from patched_models import UNFUSABLE, model_named
 from tiny_models import LENGTH, causal_lm_families, inputs, random_model, tiny_config_of, tokens
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -399,11 +400,11 @@ def test_a_text_model_of_several_rotary_embeddings_is_extended_whole() -> None:
     assert len(patched_in(model)) == 3
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen4_exp_text"])
+@pytest.mark.parametrize("family", ["llama", UNFUSABLE])
 @pytest.mark.filterwarnings("ignore:.*gets the table but not the fused op")
 def test_patching_again_extends_the_model_as_it_came(family: str) -> None:
     """Also where the table is in the model's own rotary embedding, which cannot be fused."""
-    once, twice = (mrrope.patch(model_of(family), "mrrope_pro", scale=4.0) for _ in range(2))
+    once, twice = (mrrope.patch(model_named(family), "mrrope_pro", scale=4.0) for _ in range(2))
     mrrope.patch(twice, "mrrope_pro", scale=4.0)
     assert table_in(twice) == table_in(once)
     assert torch.equal(logits(twice), logits(once))

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from model_tolerance import relative
-from tiny_models import takes_position_ids, tokens
+from tiny_models import takes_position_ids, tiny_model, tokens
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import mrrope
 from mrrope.hf import rope_config
@@ -50,6 +51,29 @@ for name, (model, ids, want, plain) in cases.items():
         got = model(ids).logits
         assert torch.allclose(got, plain, rtol=0, atol=1e-5 * plain.abs().max().item()), name
 """
+
+
+class OwnCosines(LlamaAttention):
+    """Attention that computes with cosines and sines itself, which the op cannot replace."""
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        cos, sin = position_embeddings
+        return super().forward(hidden_states, (cos * 1.0, sin * 1.0), *args, **kwargs)
+
+
+UNFUSABLE = "llama with cosines of its own"
+
+
+def model_named(family: str) -> PreTrainedModel:
+    """Return a tiny model of a family, or the Llama that gets a table but not the fused op."""
+    if family != UNFUSABLE:
+        return tiny_model(family)
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = OwnCosines
+    return model
 
 
 def rotary_embedding(model: nn.Module) -> nn.Module:
