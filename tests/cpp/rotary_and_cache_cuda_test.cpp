@@ -129,8 +129,8 @@ TEST_F(RotaryAndCacheCuda, EveryCacheOfEveryDTypeAndPairing) {
 // several.
 TEST_F(RotaryAndCacheCuda, EveryKernel) {
     for (const DType dtype : all_dtypes) {
-        for (const bool float8 : {false, true}) {
-            if (float8 && dtype == DType::float64) continue;
+        for (const StoredAs cached_as : every_stored_as) {
+            if (is_float8(cached_as) && dtype == DType::float64) continue;
             for (const Pairing pairing : both_pairings) {
                 for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
                     for (const auto& [heads_per_thread, aligned, full] :
@@ -144,8 +144,8 @@ TEST_F(RotaryAndCacheCuda, EveryKernel) {
                         o.rotary.in_place = true;
                         o.rotary.in.misalignment = aligned ? 0 : 1;
                         o.rotary.tables = {.table_for = table_for, .count = 4};
-                        o.float8 = float8;
-                        o.scale_for = float8 ? ScaleFor::each_head : ScaleFor::none;
+                        o.cached_as = cached_as;
+                        o.scale_for = is_float8(cached_as) ? ScaleFor::each_head : ScaleFor::none;
                         o.rotary.tokens = full ? fewest_tokens(o, heads_per_thread, full) : 3;
                         o.block_size = 16;
                         o.blocks = o.rotary.tokens / 16 + 1;
@@ -163,8 +163,8 @@ TEST_F(RotaryAndCacheCuda, EveryKernel) {
 
 TEST_F(RotaryAndCacheCuda, HeadTablesByEveryKernel) {
     for (const DType dtype : all_dtypes) {
-        for (const bool float8 : {false, true}) {
-            if (float8 && dtype == DType::float64) continue;
+        for (const StoredAs cached_as : every_stored_as) {
+            if (is_float8(cached_as) && dtype == DType::float64) continue;
             for (const auto& [tables, q_per_table, k_per_table] : {std::tuple{3, 3, 1}, {2, 5, 3}}) {
                 for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
                     for (const auto& [heads_per_thread, aligned, full] :
@@ -177,8 +177,8 @@ TEST_F(RotaryAndCacheCuda, HeadTablesByEveryKernel) {
                         o.rotary.in_place = true;
                         o.rotary.in.misalignment = aligned ? 0 : 1;
                         o.rotary.tables = {.table_for = table_for, .count = 4, .heads = tables};
-                        o.float8 = float8;
-                        o.scale_for = float8 ? ScaleFor::each_head : ScaleFor::none;
+                        o.cached_as = cached_as;
+                        o.scale_for = is_float8(cached_as) ? ScaleFor::each_head : ScaleFor::none;
                         o.rotary.tokens = full ? fewest_tokens(o, heads_per_thread, full) : 3;
                         o.block_size = 16;
                         o.blocks = o.rotary.tokens / 16 + 1;
@@ -209,13 +209,18 @@ TEST_F(RotaryAndCacheCuda, PartialRotationWritesTheTail) {
 
 // Rounding to float8 is an instruction on the GPU and integer arithmetic on the CPU; both must give the same bits.
 TEST_F(RotaryAndCacheCuda, ValuesInFloat8AreWhatTheCpuWrites) {
-    for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
+    for (const auto& [dtype, cached_as] : {std::pair{DType::float32, StoredAs::float8_e4m3},
+                                           {DType::float16, StoredAs::float8_e4m3},
+                                           {DType::bfloat16, StoredAs::float8_e4m3},
+                                           {DType::float32, StoredAs::float8_e5m2},
+                                           {DType::float16, StoredAs::float8_e5m2},
+                                           {DType::bfloat16, StoredAs::float8_e5m2}}) {
         CacheOptions o;
         o.rotary.dtype = dtype;
         o.rotary.tokens = 200;
         o.rotary.k_heads = 4;
         o.rotary.head_dim = o.rotary.rotary_dim = 64;
-        o.float8 = true;
+        o.cached_as = cached_as;
         o.scale_for = ScaleFor::each_head;
         o.blocks = 60;
         RotaryAndCacheCase on_cpu(o);
@@ -237,8 +242,8 @@ TEST_F(RotaryAndCacheCuda, ValuesInFloat8AreWhatTheCpuWrites) {
         const std::vector<std::byte>& gpu = on_gpu.value_cache().bytes;
         ASSERT_EQ(cpu.size(), gpu.size());
         for (size_t i = 0; i < cpu.size(); ++i) {
-            const double expected = value_of_float8(static_cast<uint8_t>(cpu[i]));
-            const double actual = value_of_float8(static_cast<uint8_t>(gpu[i]));
+            const double expected = value_of_float8(static_cast<uint8_t>(cpu[i]), cached_as);
+            const double actual = value_of_float8(static_cast<uint8_t>(gpu[i]), cached_as);
             ASSERT_TRUE(cpu[i] == gpu[i] || (std::isnan(expected) && std::isnan(actual)))
                 << actual << " instead of " << expected << " at " << i;
         }
@@ -356,14 +361,14 @@ TEST_F(RotaryAndCacheCuda, SlotsOutOfRangeAreSkipped) {
 
 TEST_F(RotaryAndCacheCuda, BlocksMoreThanTwoToThe31ElementsApart) {
     constexpr int64_t far_stride = (int64_t{1} << 31) + 64;
-    for (const bool float8 : {false, true}) {
+    for (const StoredAs cached_as : every_stored_as) {
         CacheOptions o;
         o.rotary.dtype = DType::bfloat16;
         o.rotary.tokens = 2;
         o.rotary.q_heads = 1;
         o.rotary.k_heads = 1;
         o.rotary.head_dim = o.rotary.rotary_dim = 64;
-        o.float8 = float8;
+        o.cached_as = cached_as;
         o.blocks = 2;
         o.block_size = 1;
         RotaryAndCacheCase cache(o);
