@@ -132,6 +132,14 @@ public:
         return slot_words_;
     }
     int64_t blocks() const { return options_.paged ? options_.blocks : options_.rotary.batch; }
+    int64_t slot_count() const { return options_.paged ? options_.blocks * options_.block_size : options_.block_size; }
+
+    // Tokens are numbered across the batch.
+    bool is_kept(int64_t token) const { return slots_[token] >= 0 && slots_[token] < slot_count(); }
+    int64_t byte_of(const CacheBuffer& cache, int64_t token, int head) const {
+        const int64_t block = options_.paged ? slots_[token] / options_.block_size : token / options_.rotary.tokens;
+        return cache.byte_of(block, slots_[token] % options_.block_size, head);
+    }
 
     // Valid during the lifetime of the case.
     RotaryAndCacheArgs args() {
@@ -173,8 +181,6 @@ private:
         return token / tokens * row_length() + token % tokens;
     }
 
-    int64_t slot_count() const { return options_.paged ? options_.blocks * options_.block_size : options_.block_size; }
-
     // No two tokens share a slot.
     void choose_slots() {
         const int64_t tokens = options_.rotary.tokens;
@@ -195,13 +201,6 @@ private:
                 free.pop_back();
             }
         }
-    }
-
-    bool is_kept(int64_t token) const { return slots_[token] >= 0 && slots_[token] < slot_count(); }
-
-    int64_t byte_of(const CacheBuffer& cache, int64_t token, int head) const {
-        const int64_t block = options_.paged ? slots_[token] / options_.block_size : token / options_.rotary.tokens;
-        return cache.byte_of(block, slots_[token] % options_.block_size, head);
     }
 
     CachedHeads cached(HeadBuffer& heads, CacheBuffer& cache, const std::vector<float>& scales) {
