@@ -35,7 +35,7 @@ def qk_norm_rotary_and_cache_(
     q_scale_out: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalize and rotate q in place, write normed and rotated k and plain v to their caches. k and v are not modified.
+    """Normalize and rotate q in place, write normed and rotated k and plain v to their caches. k and v stay unmodified.
 
     Every element is read once, written once and rounded once, from float32 to the dtype it is stored in. Not
     differentiable: call it under ``torch.no_grad()`` or with tensors that do not require grad.
