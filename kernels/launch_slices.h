@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <limits>
 
-#include "mrrope/qk_norm_rotary_and_cache.h"
 #include "mrrope/rotary.h"
 #include "mrrope/rotary_and_cache.h"
 #include "mrrope/rotary_cos_sin.h"

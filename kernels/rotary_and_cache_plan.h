@@ -27,7 +27,7 @@ RotaryAndCacheShape shape_of(const RotaryAndCacheArgs& args);
 // does the same code before sm_90.
 constexpr int rotary_and_cache_min_blocks_per_sm(bool float8) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-    return float8 ? 5 : 7;
+    return float8 ? 4 : 7;
 #else
     return float8 ? 6 : 8;
 #endif
