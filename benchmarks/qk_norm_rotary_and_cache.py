@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from op_benchmark import OpBenchmark
@@ -62,7 +63,7 @@ class Case:
         """q and gate are read and written, k and v are read and their cache entries written."""
         s = self.shape
         q_size, cache_size = (getattr(torch, name).itemsize for name in (self.q, self.cache))
-        per_component = (2 + q_size) * s.q_heads + 2 * (2 + cache_size) * s.kv_heads + 4 * s.q_heads * s.has_gate
+        per_component: int = (2 + q_size) * s.q_heads + 2 * (2 + cache_size) * s.kv_heads + 4 * s.q_heads * s.has_gate
         return self.tokens * s.head_dim * per_component + 4 * self.tokens * s.q_heads * self.float8_q
 
     @property
@@ -100,10 +101,11 @@ class Buffers:
             tokens, (parts * s.q_heads + 2 * s.kv_heads) * s.head_dim, device=device, dtype=torch.bfloat16
         )
         q_size, kv_size = parts * s.q_heads * s.head_dim, s.kv_heads * s.head_dim
-        q, k, v = packed.split([q_size, kv_size, kv_size], dim=-1)
         # The projection yields [q | gate] for each head.
-        halves = q.unflatten(-1, (s.q_heads, -1)).split(s.head_dim, dim=-1)
-        self.shape, self.q, self.gate = s, halves[0], halves[1] if s.has_gate else None
+        q_and_gate = packed[:, :q_size].unflatten(-1, (s.q_heads, -1))
+        k, v = packed[:, q_size : q_size + kv_size], packed[:, q_size + kv_size :]
+        self.shape, self.q = s, q_and_gate[..., : s.head_dim]
+        self.gate = q_and_gate[..., s.head_dim :] if s.has_gate else None
         self.k, self.v = (x.unflatten(-1, (s.kv_heads, -1)) for x in (k, v))
         weights = 1.0 - s.weight_offset + 0.1 * torch.randn(2, s.head_dim, device=device)
         self.q_weight, self.k_weight = weights.bfloat16()
@@ -127,7 +129,7 @@ class Buffers:
         self.slots = self.block * BLOCK_SIZE + self.offset
         dtype = getattr(torch, case.cache)
         shape = (blocks, BLOCK_SIZE, s.kv_heads, s.head_dim)
-        self.caches = [torch.zeros(shape, device=device).to(dtype) for _ in range(2)]
+        self.key_cache, self.value_cache = (torch.zeros(shape, device=device).to(dtype) for _ in range(2))
         self.scale = torch.full((1,), 0.02, device=device) if case.cache != "bfloat16" else None
         self.q_out, self.q_scale_out = None, None
         if case.float8_q:
@@ -135,22 +137,23 @@ class Buffers:
             self.q_scale_out = torch.empty(self.q.shape[:-1], device=device)
 
     @property
-    def norm(self) -> dict[str, float]:
+    def norm(self) -> dict[str, Any]:
         return {"eps": EPS, "weight_offset": self.shape.weight_offset}
 
 
 def fused(buffers: Buffers) -> object:
     b = buffers
     return mrrope.qk_norm_rotary_and_cache_(
-        b.q, b.k, b.v, b.q_weight, b.k_weight, b.positions, b.table, *b.caches, b.slots, **b.norm, layout="thd",
-        key_scale=b.scale, value_scale=b.scale, q_out=b.q_out, q_scale_out=b.q_scale_out, gate=b.gate,
+        b.q, b.k, b.v, b.q_weight, b.k_weight, b.positions, b.table, b.key_cache, b.value_cache, b.slots,
+        **b.norm, layout="thd", key_scale=b.scale, value_scale=b.scale,
+        q_out=b.q_out, q_scale_out=b.q_scale_out, gate=b.gate,
     )  # fmt: skip
 
 
 def finish(buffers: Buffers) -> None:
     """Write k and v to their slots, quantize q, and take the sigmoid of the gate."""
     b = buffers
-    for cache, heads in zip(b.caches, (b.k, b.v), strict=True):
+    for cache, heads in ((b.key_cache, b.k), (b.value_cache, b.v)):
         if b.scale is not None:
             rounded = (heads.float() / b.scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
             cache, heads = cache.view(torch.uint8), rounded.view(torch.uint8)
@@ -185,8 +188,9 @@ def norms_then_rotary_and_cache(buffers: Buffers) -> None:
     b = buffers
     q, k = compiled_norms(b)
     mrrope.rotary_and_cache_(
-        q, k, b.v, b.positions, b.table, *b.caches, b.slots, layout="thd", key_scale=b.scale, value_scale=b.scale
-    )
+        q, k, b.v, b.positions, b.table, b.key_cache, b.value_cache, b.slots,
+        layout="thd", key_scale=b.scale, value_scale=b.scale,
+    )  # fmt: skip
     if b.gate is not None:
         b.gate.sigmoid_()
 
@@ -208,7 +212,7 @@ def relative_error(case: Case, run: Callable[[Buffers], object], device: str) ->
         **buffers.norm, layout="thd",
     )  # fmt: skip
     run(buffers)
-    rows = buffers.caches[0][buffers.block[last], buffers.offset[last]].to(torch.float32).double()
+    rows = buffers.key_cache[buffers.block[last], buffers.offset[last]].to(torch.float32).double()
     return baseline.relative_error(rows * (1.0 if buffers.scale is None else buffers.scale.double()), exact)
 
 

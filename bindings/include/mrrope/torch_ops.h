@@ -92,8 +92,8 @@ void rescale_cache_(at::TensorList keys, const at::Tensor& positions, const at::
                     const at::Tensor& to, std::string_view layout = "bhsd", std::string_view pairing = "halves");
 
 // Options of rotary_and_cache_. cache_layout: nhd ([blocks, block_size, heads, head_dim]) or hnd ([blocks, heads,
-// block_size, head_dim]). Scales are for caches of float8_e4m3fn or float8_e5m2: float32, one element or one per head of
-// k.
+// block_size, head_dim]). Scales are for caches of float8_e4m3fn or float8_e5m2: float32, one element or one per head
+// of k.
 struct CacheOptions {
     std::string_view layout = "bhsd";
     std::string_view cache_layout = "nhd";
