@@ -102,11 +102,11 @@ class Buffers:
         )
         q_size, kv_size = parts * s.q_heads * s.head_dim, s.kv_heads * s.head_dim
         # The projection yields [q | gate] for each head.
-        q_and_gate = packed[:, :q_size].unflatten(-1, (s.q_heads, -1))
+        q_and_gate = packed[:, :q_size].view(tokens, s.q_heads, -1)
         k, v = packed[:, q_size : q_size + kv_size], packed[:, q_size + kv_size :]
         self.shape, self.q = s, q_and_gate[..., : s.head_dim]
         self.gate = q_and_gate[..., s.head_dim :] if s.has_gate else None
-        self.k, self.v = (x.unflatten(-1, (s.kv_heads, -1)) for x in (k, v))
+        self.k, self.v = (x.view(tokens, s.kv_heads, -1) for x in (k, v))
         weights = 1.0 - s.weight_offset + 0.1 * torch.randn(2, s.head_dim, device=device)
         self.q_weight, self.k_weight = weights.bfloat16()
         # Attention factor 1: q is rotated in place over and over and must not grow.
