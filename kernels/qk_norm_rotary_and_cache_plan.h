@@ -40,7 +40,8 @@ constexpr int norm_and_cache_min_blocks_per_sm(NormOver over, int heads_per_thre
     if (over == NormOver::all_heads) return 2;
     if (heads_per_thread == 8) return is_old || is_float16 ? 3 : 4;
     if (heads_per_thread == 2) return is_old || needs_lookup ? 4 : 5;
-    return is_float16 ? 6 : 7;
+    if (is_float16) return is_old ? 5 : 6;
+    return 7;
 }
 
 // As QkNormRotaryPlan, for four kinds of heads: those of q, k, v and the gate. Those of v and the gate are neither
