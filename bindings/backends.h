@@ -9,6 +9,7 @@
 
 #include "mrrope/learnable_rotary.h"
 #include "mrrope/qk_norm_rotary.h"
+#include "mrrope/qk_norm_rotary_and_cache.h"
 #include "mrrope/rescale_cache.h"
 #include "mrrope/rotary.h"
 #include "mrrope/rotary_and_cache.h"
@@ -30,6 +31,9 @@ struct Cpu {
     static void run(const RescaleCacheArgs& args, const at::Tensor&) { rescale_cache_cpu(args, parallel_for); }
     static void run(const RotaryAndCacheArgs& args, const at::Tensor&) { rotary_and_cache_cpu(args, parallel_for); }
     static void run(const QkNormRotaryArgs& args, const at::Tensor&) { qk_norm_rotary_cpu(args, parallel_for); }
+    static void run(const QkNormRotaryAndCacheArgs& args, const at::Tensor&) {
+        qk_norm_rotary_and_cache_cpu(args, parallel_for);
+    }
     static void run(const QkNormRotaryGradientArgs& args, const at::Tensor&) {
         qk_norm_rotary_gradient_cpu(args, parallel_for);
     }
@@ -57,6 +61,9 @@ struct Cuda {
         launch(rotary_and_cache_cuda, args, heads);
     }
     static void run(const QkNormRotaryArgs& args, const at::Tensor& heads) { launch(qk_norm_rotary_cuda, args, heads); }
+    static void run(const QkNormRotaryAndCacheArgs& args, const at::Tensor& heads) {
+        launch(qk_norm_rotary_and_cache_cuda, args, heads);
+    }
     static void run(const QkNormRotaryGradientArgs& args, const at::Tensor& heads) {
         launch(qk_norm_rotary_gradient_cuda, args, heads);
     }

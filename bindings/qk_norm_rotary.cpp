@@ -1,10 +1,10 @@
 #include <ATen/Functions.h>
 
-#include <cmath>
 #include <limits>
 #include <vector>
 
 #include "mrrope/torch_ops.h"
+#include "norm_args.h"
 #include "registration.h"
 #include "rotary_args.h"
 
@@ -45,38 +45,18 @@ struct QkNormRotaryBackwardCall {
     NamedTensor gradient(size_t index) const { return {{"gradients", static_cast<int64_t>(index)}, gradients[index]}; }
 };
 
-NormOver over_named(std::string_view name) {
-    if (name == "head") return NormOver::head;
-    if (name == "all_heads") return NormOver::all_heads;
-    TORCH_CHECK_VALUE(false, "over must be one of head, all_heads, got '", name, "'");
-}
-
 void check_kinds(const QkNormRotaryCall& call) {
     check_kinds(call.rotary());
-    over_named(call.over);
-    TORCH_CHECK_VALUE(std::isfinite(call.eps) && call.eps >= 0.0, "eps must be finite and not negative, got ",
-                      call.eps);
-    TORCH_CHECK_VALUE(std::isfinite(call.weight_offset), "weight_offset must be finite, got ", call.weight_offset);
+    check_norm_kinds(call.eps, call.weight_offset, call.over);
     TORCH_CHECK_VALUE(call.weights.size() == call.heads.size(), "weights must be one tensor for each of the ",
                       call.heads.size(), " tensors of heads, got ", call.weights.size());
-    for (size_t i = 0; i < call.weights.size(); ++i) {
-        const NamedTensor weight = call.weight(i);
-        TORCH_CHECK_VALUE(weight.tensor.dim() == 1, weight.name, " must have one dimension, got ", weight.tensor.dim());
-        check_like(weight, call.head(0));
-    }
+    for (size_t i = 0; i < call.weights.size(); ++i) check_weight_kind(call.weight(i), call.head(0));
 }
 
 void check_weight_sizes(const QkNormRotaryCall& call) {
     const Layout layout = layout_named(call.layout);
-    const bool per_head = over_named(call.over) == NormOver::head;
-    for (size_t i = 0; i < call.weights.size(); ++i) {
-        const NamedTensor heads = call.head(i);
-        const NamedTensor weight = call.weight(i);
-        const int64_t expected = heads.tensor.size(-1) * (per_head ? 1 : heads.tensor.size(layout.head));
-        TORCH_CHECK_VALUE(weight.tensor.size(0) == expected, weight.name, " must be [", expected, "], ",
-                          per_head ? "head_dim" : "heads * head_dim", " for ", heads.name, " of ", heads.tensor.sizes(),
-                          ", got ", weight.tensor.sizes());
-    }
+    const NormOver over = over_named(call.over);
+    for (size_t i = 0; i < call.weights.size(); ++i) check_weight_size(call.weight(i), call.head(i), layout, over);
 }
 
 std::vector<Tensor> contiguous(TensorList tensors) {

@@ -1,3 +1,4 @@
+#include "mrrope/qk_norm_rotary_and_cache.h"
 #include "mrrope/rotary.h"
 #include "mrrope/rotary_and_cache.h"
 #include "mrrope/rotary_cos_sin.h"
@@ -42,7 +43,7 @@ RotaryArgs slice(const RotaryArgs& args, int64_t first_batch, int64_t batch, int
 RotaryAndCacheArgs slice(const RotaryAndCacheArgs& args, int64_t first_batch, int64_t batch, int64_t first_token,
                          int64_t tokens) {
     const int element_size = size_of(args.rotary.dtype);
-    const int cached_size = args.float8 ? 1 : element_size;
+    const int cached_size = size_of(args.cached_as, args.rotary.dtype);
     RotaryAndCacheArgs part = args;
     part.rotary = slice(args.rotary, first_batch, batch, first_token, tokens);
     part.slots.of_tokens.data = advanced(args.slots.of_tokens, first_batch, first_token);
@@ -54,6 +55,25 @@ RotaryAndCacheArgs slice(const RotaryAndCacheArgs& args, int64_t first_batch, in
         if (args.slots.paged) continue;
         view->out = static_cast<char*>(view->out) + offset(view->out_strides, first_batch, 0) * cached_size;
     }
+    return part;
+}
+
+QkNormRotaryAndCacheArgs slice(const QkNormRotaryAndCacheArgs& args, int64_t first_batch, int64_t batch,
+                               int64_t first_token, int64_t tokens) {
+    const DType dtype = args.rotary.dtype;
+    QkNormRotaryAndCacheArgs part = args;
+    static_cast<RotaryAndCacheArgs&>(part) =
+        slice(static_cast<const RotaryAndCacheArgs&>(args), first_batch, batch, first_token, tokens);
+    if (args.rotary.q.heads > 0) {
+        const int64_t first = offset(args.rotary.q.out_strides, first_batch, first_token);
+        part.rotary.q.out = static_cast<char*>(args.rotary.q.out) + first * size_of(args.q_stored_as, dtype);
+    }
+    if (args.gate.heads > 0) {
+        const int64_t first = offset(args.gate.in_strides, first_batch, first_token) * size_of(dtype);
+        part.gate.in = static_cast<const char*>(args.gate.in) + first;
+        part.gate.out = static_cast<char*>(args.gate.out) + first;
+    }
+    if (args.q_scale_out != nullptr) part.q_scale_out += offset(args.q_scale_out_strides, first_batch, first_token);
     return part;
 }
 

@@ -1,16 +1,15 @@
 #pragma once
 
 #include <cutlass/fast_math.h>
-#include <cutlass/float8.h>
 
 #include <algorithm>
 #include <stdexcept>
 #include <type_traits>
 
 #include "device/dependent_launch.cuh"
+#include "device/float8_fragment.cuh"
 #include "device/head_fragment.cuh"
 #include "device/table_choice.cuh"
-#include "mrrope/float8.h"
 #include "rotary_and_cache_map.h"
 #include "rotary_and_cache_plan.h"
 #include "rotary_schedule.h"
@@ -28,27 +27,9 @@ struct RotaryAndCacheLaunch {
     bool has_tail;
 };
 
-using Float8 = cutlass::float_e4m3_t;
-
-template <int Vector>
-__device__ cutlass::AlignedArray<Float8, Vector> to_float8(cutlass::Array<float, Vector> x, float scale) {
-    cutlass::AlignedArray<Float8, Vector> rounded;
-    const Float8Scale by{scale, __fdividef(1.0f, scale)};
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Vector; ++j) x[j] = by.divide(x[j]);
-#if __CUDA_ARCH__ >= 890
-    cutlass::NumericArrayConverter<Float8, float, Vector> narrow;
-    static_cast<cutlass::Array<Float8, Vector>&>(rounded) = narrow(x);
-#else
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Vector; ++j) rounded[j] = Float8::bitcast(float8_e4m3_bits(x[j]));
-#endif
-    return rounded;
-}
-
 // rotary_kernel with k and v stored to the token's cache slot: a thread takes one vector from each half of
 // HeadsPerThread heads of one token, all of q, all of k or all of v. Values are not rotated, and keep their bits in a
-// cache of their own dtype.
+// cache of their own dtype. Cached is Element, or uint8_t for float8.
 template <class Element, class Cached, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup>
 __global__ void __launch_bounds__(rotary_block_threads,
                                   rotary_and_cache_min_blocks_per_sm(!std::is_same_v<Element, Cached>))
@@ -56,7 +37,6 @@ __global__ void __launch_bounds__(rotary_block_threads,
     using Real = RealOf<Element>;
     using Layout = LaneLayout<pairing, Vector>;
     using Stored = cutlass::AlignedArray<Element, Vector>;
-    using StoredInCache = cutlass::AlignedArray<Cached, Vector>;
     constexpr bool keeps_dtype = std::is_same_v<Element, Cached>;
     const RotaryAndCacheArgs& args = launch.args;
     const RotaryArgs& rotary = args.rotary;
@@ -145,9 +125,9 @@ __global__ void __launch_bounds__(rotary_block_threads,
         } else if constexpr (!keeps_dtype) {
             auto wide = fragments[j].widened();
             if (rotates) wide.template rotate<Layout::crosses_vectors>(by);
-            Cached* head = out_in_cache + j * out_step;
-            *reinterpret_cast<StoredInCache*>(head + layout.first()) = to_float8(wide.first, scales[j]);
-            *reinterpret_cast<StoredInCache*>(head + layout.second()) = to_float8(wide.second, scales[j]);
+            Float8Fragment<Vector> narrowed;
+            narrowed.narrow(wide, scales[j], args.cached_as);
+            narrowed.store(out_in_cache + j * out_step, layout);
         }
     }
 
@@ -160,7 +140,8 @@ __global__ void __launch_bounds__(rotary_block_threads,
                 *reinterpret_cast<Stored*>(out_same_dtype + j * out_step + at) = x;
             } else if constexpr (!keeps_dtype) {
                 cutlass::NumericArrayConverter<Real, Element, Vector> widen;
-                *reinterpret_cast<StoredInCache*>(out_in_cache + j * out_step + at) = to_float8(widen(x), scale_of(j));
+                *reinterpret_cast<Float8Vector<Vector>*>(out_in_cache + j * out_step + at) =
+                    to_float8(widen(x), scale_of(j), args.cached_as);
             }
         }
     }
@@ -219,11 +200,11 @@ void launch_cached(const RotaryAndCacheArgs& args, const RotaryPlan& plan, cudaS
 // Instantiated in one file per element type, for parallel builds.
 template <class Element>
 void launch_rotary_and_cache(const RotaryAndCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    if (!args.float8) return launch_cached<Element, Element>(args, plan, stream);
+    if (!is_float8(args.cached_as)) return launch_cached<Element, Element>(args, plan, stream);
     if constexpr (std::is_same_v<Element, double>) {
         throw std::logic_error("mrrope: heads of float64 are not written to a cache of float8");
     } else {
-        launch_cached<Element, Float8>(args, plan, stream);
+        launch_cached<Element, uint8_t>(args, plan, stream);
     }
 }
 

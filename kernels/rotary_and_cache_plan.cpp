@@ -17,7 +17,7 @@ constexpr int64_t threads_for_two_heads = 1 << 17;
 
 RotaryAndCacheShape shape_of(const RotaryAndCacheArgs& args) {
     const int element_size = size_of(args.rotary.dtype);
-    const int cached_size = args.float8 ? 1 : element_size;
+    const int cached_size = size_of(args.cached_as, args.rotary.dtype);
     return {.batch = args.rotary.batch,
             .tokens = args.rotary.tokens,
             .q_heads = args.rotary.q.heads,
@@ -34,7 +34,8 @@ RotaryAndCacheShape shape_of(const RotaryAndCacheArgs& args) {
 HeadGroups head_groups(int q_heads, int kv_heads, int heads_per_thread, int table_heads) {
     return {.queries = groups_of(q_heads, heads_per_thread, table_heads),
             .keys = groups_of(kv_heads, heads_per_thread, table_heads),
-            .values = groups_of(kv_heads, heads_per_thread)};
+            .values = groups_of(kv_heads, heads_per_thread),
+            .gates = 0};
 }
 
 // Independent of the device so far: the thresholds are those of an H200.

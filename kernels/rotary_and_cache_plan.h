@@ -27,20 +27,21 @@ RotaryAndCacheShape shape_of(const RotaryAndCacheArgs& args);
 // does the same code before sm_90.
 constexpr int rotary_and_cache_min_blocks_per_sm(bool float8) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-    return float8 ? 5 : 7;
+    return float8 ? 4 : 7;
 #else
     return float8 ? 6 : 8;
 #endif
 }
 
-// Groups of heads, one group per thread: those of q first, then those of k, then those of v. No group mixes them, and
-// no group of q or k mixes head tables.
+// Groups of heads, one group per thread: those of q first, then those of k, of v, and of the gate where there is one.
+// No group mixes them, and no group of q or k mixes head tables.
 struct HeadGroups {
     int queries = 0;
     int keys = 0;
     int values = 0;
+    int gates = 0;
 
-    int count() const { return queries + keys + values; }
+    int count() const { return queries + keys + values + gates; }
 };
 
 HeadGroups head_groups(int q_heads, int kv_heads, int heads_per_thread, int table_heads = 1);

@@ -13,6 +13,7 @@ from mrrope.hf.patch import is_patched, patch, patched, unpatch
 from mrrope.hf.rope_types import register_on_import, register_rope_types
 from mrrope.ops.learnable_rotary import learnable_rotary
 from mrrope.ops.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_
+from mrrope.ops.qk_norm_rotary_and_cache import qk_norm_rotary_and_cache_
 from mrrope.ops.qkv_rotary import deinterleave_heads, interleave_heads, pack_qkv, qkv_rotary, unpack_qkv
 from mrrope.ops.rescale_cache import rescale_cache_
 from mrrope.ops.rotary import rotary, rotary_
@@ -46,6 +47,7 @@ __all__ = [
     "patched",
     "qk_norm_rotary",
     "qk_norm_rotary_",
+    "qk_norm_rotary_and_cache_",
     "qkv_rotary",
     "register_kernels",
     "register_rope_types",

@@ -1,8 +1,8 @@
 #pragma once
 
-// rotate_tokens.cpp and norm_tokens.cpp are compiled once per instruction set in CMakeLists.txt, each time into the
-// namespace MRROPE_INSTRUCTION_SET. Everything else that they include or define has internal linkage: otherwise the
-// linker could keep the AVX-512 copy of a shared inline function for all of them.
+// The files *_tokens.cpp are compiled once per instruction set in CMakeLists.txt, each time into the namespace
+// MRROPE_INSTRUCTION_SET. Everything else that they include or define has internal linkage: otherwise the linker could
+// keep the AVX-512 copy of a shared inline function for all of them.
 
 // Declares functions in the namespace of every instruction set.
 #define MRROPE_FOR_EACH_INSTRUCTION_SET(...) \

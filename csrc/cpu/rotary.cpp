@@ -19,6 +19,10 @@ int size_of(DType dtype) {
     return 0;
 }
 
+int size_of(StoredAs stored_as, DType heads_dtype) {
+    return is_float8(stored_as) ? 1 : size_of(heads_dtype);
+}
+
 void on_all_cores(int64_t count, int64_t grain, const RangeBody& body) {
     const int64_t cores = std::max(1u, std::thread::hardware_concurrency());
     const int64_t parts = std::clamp<int64_t>(count / std::max<int64_t>(grain, 1), 1, cores);

@@ -171,6 +171,23 @@ __device__ void sum_over_team(Real (&sums)[Count], int team) {
     }
 }
 
+// The same, of the largest.
+__device__ inline float max_over_team(float x, int team) {
+    for (int step = team / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+    return x;
+}
+
+__device__ inline float max_over_block(float x) {
+    constexpr int warp = 32;
+    __shared__ float of_warps[warp];
+    x = max_over_team(x, warp);
+    __syncthreads();  // the maxima of a previous call may still be read
+    if (threadIdx.x % warp == 0) of_warps[threadIdx.x / warp] = x;
+    __syncthreads();
+    const int warps = (blockDim.x + warp - 1) / warp;
+    return max_over_team(threadIdx.x % warp < warps ? of_warps[threadIdx.x % warp] : 0.0f, warp);
+}
+
 // All-reduce over the block.
 template <int Count, class Real>
 __device__ void sum_over_block(Real (&sums)[Count]) {

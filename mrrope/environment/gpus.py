@@ -14,6 +14,7 @@ OPS = (
     "rotary_and_cache_",
     "qk_norm_rotary",
     "qk_norm_rotary_",
+    "qk_norm_rotary_and_cache_",
     "qkv_rotary",
     "learnable_rotary",
     "rotary_cos_sin",

@@ -37,13 +37,14 @@ def rotary_and_cache_(
         v: Of k's shape.
         positions: As in ``rotary``.
         table: As in ``rotary``.
-        key_cache: Of q's dtype or ``torch.float8_e4m3fn``, with a contiguous last dimension; other strides are free.
+        key_cache: Of q's dtype, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, with a contiguous last dimension;
+            other strides are free.
         value_cache: Like ``key_cache``.
         slots: Destination of each token in a paged cache, ``block * block_size + offset``, int32 or int64:
             ``[tokens]``, or ``[batch, tokens]`` for several sequences. Tokens with a negative slot (padding) are not
             written. Slots must be distinct. None selects a static cache.
         cache_positions: Destination of each token in its sequence of a static cache, shaped like ``positions``, which
-            are the default. Tokens with a negative one are not written.
+            are the default where a token has one. Tokens with a negative one are not written.
         layout: Layout of q, k and v, as in ``rotary``.
         cache_layout: ``nhd`` ``[blocks, block_size, heads, head_dim]``, as in vLLM and the default for a paged cache,
             or ``hnd`` ``[blocks, heads, block_size, head_dim]``, as in transformers' static cache and the default for
@@ -67,16 +68,8 @@ def rotary_and_cache_(
     """
     _, positions, packed = checked_heads(q, k, positions, table)
     require_tensors(k=k, v=v, key_cache=key_cache, value_cache=value_cache)
-    require_tensors_or_none(
-        slots=slots, cache_positions=cache_positions, key_scale=key_scale, value_scale=value_scale, q_out=q_out
-    )
-    if slots is not None and cache_positions is not None:
-        raise ValueError("cache_positions must come without slots, which say where tokens go, got both")
-    is_paged = slots is not None
-    if slots is None:
-        slots = positions if cache_positions is None else cache_positions
-    if cache_layout is None:
-        cache_layout = "nhd" if is_paged else "hnd"
+    require_tensors_or_none(key_scale=key_scale, value_scale=value_scale, q_out=q_out)
+    slots, is_paged, cache_layout = cache_destination(positions, slots, cache_positions, cache_layout)
     options = (layout, cache_layout, pairing, key_scale, value_scale, checked_index(table_index))
     cache_arguments = (key_cache, value_cache, slots, is_paged, *options)
     if q_out is None or q_out is q:
@@ -84,3 +77,19 @@ def rotary_and_cache_(
         return q
     torch.ops.mrrope.rotary_and_cache_.into(q, q_out, k, v, positions, packed, *cache_arguments)
     return q_out
+
+
+def cache_destination(
+    positions: torch.Tensor,
+    slots: torch.Tensor | None,
+    cache_positions: torch.Tensor | None,
+    cache_layout: str | None,
+) -> tuple[torch.Tensor, bool, str]:
+    """Return every token's place in its cache, whether the cache is paged, and the layout of the cache."""
+    require_tensors_or_none(slots=slots, cache_positions=cache_positions)
+    if slots is not None:
+        if cache_positions is not None:
+            raise ValueError("cache_positions must come without slots, which say where tokens go, got both")
+        return slots, True, "nhd" if cache_layout is None else cache_layout
+    places = positions if cache_positions is None else cache_positions
+    return places, False, "hnd" if cache_layout is None else cache_layout

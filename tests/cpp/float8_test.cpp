@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <bit>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -17,23 +18,28 @@ using namespace mrrope::testing;
 
 constexpr float infinity = std::numeric_limits<float>::infinity();
 
-void expect_nearest(float x) {
-    ASSERT_EQ(static_cast<int>(float8_e4m3_bits(x)), static_cast<int>(nearest_float8(x))) << x;
-}
+class Float8 : public ::testing::TestWithParam<StoredAs> {
+protected:
+    StoredAs format() const { return GetParam(); }
+    double value_of(int bits) const { return value_of_float8(static_cast<uint8_t>(bits), format()); }
+    int largest_bits() const { return float8_format(format()).largest_bits; }
+    int bits_of(float x) const { return float8_bits(x, format()); }
+    void expect_nearest(float x) const { ASSERT_EQ(bits_of(x), static_cast<int>(nearest_float8(x, format()))) << x; }
+};
 
-TEST(Float8, KeepsWhatItCanHold) {
+INSTANTIATE_TEST_SUITE_P(, Float8, ::testing::ValuesIn(both_float8),
+                         [](const auto& info) { return info.param == StoredAs::float8_e5m2 ? "e5m2" : "e4m3"; });
+
+TEST_P(Float8, KeepsWhatItCanHold) {
     for (int bits = 0; bits < 256; ++bits) {
-        const double value = value_of_float8(static_cast<uint8_t>(bits));
-        if (std::isnan(value)) continue;
-        EXPECT_EQ(static_cast<int>(float8_e4m3_bits(static_cast<float>(value))), bits) << value;
+        if (!std::isfinite(value_of(bits))) continue;
+        EXPECT_EQ(bits_of(static_cast<float>(value_of(bits))), bits) << value_of(bits);
     }
 }
 
-TEST(Float8, RoundsToTheNearestAndTiesToEven) {
-    for (int bits = 0; bits < 0x7e; ++bits) {
-        const double below = value_of_float8(static_cast<uint8_t>(bits));
-        const double above = value_of_float8(static_cast<uint8_t>(bits + 1));
-        const auto middle = static_cast<float>((below + above) / 2);
+TEST_P(Float8, RoundsToTheNearestAndTiesToEven) {
+    for (int bits = 0; bits < largest_bits(); ++bits) {
+        const auto middle = static_cast<float>((value_of(bits) + value_of(bits + 1)) / 2);
         for (const float sign : {1.0f, -1.0f}) {
             expect_nearest(sign * middle);
             expect_nearest(sign * std::nextafter(middle, 0.0f));
@@ -49,45 +55,70 @@ TEST(Float8, RoundsToTheNearestAndTiesToEven) {
     }
 }
 
-TEST(Float8, SaturatesAndKeepsNaN) {
-    for (const float x : {448.0f, 463.99f, 464.0f, 480.0f, 1e10f, std::numeric_limits<float>::max(), infinity}) {
-        EXPECT_EQ(float8_e4m3_bits(x), 0x7e) << x;
-        EXPECT_EQ(float8_e4m3_bits(-x), 0xfe) << x;
+TEST_P(Float8, SaturatesAndKeepsNaN) {
+    EXPECT_EQ(largest_float8(format()), largest_finite(format()));
+    const auto largest = static_cast<float>(largest_finite(format()));
+    for (const float x : {largest, largest * 1.035f, largest * 1.0625f, largest * 1.1f, 1e10f, FLT_MAX, infinity}) {
+        EXPECT_EQ(bits_of(x), largest_bits()) << x;
+        EXPECT_EQ(bits_of(-x), largest_bits() | 0x80) << x;
     }
-    EXPECT_EQ(float8_e4m3_bits(std::numeric_limits<float>::quiet_NaN()) & 0x7f, 0x7f);
-    EXPECT_EQ(float8_e4m3_bits(0.0f), 0x00);
-    EXPECT_EQ(float8_e4m3_bits(-0.0f), 0x80);
+    EXPECT_EQ(bits_of(std::numeric_limits<float>::quiet_NaN()) & 0x7f, 0x7f);
+    EXPECT_EQ(bits_of(0.0f), 0x00);
+    EXPECT_EQ(bits_of(-0.0f), 0x80);
 }
 
 // The result must not depend on the last bits of the reciprocal.
-TEST(Float8, ScalesAsDivisionDoes) {
+TEST_P(Float8, ScalesAsDivisionDoes) {
     std::mt19937 random(2);
     std::uniform_real_distribution<float> exponents(-8.0f, 8.0f);
     for (int i = 0; i < 200000; ++i) {
         const float scale = std::exp2(exponents(random));
-        const float any = scale * 600.0f * std::sin(static_cast<float>(i));
+        const float any = scale * 1.4f * largest_float8(format()) * std::sin(static_cast<float>(i));
         // The float nearest to the midpoint of two float8 values.
-        const int bits = static_cast<int>(random() % 0x7e);
-        const double below = value_of_float8(static_cast<uint8_t>(bits));
-        const double above = value_of_float8(static_cast<uint8_t>(bits + 1));
-        const auto tie = static_cast<float>((below + above) / 2 * scale);
+        const int bits = static_cast<int>(random() % largest_bits());
+        const auto tie = static_cast<float>((value_of(bits) + value_of(bits + 1)) / 2 * scale);
         for (const float x : {any, tie, -tie, std::nextafter(tie, 0.0f), std::nextafter(tie, infinity)}) {
             const float reciprocal = 1.0f / scale;
             for (const float r : {reciprocal, std::nextafter(reciprocal, 0.0f), std::nextafter(reciprocal, infinity)}) {
                 const Float8Scale by{scale, r};
-                ASSERT_EQ(float8_e4m3_bits(by.divide(x)), float8_e4m3_bits(x / scale)) << x << " / " << scale;
+                ASSERT_EQ(bits_of(by.divide(x)), bits_of(x / scale)) << x << " / " << scale;
             }
         }
     }
 }
 
-TEST(Float8, ScaledInfinityAndNaNStayThat) {
+TEST_P(Float8, ScaledInfinityAndNaNStayThat) {
     for (const float scale : {0.01f, 1.0f, 100.0f}) {
         const Float8Scale by{scale, 1.0f / scale};
-        EXPECT_EQ(float8_e4m3_bits(by.divide(infinity)), 0x7e);
-        EXPECT_EQ(float8_e4m3_bits(by.divide(-infinity)), 0xfe);
-        EXPECT_EQ(float8_e4m3_bits(by.divide(std::numeric_limits<float>::max())), 0x7e);
+        EXPECT_EQ(bits_of(by.divide(infinity)), largest_bits());
+        EXPECT_EQ(bits_of(by.divide(-infinity)), largest_bits() | 0x80);
+        EXPECT_EQ(bits_of(by.divide(FLT_MAX)), largest_bits());
         EXPECT_TRUE(std::isnan(by.divide(std::numeric_limits<float>::quiet_NaN())));
+    }
+}
+
+TEST_P(Float8, TheComputedScaleMapsTheLargestMagnitudeToTheLargestValue) {
+    std::mt19937 random(3);
+    for (int i = 0; i < 100000; ++i) {
+        const float x = std::abs(std::bit_cast<float>(static_cast<uint32_t>(random())));
+        if (!std::isfinite(x)) continue;
+        const float scale = float8_scale_of(x, format());
+        const double exact = std::fmax(static_cast<double>(x) / largest_finite(format()), 0x1p-126);
+        ASSERT_LE(std::abs(scale - exact), exact * 0x1p-23) << x;
+        const Float8Scale by{scale, 1.0f / scale};
+        if (scale > FLT_MIN) {
+            ASSERT_EQ(bits_of(by.divide(x)), largest_bits()) << x;
+        }
+    }
+}
+
+TEST_P(Float8, TheComputedScaleAndItsInverseAreFinite) {
+    for (const float x : {0.0f, FLT_TRUE_MIN, FLT_MIN, FLT_MAX, infinity}) {
+        const float scale = float8_scale_of(x, format());
+        EXPECT_TRUE(std::isfinite(scale) && std::isfinite(1.0f / scale)) << x;
+        const Float8Scale by{scale, 1.0f / scale};
+        EXPECT_EQ(bits_of(by.divide(0.0f)), 0);
+        EXPECT_LE(bits_of(by.divide(x)), largest_bits()) << x;
     }
 }
 

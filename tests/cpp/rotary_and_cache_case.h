@@ -27,7 +27,7 @@ enum class ScaleFor { none, all, each_head };
 
 struct CacheOptions {
     CaseOptions rotary = {};  // k_heads: of k and of v
-    bool float8 = false;
+    StoredAs cached_as = StoredAs::heads_dtype;
     ScaleFor scale_for = ScaleFor::none;
     bool paged = true;
     std::string order = "bsh";  // blocks, slots, heads: "bsh" is nhd, "bhs" is hnd
@@ -39,9 +39,16 @@ struct CacheOptions {
     bool leaves_some_out = true;
 };
 
+inline constexpr StoredAs every_stored_as[] = {StoredAs::heads_dtype, StoredAs::float8_e4m3, StoredAs::float8_e5m2};
+
+inline std::string name_of(StoredAs stored_as) {
+    const char* names[] = {"", " e4m3", " e5m2"};
+    return names[static_cast<int>(stored_as)];
+}
+
 inline std::string describe(const CacheOptions& o) {
     const char* scales[] = {"", " one scale", " a scale a head"};
-    return describe(o.rotary) + (o.float8 ? " float8" : "") + scales[static_cast<int>(o.scale_for)] +
+    return describe(o.rotary) + name_of(o.cached_as) + scales[static_cast<int>(o.scale_for)] +
            (o.paged ? " paged " : " static ") + o.order + " padding " + std::to_string(o.padding) + " misalignment " +
            std::to_string(o.misalignment) + " blocks " + std::to_string(o.blocks) + " of " +
            std::to_string(o.block_size) + (o.slots_are_int64 ? " int64" : " int32") + " slots" +
@@ -67,7 +74,7 @@ struct CacheBuffer {
 inline CacheBuffer make_cache(const CacheOptions& options, int64_t blocks, std::mt19937_64& random) {
     constexpr int64_t guard_bytes = 64;
     CacheBuffer cache;
-    cache.element_size = options.float8 ? 1 : size_of(options.rotary.dtype);
+    cache.element_size = size_of(options.cached_as, options.rotary.dtype);
     int64_t step = options.rotary.head_dim + options.padding;
     for (auto dim = options.order.rbegin(); dim != options.order.rend(); ++dim) {
         int64_t& stride = *dim == 'b' ? cache.strides.batch : *dim == 's' ? cache.strides.token : cache.strides.head;
@@ -125,6 +132,14 @@ public:
         return slot_words_;
     }
     int64_t blocks() const { return options_.paged ? options_.blocks : options_.rotary.batch; }
+    int64_t slot_count() const { return options_.paged ? options_.blocks * options_.block_size : options_.block_size; }
+
+    // Tokens are numbered across the batch.
+    bool is_kept(int64_t token) const { return slots_[token] >= 0 && slots_[token] < slot_count(); }
+    int64_t byte_of(const CacheBuffer& cache, int64_t token, int head) const {
+        const int64_t block = options_.paged ? slots_[token] / options_.block_size : token / options_.rotary.tokens;
+        return cache.byte_of(block, slots_[token] % options_.block_size, head);
+    }
 
     // Valid during the lifetime of the case.
     RotaryAndCacheArgs args() {
@@ -139,7 +154,7 @@ public:
                       .paged = options_.paged,
                       .blocks = blocks(),
                       .block_size = options_.block_size};
-        args.float8 = options_.float8;
+        args.cached_as = options_.cached_as;
         return args;
     }
 
@@ -166,8 +181,6 @@ private:
         return token / tokens * row_length() + token % tokens;
     }
 
-    int64_t slot_count() const { return options_.paged ? options_.blocks * options_.block_size : options_.block_size; }
-
     // No two tokens share a slot.
     void choose_slots() {
         const int64_t tokens = options_.rotary.tokens;
@@ -188,13 +201,6 @@ private:
                 free.pop_back();
             }
         }
-    }
-
-    bool is_kept(int64_t token) const { return slots_[token] >= 0 && slots_[token] < slot_count(); }
-
-    int64_t byte_of(const CacheBuffer& cache, int64_t token, int head) const {
-        const int64_t block = options_.paged ? slots_[token] / options_.block_size : token / options_.rotary.tokens;
-        return cache.byte_of(block, slots_[token] % options_.block_size, head);
     }
 
     CachedHeads cached(HeadBuffer& heads, CacheBuffer& cache, const std::vector<float>& scales) {
@@ -228,7 +234,7 @@ private:
             const float scale = options_.scale_for == ScaleFor::none  ? 1.0f
                                 : options_.scale_for == ScaleFor::all ? scales[0]
                                                                       : scales[head];
-            if (options_.float8) {
+            if (is_float8(options_.cached_as)) {
                 expect_float8(before, cache.bytes.data() + byte, cos_sins, scale);
             } else {
                 expect_rotated_head(heads.shape, options_.rotary.pairing, before, cache.bytes.data() + byte, cos_sins);
@@ -249,12 +255,14 @@ private:
         const DType dtype = options_.rotary.dtype;
         const bool halves = options_.rotary.pairing == Pairing::halves;
         const int half = static_cast<int>(cos_sins.size());
+        const long double largest = largest_finite(options_.cached_as);
         const auto element = [&](int at) { return element_at(dtype, before + int64_t{at} * size_of(dtype)); };
         for (int at = 0; at < options_.rotary.head_dim; ++at) {
             const auto bits = static_cast<uint8_t>(after[at]);
             if (at >= 2 * half) {
                 const float quotient = static_cast<float>(element(at)) / scale;
-                ASSERT_EQ(static_cast<int>(bits), static_cast<int>(nearest_float8(quotient))) << "component " << at;
+                ASSERT_EQ(static_cast<int>(bits), static_cast<int>(nearest_float8(quotient, options_.cached_as)))
+                    << "component " << at;
                 continue;
             }
             const int pair = halves ? at % half : at / 2;
@@ -264,10 +272,11 @@ private:
             const auto [cos, sin] = cos_sins[pair];
             const long double exact = (is_first ? x * cos - y * sin : y * cos + x * sin) / scale;
             const long double norm = std::sqrt((x * x + y * y) * (cos * cos + sin * sin)) / scale;
-            const long double expected = std::clamp<long double>(exact, -largest_float8, largest_float8);
-            const long double half_ulp = std::max(std::abs(expected) * 0x1p-4L, 0x1p-10L);
-            ASSERT_LE(std::abs(value_of_float8(bits) - expected), half_ulp + norm * format_of(dtype).arithmetic_error)
-                << value_of_float8(bits) << " instead of " << static_cast<double>(exact) << ", component " << at;
+            const long double expected = std::clamp<long double>(exact, -largest, largest);
+            const long double half_ulp = half_ulp_of_float8(expected, options_.cached_as);
+            const double actual = value_of_float8(bits, options_.cached_as);
+            ASSERT_LE(std::abs(actual - expected), half_ulp + norm * format_of(dtype).arithmetic_error)
+                << actual << " instead of " << static_cast<double>(exact) << ", component " << at;
         }
     }
 
@@ -290,12 +299,11 @@ inline CacheOptions random_cache_options(uint64_t seed) {
     };
     const auto coin = [&] { return upto(0, 1) == 1; };
     o.rotary.conjugate = false;
-    o.rotary.position_rows = 0;
     o.rotary.k_heads = o.rotary.tables.heads * static_cast<int>(upto(1, 4));
     o.rotary.q_heads = o.rotary.tables.heads * static_cast<int>(upto(0, 6));
-    o.float8 = o.rotary.dtype != DType::float64 && coin();
+    if (o.rotary.dtype != DType::float64) o.cached_as = every_stored_as[upto(0, 2)];
     const ScaleFor scales[] = {ScaleFor::none, ScaleFor::all, ScaleFor::each_head};
-    if (o.float8) o.scale_for = scales[upto(0, 2)];
+    if (is_float8(o.cached_as)) o.scale_for = scales[upto(0, 2)];
     o.paged = coin();
     o.order = coin() ? "bsh" : "bhs";
     const int64_t unit = coin() ? 16 / size_of(o.rotary.dtype) : 1;
@@ -311,7 +319,8 @@ inline CacheOptions random_cache_options(uint64_t seed) {
 // Every cache layout, dtype and scaling, for heads of one dtype.
 inline std::vector<CacheOptions> every_cache(DType dtype) {
     std::vector<CacheOptions> all;
-    for (const bool float8 : {false, true}) {
+    for (const StoredAs cached_as : every_stored_as) {
+        const bool float8 = is_float8(cached_as);
         if (float8 && dtype == DType::float64) continue;
         for (const ScaleFor scale_for : {ScaleFor::none, ScaleFor::all, ScaleFor::each_head}) {
             if (!float8 && scale_for != ScaleFor::none) continue;
@@ -322,7 +331,7 @@ inline std::vector<CacheOptions> every_cache(DType dtype) {
                     o.rotary.batch = 2;
                     o.rotary.k_heads = 2;
                     o.rotary.head_dim = o.rotary.rotary_dim = 32;
-                    o.float8 = float8;
+                    o.cached_as = cached_as;
                     o.scale_for = scale_for;
                     o.paged = paged;
                     o.order = order;

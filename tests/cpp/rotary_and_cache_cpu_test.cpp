@@ -80,13 +80,13 @@ TEST(RotaryAndCacheCpu, EveryGroupOfHeadsHasItsTable) {
 
 TEST(RotaryAndCacheCpu, ManyTokensOnAllCores) {
     for (const bool paged : {false, true}) {
-        for (const bool float8 : {false, true}) {
+        for (const StoredAs cached_as : every_stored_as) {
             CacheOptions o;
             o.rotary.dtype = DType::bfloat16;
             o.rotary.batch = 2;
             o.rotary.tokens = 900;
             o.rotary.head_dim = o.rotary.rotary_dim = 64;
-            o.float8 = float8;
+            o.cached_as = cached_as;
             o.paged = paged;
             o.blocks = 40;
             o.block_size = paged ? 64 : 1000;
@@ -109,9 +109,9 @@ TEST(RotaryAndCacheCpu, DoesEveryTokenOnceInAnyOrder) {
 }
 
 TEST(RotaryAndCacheCpu, AllTokensLeftOut) {
-    for (const bool float8 : {false, true}) {
+    for (const StoredAs cached_as : every_stored_as) {
         CacheOptions o;
-        o.float8 = float8;
+        o.cached_as = cached_as;
         RotaryAndCacheCase cache(o);
         std::fill(cache.slots().begin(), cache.slots().end(), -1);
         rotary_and_cache_cpu(cache.args());
@@ -168,12 +168,12 @@ TEST(Slice, OfAPagedCacheKeepsTheCache) {
 }
 
 TEST(Slice, OfAStaticCacheStepsThroughItsSequences) {
-    for (const bool float8 : {false, true}) {
+    for (const StoredAs cached_as : every_stored_as) {
         CacheOptions o;
         o.rotary.batch = 4;
         o.rotary.tokens = 5;
         o.paged = false;
-        o.float8 = float8;
+        o.cached_as = cached_as;
         RotaryAndCacheCase cache(o);
         const RotaryAndCacheArgs part = slice(cache.args(), 1, 2, 3, 2);
         EXPECT_EQ(part.k.view.in, cache.k().head(1, 3, 0));

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "cache_device_case.h"
 #include "device_memory.h"
 #include "devices.h"
 #include "mrrope/rotary_and_cache.h"
@@ -24,66 +25,11 @@ namespace {
 
 using namespace mrrope::testing;
 
-// A case on the device: its buffers and caches, with the noise around them, copied there and back.
-class DeviceCase {
-public:
-    explicit DeviceCase(RotaryAndCacheCase& cache)
-        : cache_(cache),
-          q_in_(cache.rotary().q().in.bytes),
-          q_out_(cache.rotary().q().out.bytes),
-          k_(cache.k().bytes),
-          v_(cache.v().bytes),
-          key_cache_(cache.key_cache().bytes),
-          value_cache_(cache.value_cache().bytes),
-          key_scales_(cache.key_scales()),
-          value_scales_(cache.value_scales()),
-          slots_(cache.slot_words()),
-          positions_(cache.rotary().positions().words()),
-          tables_(cache.rotary().tables().words()),
-          indices_(cache.rotary().indices().words()) {}
-
-    RotaryAndCacheArgs args() {
-        RotaryAndCacheArgs args = cache_.args();
-        const Heads& q = cache_.rotary().q();
-        args.rotary.q.in = q_in_.data() + q.in.first_byte;
-        args.rotary.q.out =
-            cache_.options().rotary.in_place ? q_in_.data() + q.in.first_byte : q_out_.data() + q.out.first_byte;
-        args.rotary.positions.data = positions_.data();
-        args.rotary.table = tables_.as<uint64_t>();
-        if (args.rotary.choice.index != nullptr) args.rotary.choice.index = indices_.as<int32_t>();
-        args.k.view.in = k_.data() + cache_.k().first_byte;
-        args.v.view.in = v_.data() + cache_.v().first_byte;
-        args.k.view.out = key_cache_.data() + cache_.key_cache().first_byte;
-        args.v.view.out = value_cache_.data() + cache_.value_cache().first_byte;
-        if (args.k.scale != nullptr) args.k.scale = key_scales_.as<float>();
-        if (args.v.scale != nullptr) args.v.scale = value_scales_.as<float>();
-        args.slots.of_tokens.data = slots_.data();
-        return args;
-    }
-
-    void upload_slots() { slots_.upload(cache_.slot_words()); }
-
-    void fetch() {
-        check(cudaDeviceSynchronize());
-        q_in_.download(cache_.rotary().q().in.bytes);
-        q_out_.download(cache_.rotary().q().out.bytes);
-        k_.download(cache_.k().bytes);
-        v_.download(cache_.v().bytes);
-        key_cache_.download(cache_.key_cache().bytes);
-        value_cache_.download(cache_.value_cache().bytes);
-    }
-
-private:
-    RotaryAndCacheCase& cache_;
-    DeviceMemory q_in_, q_out_, k_, v_, key_cache_, value_cache_, key_scales_, value_scales_, slots_, positions_,
-        tables_, indices_;
-};
-
 class RotaryAndCacheCuda : public OnGpu {
 protected:
     static void write_and_expect(const CacheOptions& options) {
         RotaryAndCacheCase cache(options);
-        DeviceCase device(cache);
+        CacheDeviceCase device(cache);
         rotary_and_cache_cuda(device.args(), nullptr);
         device.fetch();
         cache.expect_written();
@@ -129,8 +75,8 @@ TEST_F(RotaryAndCacheCuda, EveryCacheOfEveryDTypeAndPairing) {
 // several.
 TEST_F(RotaryAndCacheCuda, EveryKernel) {
     for (const DType dtype : all_dtypes) {
-        for (const bool float8 : {false, true}) {
-            if (float8 && dtype == DType::float64) continue;
+        for (const StoredAs cached_as : every_stored_as) {
+            if (is_float8(cached_as) && dtype == DType::float64) continue;
             for (const Pairing pairing : both_pairings) {
                 for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
                     for (const auto& [heads_per_thread, aligned, full] :
@@ -144,8 +90,8 @@ TEST_F(RotaryAndCacheCuda, EveryKernel) {
                         o.rotary.in_place = true;
                         o.rotary.in.misalignment = aligned ? 0 : 1;
                         o.rotary.tables = {.table_for = table_for, .count = 4};
-                        o.float8 = float8;
-                        o.scale_for = float8 ? ScaleFor::each_head : ScaleFor::none;
+                        o.cached_as = cached_as;
+                        o.scale_for = is_float8(cached_as) ? ScaleFor::each_head : ScaleFor::none;
                         o.rotary.tokens = full ? fewest_tokens(o, heads_per_thread, full) : 3;
                         o.block_size = 16;
                         o.blocks = o.rotary.tokens / 16 + 1;
@@ -163,8 +109,8 @@ TEST_F(RotaryAndCacheCuda, EveryKernel) {
 
 TEST_F(RotaryAndCacheCuda, HeadTablesByEveryKernel) {
     for (const DType dtype : all_dtypes) {
-        for (const bool float8 : {false, true}) {
-            if (float8 && dtype == DType::float64) continue;
+        for (const StoredAs cached_as : every_stored_as) {
+            if (is_float8(cached_as) && dtype == DType::float64) continue;
             for (const auto& [tables, q_per_table, k_per_table] : {std::tuple{3, 3, 1}, {2, 5, 3}}) {
                 for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
                     for (const auto& [heads_per_thread, aligned, full] :
@@ -177,8 +123,8 @@ TEST_F(RotaryAndCacheCuda, HeadTablesByEveryKernel) {
                         o.rotary.in_place = true;
                         o.rotary.in.misalignment = aligned ? 0 : 1;
                         o.rotary.tables = {.table_for = table_for, .count = 4, .heads = tables};
-                        o.float8 = float8;
-                        o.scale_for = float8 ? ScaleFor::each_head : ScaleFor::none;
+                        o.cached_as = cached_as;
+                        o.scale_for = is_float8(cached_as) ? ScaleFor::each_head : ScaleFor::none;
                         o.rotary.tokens = full ? fewest_tokens(o, heads_per_thread, full) : 3;
                         o.block_size = 16;
                         o.blocks = o.rotary.tokens / 16 + 1;
@@ -209,13 +155,18 @@ TEST_F(RotaryAndCacheCuda, PartialRotationWritesTheTail) {
 
 // Rounding to float8 is an instruction on the GPU and integer arithmetic on the CPU; both must give the same bits.
 TEST_F(RotaryAndCacheCuda, ValuesInFloat8AreWhatTheCpuWrites) {
-    for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
+    for (const auto& [dtype, cached_as] : {std::pair{DType::float32, StoredAs::float8_e4m3},
+                                           {DType::float16, StoredAs::float8_e4m3},
+                                           {DType::bfloat16, StoredAs::float8_e4m3},
+                                           {DType::float32, StoredAs::float8_e5m2},
+                                           {DType::float16, StoredAs::float8_e5m2},
+                                           {DType::bfloat16, StoredAs::float8_e5m2}}) {
         CacheOptions o;
         o.rotary.dtype = dtype;
         o.rotary.tokens = 200;
         o.rotary.k_heads = 4;
         o.rotary.head_dim = o.rotary.rotary_dim = 64;
-        o.float8 = true;
+        o.cached_as = cached_as;
         o.scale_for = ScaleFor::each_head;
         o.blocks = 60;
         RotaryAndCacheCase on_cpu(o);
@@ -230,15 +181,15 @@ TEST_F(RotaryAndCacheCuda, ValuesInFloat8AreWhatTheCpuWrites) {
             cache->v().before = cache->v().bytes;
         }
         rotary_and_cache_cpu(on_cpu.args());
-        DeviceCase device(on_gpu);
+        CacheDeviceCase device(on_gpu);
         rotary_and_cache_cuda(device.args(), nullptr);
         device.fetch();
         const std::vector<std::byte>& cpu = on_cpu.value_cache().bytes;
         const std::vector<std::byte>& gpu = on_gpu.value_cache().bytes;
         ASSERT_EQ(cpu.size(), gpu.size());
         for (size_t i = 0; i < cpu.size(); ++i) {
-            const double expected = value_of_float8(static_cast<uint8_t>(cpu[i]));
-            const double actual = value_of_float8(static_cast<uint8_t>(gpu[i]));
+            const double expected = value_of_float8(static_cast<uint8_t>(cpu[i]), cached_as);
+            const double actual = value_of_float8(static_cast<uint8_t>(gpu[i]), cached_as);
             ASSERT_TRUE(cpu[i] == gpu[i] || (std::isnan(expected) && std::isnan(actual)))
                 << actual << " instead of " << expected << " at " << i;
         }
@@ -254,7 +205,7 @@ TEST_F(RotaryAndCacheCuda, WritesAllInOneLaunchThatAGraphCanReplayWithOtherSlots
         o.rotary.head_dim = o.rotary.rotary_dim = 64;
         o.paged = paged;
         RotaryAndCacheCase cache(o);
-        DeviceCase device(cache);
+        CacheDeviceCase device(cache);
         const Recording recording(stream, [&](cudaStream_t on) { rotary_and_cache_cuda(device.args(), on); });
         EXPECT_EQ(recording.launches(), 1u);
         cache.slots() = {2, -1, 0};
@@ -269,7 +220,7 @@ TEST_F(RotaryAndCacheCuda, WritesAllInOneLaunchThatAGraphCanReplayWithOtherSlots
 TEST_F(RotaryAndCacheCuda, RunsOnTheStreamItIsGiven) {
     const Stream stream;
     RotaryAndCacheCase cache{CacheOptions{}};
-    DeviceCase device(cache);
+    CacheDeviceCase device(cache);
     rotary_and_cache_cuda(device.args(), stream);
     check(cudaStreamSynchronize(stream));
     device.fetch();
@@ -288,8 +239,8 @@ TEST_F(RotaryAndCacheCuda, OverlappingCallsGiveWhatSeparateCallsGive) {
         o.blocks = 100;
         RotaryAndCacheCase separate(o);
         RotaryAndCacheCase overlapping(o);
-        DeviceCase separate_on_device(separate);
-        DeviceCase overlapping_on_device(overlapping);
+        CacheDeviceCase separate_on_device(separate);
+        CacheDeviceCase overlapping_on_device(overlapping);
         for (int i = 0; i < 50; ++i) {
             rotary_and_cache_cuda(separate_on_device.args(), nullptr);
             check(cudaDeviceSynchronize());
@@ -312,7 +263,7 @@ TEST_F(RotaryAndCacheCuda, NothingToDoLaunchesNothing) {
         o.rotary.q_heads = q_heads;
         o.rotary.k_heads = k_heads;
         RotaryAndCacheCase cache(o);
-        DeviceCase device(cache);
+        CacheDeviceCase device(cache);
         const Recording recording(stream, [&](cudaStream_t on) { rotary_and_cache_cuda(device.args(), on); });
         EXPECT_EQ(recording.launches(), 0u) << describe(o);
     }
@@ -344,7 +295,7 @@ TEST_F(RotaryAndCacheCuda, SlotsOutOfRangeAreSkipped) {
             const int64_t huge = wide ? std::numeric_limits<int64_t>::max() : std::numeric_limits<int32_t>::max();
             const int64_t wrapping = wide ? (int64_t{1} << 32) + 1 : -2;  // truncated to 32 bits, a slot that exists
             cache.slots() = {-1, count, 0, count - 1, huge, -huge - 1, wrapping, 2};
-            DeviceCase device(cache);
+            CacheDeviceCase device(cache);
             rotary_and_cache_cuda(device.args(), nullptr);
             device.fetch();
             cache.expect_written();
@@ -356,14 +307,14 @@ TEST_F(RotaryAndCacheCuda, SlotsOutOfRangeAreSkipped) {
 
 TEST_F(RotaryAndCacheCuda, BlocksMoreThanTwoToThe31ElementsApart) {
     constexpr int64_t far_stride = (int64_t{1} << 31) + 64;
-    for (const bool float8 : {false, true}) {
+    for (const StoredAs cached_as : every_stored_as) {
         CacheOptions o;
         o.rotary.dtype = DType::bfloat16;
         o.rotary.tokens = 2;
         o.rotary.q_heads = 1;
         o.rotary.k_heads = 1;
         o.rotary.head_dim = o.rotary.rotary_dim = 64;
-        o.float8 = float8;
+        o.cached_as = cached_as;
         o.blocks = 2;
         o.block_size = 1;
         RotaryAndCacheCase cache(o);
@@ -374,7 +325,7 @@ TEST_F(RotaryAndCacheCuda, BlocksMoreThanTwoToThe31ElementsApart) {
         size_t total = 0;
         check(cudaMemGetInfo(&available, &total));
         if (available < bytes + (size_t{1} << 28)) GTEST_SKIP() << "needs " << bytes << " bytes of GPU memory";
-        DeviceCase device(cache);
+        CacheDeviceCase device(cache);
         const DeviceMemory far(bytes);
         RotaryAndCacheArgs args = device.args();
         args.k.view.out = far.data();

@@ -24,8 +24,8 @@ using namespace mrrope::testing;
 constexpr int64_t max_threads = std::numeric_limits<int32_t>::max();
 
 // Contiguous tensors. Pointers serve address arithmetic only and are never dereferenced.
-RotaryAndCacheArgs contiguous_args(DType dtype, bool float8, int64_t batch, int64_t tokens, int q_heads, int kv_heads,
-                                   int head_dim, int rotary_dim) {
+RotaryAndCacheArgs contiguous_args(DType dtype, StoredAs cached_as, int64_t batch, int64_t tokens, int q_heads,
+                                   int kv_heads, int head_dim, int rotary_dim) {
     const auto strides = [&](int64_t middle, int heads) {
         return HeadStrides{.batch = middle * heads * head_dim, .token = heads * head_dim, .head = head_dim};
     };
@@ -51,7 +51,7 @@ RotaryAndCacheArgs contiguous_args(DType dtype, bool float8, int64_t batch, int6
     args.rotary.head_dim = head_dim;
     args.rotary.rotary_dim = rotary_dim;
     args.rotary.dtype = dtype;
-    args.float8 = float8;
+    args.cached_as = cached_as;
     return args;
 }
 
@@ -64,19 +64,19 @@ HeadGroups head_groups_of(const RotaryAndCacheArgs& args, int heads_per_thread) 
 }
 
 std::string describe(const RotaryAndCacheArgs& args) {
-    return std::string(name_of(args.rotary.dtype)) + (args.float8 ? " float8" : "") + " batch " +
+    return std::string(name_of(args.rotary.dtype)) + name_of(args.cached_as) + " batch " +
            std::to_string(args.rotary.batch) + " tokens " + std::to_string(args.rotary.tokens) + " heads " +
            std::to_string(args.rotary.q.heads) + "+" + std::to_string(args.k.view.heads) + " head_dim " +
            std::to_string(args.rotary.head_dim) + " rotary_dim " + std::to_string(args.rotary.rotary_dim) +
            " head tables " + std::to_string(args.rotary.choice.heads);
 }
 
-// Calls f for heads of every dtype, with a cache of their dtype and of float8.
+// Calls f for heads of every dtype, with a cache of their dtype and of both kinds of float8.
 template <class F>
 void for_each_kind(F&& f) {
     for (const DType dtype : all_dtypes) {
-        for (const bool float8 : {false, true}) {
-            if (!float8 || dtype != DType::float64) f(dtype, float8);
+        for (const StoredAs cached_as : every_stored_as) {
+            if (!is_float8(cached_as) || dtype != DType::float64) f(dtype, cached_as);
             if (::testing::Test::HasFailure()) return;
         }
     }
@@ -85,7 +85,7 @@ void for_each_kind(F&& f) {
 // --- invariants of every plan
 
 TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
-    for_each_kind([](DType dtype, bool float8) {
+    for_each_kind([](DType dtype, StoredAs cached_as) {
         for (const auto& [q_heads, kv_heads] : {std::pair{1, 1}, {32, 8}, {7, 3}, {0, 4}, {71, 1}, {64, 64}}) {
             for (const int head_dim : {2, 6, 16, 30, 64, 72, 80, 96, 100, 128, 256, 512}) {
                 for (const int rotary_dim : {2, 16, head_dim / 4 * 2, head_dim}) {
@@ -96,8 +96,8 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
                                                             {1, 8192},
                                                             {3, int64_t{1} << 31},
                                                             {int64_t{1} << 20, 1024}}) {
-                            RotaryAndCacheArgs args =
-                                contiguous_args(dtype, float8, batch, tokens, q_heads, kv_heads, head_dim, rotary_dim);
+                            RotaryAndCacheArgs args = contiguous_args(dtype, cached_as, batch, tokens, q_heads,
+                                                                      kv_heads, head_dim, rotary_dim);
                             if (misaligned) args.v.view.out = static_cast<char*>(args.v.view.out) + 1;
                             SCOPED_TRACE(describe(args));
                             const RotaryPlan plan = plan_of(args);
@@ -130,12 +130,12 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
 }
 
 TEST(Plan, GivesThreadsLessWorkInSmallLaunches) {
-    for_each_kind([](DType dtype, bool float8) {
+    for_each_kind([](DType dtype, StoredAs cached_as) {
         const int full = 16 / size_of(dtype);
-        const RotaryPlan few = plan_of(contiguous_args(dtype, float8, 1, 1, 32, 8, 128, 128));
+        const RotaryPlan few = plan_of(contiguous_args(dtype, cached_as, 1, 1, 32, 8, 128, 128));
         EXPECT_EQ(few.heads_per_thread, 1);
         EXPECT_EQ(few.vector, full / 2);
-        const RotaryPlan many = plan_of(contiguous_args(dtype, float8, 1, 8192, 32, 8, 128, 128));
+        const RotaryPlan many = plan_of(contiguous_args(dtype, cached_as, 1, 8192, 32, 8, 128, 128));
         EXPECT_EQ(many.heads_per_thread, 2);
         EXPECT_EQ(many.vector, full);
     });
@@ -211,7 +211,7 @@ private:
 };
 
 TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
-    for_each_kind([](DType dtype, bool float8) {
+    for_each_kind([](DType dtype, StoredAs cached_as) {
         for (const auto& [q_heads, kv_heads, table_heads] : {std::tuple{1, 1, 1},
                                                              {4, 2, 1},
                                                              {5, 3, 1},
@@ -227,7 +227,7 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
                 for (const int rotary_dim : {2, 16, 32, head_dim / 4 * 2, head_dim}) {
                     if (rotary_dim < 2 || rotary_dim > head_dim) continue;
                     RotaryAndCacheArgs args =
-                        contiguous_args(dtype, float8, 2, 2, q_heads, kv_heads, head_dim, rotary_dim);
+                        contiguous_args(dtype, cached_as, 2, 2, q_heads, kv_heads, head_dim, rotary_dim);
                     args.rotary.choice.heads = table_heads;
                     RotaryPlan plan = plan_of(args);
                     // Small shapes by the plans of large ones, too.
@@ -276,7 +276,8 @@ TEST(Launches, TakeEveryTokenOnceAndEverySequenceToItsBlock) {
 }
 
 TEST(Launches, OfHugeTensorsAreFewAndComplete) {
-    const RotaryAndCacheArgs args = contiguous_args(DType::bfloat16, false, 3, int64_t{1} << 31, 32, 8, 128, 128);
+    const RotaryAndCacheArgs args =
+        contiguous_args(DType::bfloat16, StoredAs::heads_dtype, 3, int64_t{1} << 31, 32, 8, 128, 128);
     const RotaryPlan plan = plan_of(args);
     int64_t tokens = 0;
     int launches = 0;
@@ -299,10 +300,10 @@ int vector_of(const RotaryAndCacheArgs& args) {
 }
 
 TEST(Alignment, IsLostByOneElementOfAnyTensor) {
-    for_each_kind([](DType dtype, bool float8) {
+    for_each_kind([](DType dtype, StoredAs cached_as) {
         const int element = size_of(dtype);
-        const int cached = float8 ? 1 : element;
-        const RotaryAndCacheArgs aligned = contiguous_args(dtype, float8, 1, 1 << 16, 2, 2, 64, 64);
+        const int cached = size_of(cached_as, dtype);
+        const RotaryAndCacheArgs aligned = contiguous_args(dtype, cached_as, 1, 1 << 16, 2, 2, 64, 64);
         ASSERT_EQ(vector_of(aligned), 16 / element);
         const auto moved = [](const void* pointer, int bytes) {
             return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(pointer) + bytes);

@@ -12,8 +12,7 @@ from rotary_reference import HEAD_AXIS, TOLERANCES
 
 import mrrope
 
-FLOAT8 = torch.float8_e4m3fn
-SMALLEST_FLOAT8 = 2.0**-9
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -147,5 +146,15 @@ def any_bit_differs(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (as_integers(x) != as_integers(y)).any()
 
 
-def nearest_float8(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    return (x.float() / scale).clamp(-448, 448).to(FLOAT8)
+def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest)
+
+
+def half_ulp(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return at least half of the distance between x's neighbours in a dtype."""
+    return (x.abs() * torch.finfo(dtype).eps / 2).clamp(min=smallest_subnormal(dtype) / 2)
+
+
+def nearest_float8(x: torch.Tensor, scale: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:
+    return saturated(x.float() / scale, dtype).to(dtype)

@@ -16,11 +16,12 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Expected:
-    """The float64 value of one tensor and the absolute error allowed in it."""
+    """The float64 value of one tensor, the absolute error allowed in it, and its dtype where it is not the heads'."""
 
     name: str
     value: Tensor
     allowed: Tensor | float
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,13 @@ OPS = (
     "rotary_and_cache_",
     "qk_norm_rotary",
     "qk_norm_rotary_",
+    "qk_norm_rotary_and_cache_",
     "qkv_rotary",
     "chain",
 )
+CACHING = ("rotary_and_cache_", "qk_norm_rotary_and_cache_")
 ROTATING = ("rotary", "rotary_", "qk_norm_rotary", "qk_norm_rotary_")
-IN_PLACE = ("rotary_", "rescale_cache_", "rotary_and_cache_", "qk_norm_rotary_", "chain")
+IN_PLACE = ("rotary_", "rescale_cache_", *CACHING, "qk_norm_rotary_", "chain")
 DIFFERENTIABLE = ("rotary", "rotary_", "qk_norm_rotary", "qkv_rotary")
 METHODS = tuple(name for name, method in METHOD_TRAITS.items() if method.needs in (None, "beta"))
 # Limit of a case's size, so that its float64 reference takes a few milliseconds; SHRINK_ORDER reduces larger cases.
@@ -80,6 +82,11 @@ class OpCase:
     scales: str = choice("none", "one", "one in a row", "each")
     slot_dtype: str = choice("int64", "int32")
     q_out: bool = choice(False, True)
+    float8_dtype: str = choice("float8_e4m3fn", "float8_e5m2")
+    norms: str = choice("both", "both", "q", "k", "none")
+    gate: bool = choice(False, True)
+    q_float8: bool = choice(False, True)
+    q_scales: str = choice("none", "one", "each", "computed")
     layers: int = choice(1, 2, 3)
     blocks: bool = choice(False, True)
     bias: bool = choice(False, True)
@@ -103,7 +110,7 @@ class OpCase:
             changes["has_k"] = True
         if op == "chain":
             changes["fault"] = ""
-        if op in ("qkv_rotary", "rotary_and_cache_", "chain"):
+        if op in ("qkv_rotary", *CACHING, "chain"):
             changes["k_heads"] = max(1, self.k_heads)
         if self.memory == "expanded" and (op in IN_PLACE or op == "qkv_rotary"):
             changes["memory"] = "contiguous"
@@ -114,7 +121,9 @@ class OpCase:
         if self.batch == 0 and changes.get("tables", self.tables) == "each":
             changes["tables"] = "one"
         if self.dtype == "float64":
-            changes["float8"] = False
+            changes |= {"float8": False, "q_float8": False}
+        if not changes.get("q_float8", self.q_float8):
+            changes["q_scales"] = "none"
         if not changes.get("float8", self.float8):
             changes["scales"] = "none"
         if layout == "thd":

@@ -12,6 +12,7 @@ from fuzz.call_memory import changed_outside, cloned, storages_now_and_before, t
 from fuzz.chained_calls import ChainedCalls
 from fuzz.op_call import Arguments, Expected, OpCall, Tensor
 from fuzz.op_cases import MANY_TOKENS, OpCase
+from fuzz.qk_norm_rotary_and_cache_call import QkNormRotaryAndCacheCall
 from fuzz.qkv_rotary_call import QkvRotaryCall
 from fuzz.rescale_cache_call import RescaleCacheCall
 from fuzz.rotary_and_cache_call import RotaryAndCacheCall
@@ -25,6 +26,7 @@ CALLS: dict[str, type[OpCall]] = {
     "qk_norm_rotary_": RotaryCall,
     "rescale_cache_": RescaleCacheCall,
     "rotary_and_cache_": RotaryAndCacheCall,
+    "qk_norm_rotary_and_cache_": QkNormRotaryAndCacheCall,
     "qkv_rotary": QkvRotaryCall,
     "chain": ChainedCalls,
 }
@@ -129,7 +131,7 @@ def compare(
 ) -> None:
     checks.add(f"gives {len(found)} tensors, not {len(expected)}", len(found) != len(expected))
     for x, want in zip(found, expected, strict=False):
-        is_right = x.shape == want.value.shape and x.dtype in (dtype, float64_reference.FLOAT8)
+        is_right = x.shape == want.value.shape and x.dtype in (dtype, *float64_reference.FLOAT8, want.dtype)
         checks.add(f"{want.name} has another shape or dtype", not is_right)
         if is_right:
             checks.add(

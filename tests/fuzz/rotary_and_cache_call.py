@@ -9,7 +9,7 @@ from rotary_reference import TOLERANCES
 
 import mrrope
 from fuzz import float64_reference
-from fuzz.float64_reference import FLOAT8, SMALLEST_FLOAT8, PhaseSteps
+from fuzz.float64_reference import PhaseSteps
 from fuzz.op_call import Alternative, Arguments, Expected, OpCall, Tensor
 from fuzz.op_cases import OpCase
 
@@ -61,10 +61,16 @@ class RotaryAndCacheCall(OpCall):
     def cache(self, shape: tuple[int, ...]) -> Tensor:
         with torch.device(self.case.device):
             cache = storage_of(shape, self.case.cache_memory, self.case.torch_dtype)
-        if not self.case.float8:
-            return cache
+        return cache if self.cache_dtype is None else self.as_float8(cache, self.cache_dtype)
+
+    @property
+    def cache_dtype(self) -> torch.dtype | None:
+        return getattr(torch, self.case.float8_dtype) if self.case.float8 else None
+
+    def as_float8(self, cache: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a poisoned float8 tensor with the same sizes and strides."""
         elements = cache.untyped_storage().nbytes() // cache.element_size()
-        memory = torch.full((elements,), POISON, device=self.case.device).to(FLOAT8)
+        memory = torch.full((elements,), POISON, device=self.case.device).to(dtype)
         return memory.as_strided(cache.shape, cache.stride(), cache.storage_offset())
 
     def written(self, arguments: Arguments) -> list[Tensor]:
@@ -86,10 +92,10 @@ class RotaryAndCacheCall(OpCall):
         options = (case.torch_dtype, case.rotary_dim, case.pairing)
         found = [Expected("q", q, float64_reference.allowed_error(q, *options))]
         k_scale, v_scale = (self.divisor(before[f"{name}_scale"]) for name in ("key", "value"))
-        if case.float8:
-            tail = float64_reference.nearest_float8(self.by_token(before["k"]), k_scale).double()
-            keys, k_allowed = self.float8_keys(self.by_token(k), tail, k_scale)
-            values = float64_reference.nearest_float8(self.by_token(before["v"]), v_scale).double()
+        if self.cache_dtype is not None:
+            tail = float64_reference.nearest_float8(self.by_token(before["k"]), k_scale, self.cache_dtype).double()
+            keys, k_allowed = self.float8_keys(self.by_token(k), tail, k_scale, self.cache_dtype)
+            values = float64_reference.nearest_float8(self.by_token(before["v"]), v_scale, self.cache_dtype).double()
         else:
             keys, k_allowed = self.by_token(k), self.by_token(float64_reference.allowed_error(k, *options))
             values = self.by_token(before["v"]).double()
@@ -97,14 +103,13 @@ class RotaryAndCacheCall(OpCall):
             found.append(self.scattered(name, before, rows, allowed))
         return found
 
-    def float8_keys(self, k: Tensor, tail: Tensor, scale: Tensor | float) -> tuple[Tensor, Tensor]:
+    def float8_keys(self, k: Tensor, tail: Tensor, scale: Tensor | float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return rotated keys divided by their scale and saturated, and the allowed error of half a float8 ULP."""
         dim = self.case.rotary_dim
         over = k / (scale.double() if isinstance(scale, Tensor) else scale)
         norms = float64_reference.pair_norms(over, dim, self.case.pairing)
-        value = over.clamp(-448, 448)
-        allowed = (value.abs() * 2.0**-4).clamp(min=SMALLEST_FLOAT8 / 2)
-        allowed = allowed + TOLERANCES[torch.float32].arithmetic * norms
+        value = float64_reference.saturated(over, dtype)
+        allowed = float64_reference.half_ulp(value, dtype) + TOLERANCES[torch.float32].arithmetic * norms
         value[..., dim:], allowed[..., dim:] = tail[..., dim:], 0.0
         return value, allowed
 

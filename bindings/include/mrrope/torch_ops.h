@@ -92,7 +92,8 @@ void rescale_cache_(at::TensorList keys, const at::Tensor& positions, const at::
                     const at::Tensor& to, std::string_view layout = "bhsd", std::string_view pairing = "halves");
 
 // Options of rotary_and_cache_. cache_layout: nhd ([blocks, block_size, heads, head_dim]) or hnd ([blocks, heads,
-// block_size, head_dim]). Scales are for caches of float8_e4m3fn: float32, one element or one per head of k.
+// block_size, head_dim]). Scales are for caches of float8_e4m3fn or float8_e5m2: float32, one element or one per head
+// of k.
 struct CacheOptions {
     std::string_view layout = "bhsd";
     std::string_view cache_layout = "nhd";
@@ -109,5 +110,25 @@ void rotary_and_cache_(const at::Tensor& q, const at::Tensor& k, const at::Tenso
                        const at::Tensor& table, const at::Tensor& key_cache, const at::Tensor& value_cache,
                        const at::Tensor& slots, bool paged, const CacheOptions& options = {},
                        const std::optional<at::Tensor>& q_out = std::nullopt);
+
+// Options of qk_norm_rotary_and_cache_, beside those of the cache and of qk_norm_rotary.
+//   gate         of q's shape and dtype, replaced by its sigmoid
+//   q_scale      of a q_out of float8: float32, one element or one per head of q
+//   q_scale_out  instead of q_scale: the computed scale of each token and head, float32, of q's shape without head_dim
+struct NormAndCacheOptions : CacheOptions {
+    double weight_offset = 0.0;
+    std::string_view over = "head";
+    std::optional<at::Tensor> gate = std::nullopt;
+    std::optional<at::Tensor> q_scale = std::nullopt;
+    std::optional<at::Tensor> q_scale_out = std::nullopt;
+};
+
+// rotary_and_cache_ with RMSNorm of q and k before the rotation, where their weights are given. q_out may be float8.
+void qk_norm_rotary_and_cache_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const std::optional<at::Tensor>& q_weight, const std::optional<at::Tensor>& k_weight,
+                               const at::Tensor& positions, const at::Tensor& table, const at::Tensor& key_cache,
+                               const at::Tensor& value_cache, const at::Tensor& slots, bool paged, double eps,
+                               const NormAndCacheOptions& options = {},
+                               const std::optional<at::Tensor>& q_out = std::nullopt);
 
 }  // namespace mrrope

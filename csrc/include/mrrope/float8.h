@@ -1,32 +1,46 @@
 #pragma once
 
 #include <bit>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 
+#include "mrrope/rotary.h"
 #include "mrrope/rotation.h"
 
-// float8_e4m3fn: 4 exponent bits, 3 mantissa bits, no infinity.
+// float8_e4m3fn: 4 exponent bits, 3 mantissa bits, no infinity. float8_e5m2: 5 exponent bits, 2 mantissa bits.
 
 namespace mrrope {
 
+MRROPE_HOST_DEVICE float largest_float8(StoredAs format) {
+    return format == StoredAs::float8_e5m2 ? 57344.0f : 448.0f;
+}
+
 // Rounds to nearest even and saturates: infinity, too, becomes the largest finite value. For processors without a
 // conversion instruction.
-MRROPE_HOST_DEVICE uint8_t float8_e4m3_bits(float x) {
+MRROPE_HOST_DEVICE uint8_t float8_bits(float x, StoredAs format) {
+    const bool is_e5m2 = format == StoredAs::float8_e5m2;
+    const int dropped_bits = is_e5m2 ? 21 : 20;
+    const uint32_t rebias = is_e5m2 ? 0x38000000u : 0x3c000000u;
+    const uint32_t largest = is_e5m2 ? 0x7bu : 0x7eu;
+    // Adding it lets the float unit round to multiples of the smallest subnormal, 2^-16 or 2^-9.
+    const float subnormal_rounder = is_e5m2 ? 0x1p7f : 0x1p14f;
     const uint32_t bits = std::bit_cast<uint32_t>(x);
     const uint32_t sign = (bits >> 24) & 0x80u;
     const uint32_t magnitude = bits & 0x7fffffffu;
-    const uint32_t normal = (magnitude + (0x7ffffu - 0x3c000000u) + ((magnitude >> 20) & 1u)) >> 20;
-    // Adding 2^14 lets the float unit round to multiples of 2^-9, the smallest subnormal.
-    const uint32_t subnormal =
-        std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) - std::bit_cast<uint32_t>(0x1p14f);
-    const uint32_t nearest = magnitude < 0x3c800000u ? subnormal : normal;
-    const uint32_t finite = nearest < 0x7eu ? nearest : 0x7eu;
+    const uint32_t below_half = (1u << (dropped_bits - 1)) - 1u;
+    const uint32_t normal = (magnitude + (below_half - rebias) + ((magnitude >> dropped_bits) & 1u)) >> dropped_bits;
+    const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + subnormal_rounder) -
+                               std::bit_cast<uint32_t>(subnormal_rounder);
+    const uint32_t smallest_normal = rebias + 0x00800000u;
+    const uint32_t nearest = magnitude < smallest_normal ? subnormal : normal;
+    const uint32_t finite = nearest < largest ? nearest : largest;
     return static_cast<uint8_t>(sign | (magnitude > 0x7f800000u ? 0x7fu : finite));
 }
 
 // Divides by the scale before rounding to float8: multiplies by a reciprocal that need not be exact, then corrects the
-// quotient by its FMA remainder. Quotients from 512 on saturate and skip the correction, which turns infinity into NaN.
+// quotient by its FMA remainder. Quotients from 2^16 on saturate in both formats and skip the correction, which turns
+// infinity into NaN.
 struct Float8Scale {
     float scale;
     float reciprocal;
@@ -34,8 +48,17 @@ struct Float8Scale {
     MRROPE_HOST_DEVICE float divide(float x) const {
         const float quotient = x * reciprocal;
         const float remainder = std::fma(-quotient, scale, x);
-        return std::abs(quotient) < 512.0f ? std::fma(remainder, reciprocal, quotient) : quotient;
+        return std::abs(quotient) < 0x1p16f ? std::fma(remainder, reciprocal, quotient) : quotient;
     }
 };
+
+// The scale that maps the largest magnitude of a head to the largest float8. At least 2^-126, whose inverse is finite:
+// a head of zeros has that scale. Infinity counts as the largest float, and saturates. No division: on a GPU its slow
+// path would cost registers.
+MRROPE_HOST_DEVICE float float8_scale_of(float largest_magnitude, StoredAs format) {
+    const float largest = largest_float8(format);
+    const Float8Scale by{largest, format == StoredAs::float8_e5m2 ? 1.0f / 57344.0f : 1.0f / 448.0f};
+    return std::fmax(by.divide(std::fmin(largest_magnitude, FLT_MAX)), FLT_MIN);
+}
 
 }  // namespace mrrope

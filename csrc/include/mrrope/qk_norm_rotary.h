@@ -11,14 +11,17 @@ namespace mrrope {
 // The elements that share a root mean square: one head, or all heads of a token.
 enum class NormOver { head, all_heads };
 
-struct QkNormRotaryArgs {
-    RotaryArgs rotary;
+struct QkNorm {
     // Contiguous, with the heads' dtype and memory space: head_dim weights, or heads * head_dim with all_heads.
     const void* q_weight = nullptr;
     const void* k_weight = nullptr;  // unused without k
     double eps = 0.0;                // added to the mean square
     double weight_offset = 0.0;      // 1 for models that store weight - 1, such as Gemma
     NormOver over = NormOver::head;
+};
+
+struct QkNormRotaryArgs : QkNorm {
+    RotaryArgs rotary;
 };
 
 void qk_norm_rotary_cpu(const QkNormRotaryArgs& args, const ParallelFor& parallel_for = on_all_cores);

@@ -13,6 +13,15 @@ enum class DType { float64, float32, float16, bfloat16 };
 
 int size_of(DType);
 
+// What a result is stored as: the heads' dtype, or float8, rounded once from the float32 result, saturating.
+enum class StoredAs { heads_dtype, float8_e4m3, float8_e5m2 };
+
+constexpr bool is_float8(StoredAs stored_as) {
+    return stored_as != StoredAs::heads_dtype;
+}
+
+int size_of(StoredAs, DType heads_dtype);
+
 // Pair i is components (i, i + rotary_dim / 2), or (2i, 2i + 1).
 enum class Pairing { halves, interleaved };
 

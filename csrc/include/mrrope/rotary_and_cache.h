@@ -34,9 +34,7 @@ struct RotaryAndCacheArgs {
     CachedHeads k;
     CachedHeads v;  // with as many heads as k
     CacheSlots slots;
-    // True: the caches are float8_e4m3fn, rounded once from the float32 result, saturating; the heads must not be
-    // float64. False: the caches have the heads' dtype.
-    bool float8 = false;
+    StoredAs cached_as = StoredAs::heads_dtype;  // heads of float64 are not stored as float8
 };
 
 // `args` restricted to these sequences and tokens.

@@ -241,5 +241,5 @@ def test_positions_must_fit(device):
             mrrope.rotary(q, None, torch.zeros(1, 1, 5, dtype=torch.int64), tables)
     cache = torch.zeros(1, 2, 5, 16, device=device)
     positions = torch.zeros(2, 1, 5, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match=r"positions must be one a token to go with a cache"):
+    with pytest.raises(ValueError, match=r"cache_positions, or else positions, must be \[5\].*got \[2, 1, 5\]"):
         mrrope.rotary_and_cache_(q, q.clone(), q.clone(), positions, tables, cache, cache.clone())

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from cache_reference import FLOAT8, by_slot, by_token, divisor, half_ulp, nearest_float8, saturated
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rotary_cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, Case, cases, onto, storage_of, table_of, whole_memory
@@ -18,21 +19,8 @@ from mrrope.tables import packed_stack
 
 IN_PLACE = torch.ops.mrrope.rotary_and_cache_.default
 INTO = torch.ops.mrrope.rotary_and_cache_.into
-FLOAT8 = torch.float8_e4m3fn
 CACHE_LAYOUTS = ["nhd", "hnd"]
 LEFT_OUT = [-1, -9]
-
-
-def by_token(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return heads as [tokens of all sequences, heads, head_dim]."""
-    x = x.transpose(1, 2) if layout == "bhsd" else x
-    return x if layout == "thd" else x.flatten(0, 1)
-
-
-def by_slot(cache: torch.Tensor, cache_layout: str) -> torch.Tensor:
-    """Return a cache as [slots of all blocks, heads, head_dim]; float8 as bytes."""
-    x = cache.view(torch.uint8) if cache.dtype == FLOAT8 else cache
-    return (x.transpose(1, 2) if cache_layout == "hnd" else x).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -41,7 +29,7 @@ class Kept:
 
     paged: bool = True
     cache_layout: str = "nhd"
-    float8: bool = False
+    float8: torch.dtype | None = None
     scales: str = "none"
     slot_dtype: torch.dtype = torch.int64
     memory: str = "contiguous"
@@ -83,7 +71,7 @@ class Call:
         cache = onto(device, storage_of(shape, self.kept.memory, dtype))
         if not self.kept.float8:
             return cache
-        memory = whole_memory(cache).to(FLOAT8)
+        memory = whole_memory(cache).to(self.kept.float8)
         return memory.as_strided(cache.shape, cache.stride(), cache.storage_offset())
 
     def arguments(self) -> dict:
@@ -150,9 +138,9 @@ class Call:
             elif not self.kept.float8:
                 assert same_bits(rows[slots], heads)
             elif name == "value":
-                assert torch.equal(rows[slots], nearest_float8(heads.float(), scale).view(torch.uint8))
+                assert torch.equal(rows[slots], nearest_float8(heads.float(), scale, cache.dtype).view(torch.uint8))
             else:
-                self.assert_rotated_float8(rows[slots].view(FLOAT8), heads, positions, scale)
+                self.assert_rotated_float8(rows[slots].view(cache.dtype), heads, positions, scale)
 
     def slots_in_all(self) -> int:
         return by_slot(self.key_cache, self.kept.cache_layout).shape[0]
@@ -163,11 +151,12 @@ class Call:
         exact = rotated(heads, positions, self.table, "thd", pairing) / divisor(scale).cpu().double()
         norms = np.abs(pairs_of(exact[..., :dim].numpy(), pairing))
         norms = torch.from_numpy(components_of(norms + 1j * norms, pairing))
-        actual, expected = actual.float().cpu().double(), exact.clamp(-448, 448)
+        dtype, expected = actual.dtype, saturated(exact, actual.dtype)
+        actual = actual.float().cpu().double()
         error = (actual - expected).abs()
-        half_ulp = (expected.abs() * 2.0**-4).clamp(min=2.0**-10)
-        assert (error[..., :dim] <= half_ulp[..., :dim] + TOLERANCES[torch.float32].arithmetic * norms).all()
-        tail = nearest_float8(heads.float(), scale)[..., dim:].float().cpu().double()
+        rounding = half_ulp(expected, dtype)[..., :dim]
+        assert (error[..., :dim] <= rounding + TOLERANCES[torch.float32].arithmetic * norms).all()
+        tail = nearest_float8(heads.float(), scale, dtype)[..., dim:].float().cpu().double()
         assert torch.equal(actual[..., dim:], tail)
 
 
@@ -181,15 +170,6 @@ def replace_tensors(call: Call) -> Call:
     return copied
 
 
-def divisor(scale: torch.Tensor | None) -> torch.Tensor:
-    """Return a scale, one or one per head, in a shape that broadcasts with [tokens, heads, head_dim]."""
-    return torch.ones(1) if scale is None else scale.reshape(-1, 1)
-
-
-def nearest_float8(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    return (x / divisor(scale).to(x.device)).clamp(-448, 448).to(FLOAT8)
-
-
 def kept_cases():
     def build(float8, scales, **options):
         return Kept(float8=float8, scales=scales if float8 else "none", **options)
@@ -198,7 +178,7 @@ def kept_cases():
         build,
         paged=st.booleans(),
         cache_layout=st.sampled_from(CACHE_LAYOUTS),
-        float8=st.booleans(),
+        float8=st.sampled_from([None, *FLOAT8]),
         scales=st.sampled_from(["none", "one", "one in a row", "each"]),
         slot_dtype=st.sampled_from([torch.int32, torch.int64]),
         memory=st.sampled_from(OWN_MEMORY),
@@ -210,7 +190,7 @@ EVERY_KEPT = [
     Kept(paged, cache_layout, float8, "each" if float8 else "none")
     for paged in (True, False)
     for cache_layout in CACHE_LAYOUTS
-    for float8 in (False, True)
+    for float8 in (None, *FLOAT8)
 ]
 
 
@@ -220,11 +200,11 @@ EVERY_KEPT = [
 @given(case=cases(), kept=kept_cases(), keys=st.integers(1, 4))
 @example(Case(layout="thd", tokens=65, heads=(8, 2), head_dim=128, rotary_dim=128, dtype=torch.bfloat16), Kept(), 2)
 @example(Case(tokens=65, heads=(8, 2), head_dim=128, rotary_dim=64, dtype=torch.float16),
-         Kept(False, "hnd", True, "each"), 2)  # fmt: skip
+         Kept(False, "hnd", torch.float8_e5m2, "each"), 2)  # fmt: skip
 @settings(max_examples=200)
 def test_every_token_goes_to_its_slot(device, case, kept, keys):
     if case.dtype == torch.float64:
-        kept = replace(kept, float8=False, scales="none")
+        kept = replace(kept, float8=None, scales="none")
     Call(case.with_changes(heads=(case.heads[0], keys)), kept, device).run_and_check()
 
 
@@ -278,7 +258,7 @@ def test_padding_is_rotated_but_not_cached(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("float8", [None, *FLOAT8])
 def test_frobenius_error_is_one_rounding(device, dtype, float8):
     """One rounding of the exact result. Rounding to the heads' dtype first would exceed it."""
     case = Case(layout="thd", tokens=400, heads=(4, 4), head_dim=128, rotary_dim=128, dtype=dtype)
@@ -290,18 +270,32 @@ def test_frobenius_error_is_one_rounding(device, dtype, float8):
     exact = exact[kept]
     if float8:
         scale = call.key_scale.cpu().double()
-        rounded = (exact / scale).clamp(-448, 448).to(FLOAT8).double() * scale
-        actual = rows.view(FLOAT8).double() * scale
+        rounded = saturated(exact / scale, float8).to(float8).double() * scale
+        actual = rows.view(float8).double() * scale
     else:
         rounded, actual = exact.to(dtype).double(), rows.double()
     allowed = (rounded - exact).norm() / exact.norm() * 1.0005 + TOLERANCES[torch.float32].arithmetic
     assert (actual - exact).norm() / exact.norm() <= allowed
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_e5m2_saturates_and_keeps_nan(device, dtype):
+    case = Case(layout="thd", tokens=2, heads=(1, 1), dtype=dtype, reach=0)
+    call = Call(case, Kept(float8=torch.float8_e5m2), device)
+    call.slots = torch.tensor([3, 4], device=device)
+    special = [0.0, -0.0, 57344.0, 61440.0, -65536.0, 1e9, float("inf"), -float("inf"), float("nan")]
+    call.v[0, 0, : len(special)] = torch.tensor(special, dtype=dtype, device=device)
+    mrrope.rotary_and_cache_(**call.arguments())
+    row = call.value_cache.view(-1, 1, 16)[3, 0].float().cpu()
+    largest = 57344.0
+    assert row[:8].tolist() == [0.0, -0.0, largest, largest, -largest, largest, largest, -largest]
+    assert row[8].isnan()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_float8_saturates_and_keeps_nan(device, dtype):
     case = Case(layout="thd", tokens=2, heads=(1, 1), dtype=dtype, reach=0)
-    call = Call(case, Kept(float8=True), device)
+    call = Call(case, Kept(float8=torch.float8_e4m3fn), device)
     call.table = mrrope.frequency_table("rope", rotary_dim=16, base=1e4, original_max_position=64)
     call.slots = torch.tensor([3, 4], device=device)
     special = [0.0, -0.0, 448.0, 464.0, 465.0, -480.0, 1e4, -1e4, float("inf"), -float("inf"), float("nan")]
@@ -320,7 +314,7 @@ def test_float8_saturates_and_keeps_nan(device, dtype):
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "thd"])
-@pytest.mark.parametrize("kept", EVERY_KEPT[:4], ids=str)
+@pytest.mark.parametrize("kept", EVERY_KEPT[:6], ids=str)
 def test_table_index(device, layout, kept):
     case = Case(layout=layout, batch=3, tokens=6, dtype=torch.bfloat16)
     call = Call(case, kept, device)
@@ -339,7 +333,27 @@ def test_table_index(device, layout, kept):
     if not kept.float8:
         assert same_bits(call.key_cache, expected.key_cache)
     else:  # rounded to bfloat16 first
-        torch.testing.assert_close(call.key_cache.float(), expected.key_cache.float(), rtol=2.0**-3, atol=2.0**-9)
+        torch.testing.assert_close(
+            call.key_cache.float(), expected.key_cache.float(), rtol=torch.finfo(kept.float8).eps, atol=2.0**-9
+        )
+
+
+@pytest.mark.parametrize("float8", [None, *FLOAT8])
+def test_rows_of_positions(device, float8):
+    case = Case(batch=2, tokens=6, head_dim=40, rotary_dim=32, dtype=torch.bfloat16)
+    call, expected = Call(case, Kept(float8=float8), device), Call(case, Kept(float8=float8), device)
+    tables = mrrope.AxisTables([table_of("rope", 12), table_of("ntk", 20)])
+    positions = torch.randint(0, 5000, (2, 2, 6), generator=torch.Generator().manual_seed(3)).to(device)
+    q, k = mrrope.rotary(call.q.float(), call.k.float(), positions, tables)
+    # k is rotated already, and at position 0 a table without an attention factor is the identity.
+    plain = expected.arguments() | {"table": table_of("pi", 32), "positions": torch.zeros_like(positions[0])}
+    if float8 is None:
+        q, k = q.bfloat16(), k.bfloat16()
+    mrrope.rotary_and_cache_(**plain | {"q": q, "k": k, "v": call.v.to(k.dtype)})
+    result = mrrope.rotary_and_cache_(**call.arguments() | {"table": tables, "positions": positions})
+    assert torch.equal(result, q.bfloat16())
+    assert same_bits(call.key_cache, expected.key_cache)
+    assert same_bits(call.value_cache, expected.value_cache)
 
 
 def test_views_of_one_projection_and_of_one_cache(device):
@@ -378,10 +392,10 @@ def test_empty_tensors(device, kept, empty):
 @pytest.mark.parametrize("paged", [False, True])
 def test_blocks_more_than_two_to_the_31_elements_apart(device, paged):
     """On the CPU most of these pages are never touched, and so never allocated."""
-    call = Call(Case(batch=2, tokens=1, head_dim=32), Kept(paged=paged, float8=True), device)
+    call = Call(Case(batch=2, tokens=1, head_dim=32), Kept(paged=paged, float8=torch.float8_e4m3fn), device)
     stride = 2**31 + 64
-    near = [torch.zeros(2, 1, 2, 32, device=device).to(FLOAT8) for _ in range(2)]
-    far = [torch.empty(stride + 64, dtype=torch.uint8, device=device).view(FLOAT8) for _ in range(2)]
+    near = [torch.zeros(2, 1, 2, 32, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+    far = [torch.empty(stride + 64, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn) for _ in range(2)]
     far = [x.as_strided((2, 1, 2, 32), (stride, 64, 32, 1)) for x in far]
     call.slots = torch.tensor([[1], [0]] if paged else [[0], [0]], device=device)
     for key_cache, value_cache in (near, far):
@@ -560,7 +574,7 @@ def ones(*shape, **options) -> torch.Tensor:
     return torch.ones(shape, **options)
 
 
-CACHE8 = {name: torch.zeros(3, 4, 1, 8, dtype=FLOAT8) for name in ("key_cache", "value_cache")}
+CACHE8 = {name: torch.zeros(3, 4, 1, 8, dtype=torch.float8_e4m3fn) for name in ("key_cache", "value_cache")}
 STATIC = {"slots": None, "key_cache": ones(2, 1, 6, 8), "value_cache": ones(2, 1, 6, 8)}
 SHARED = ones(3, 4, 1, 8)
 BOTH = torch.ones(3, 2, 4, 1, 8)
@@ -594,7 +608,8 @@ WRONG = {
     "too few slots": ({"slots": torch.arange(4)}, ValueError, ["slots must be 8, one for each token", "got [4]"]),
     "slots in one row": ({"slots": torch.arange(8)}, ValueError, ["slots must be", "[2, 4]", "got [8]"]),
     "too few positions": ({"positions": torch.arange(3)}, ValueError, ["positions must be [4]", "got [3]"]),
-    "rows of positions": ({"positions": torch.zeros(3, 2, 4).long()}, ValueError, ["positions must be", "3 dim"]),
+    "rows of positions": ({"positions": torch.zeros(3, 2, 4).long()}, ValueError,
+                          ["positions must be [4]", "got [3, 2, 4]"]),
     "too few cache_positions": ({**STATIC, "cache_positions": torch.arange(3)}, ValueError,
                                 ["cache_positions, or else positions, must be [4]", "got [3]"]),
     "q_out of another shape": ({"q_out": ones(2, 3, 4, 9)}, ValueError, ["q_out must have q's shape", "[2, 3, 4, 9]"]),
@@ -618,11 +633,11 @@ WRONG = {
     # dtypes
     "v of another dtype": ({"v": ones(2, 1, 4, 8).half()}, TypeError, ["v must have q's dtype Float", "got Half"]),
     "caches of another dtype": ({"key_cache": ones(3, 4, 1, 8).half()}, TypeError,
-                                ["key_cache must have q's dtype Float or be Float8_e4m3fn", "got Half"]),
+                                ["key_cache must have q's dtype Float or be Float8_e4m3fn or Float8_e5m2", "got Half"]),
     "caches of two dtypes": ({"value_cache": CACHE8["value_cache"]}, TypeError,
                              ["value_cache must have key_cache's dtype Float", "Float8_e4m3fn"]),
     "float8 of float64": ({**CACHE8, **{n: good_call()[n].double() for n in "qkv"}}, TypeError,
-                          ["q must be float32, float16 or bfloat16 for caches of Float8", "got Double"]),
+                          ["q must be float32, float16 or bfloat16 for key_cache of Float8", "got Double"]),
     "slots of floats": ({"slots": ones(2, 4)}, TypeError, ["slots must be int32 or int64", "got Float"]),
     "key_scale of float64": ({**CACHE8, "key_scale": ones(1).double()}, TypeError, ["key_scale must be float32"]),
     "key_scale of nothing": ({**CACHE8, "key_scale": torch.tensor(0.0)}, ValueError,

@@ -27,7 +27,7 @@ def normed(
     weight = weight + offset
     if over == "all_heads":
         heads = x.shape[HEAD_AXIS[layout]]
-        weight = weight.view(heads, 1, -1) if layout == "bhsd" else weight.view(heads, -1)
+        weight = weight.view(heads, 1, x.shape[-1]) if layout == "bhsd" else weight.view(heads, x.shape[-1])
     return x * scale * weight
 
 

@@ -109,6 +109,22 @@ def test_equivalent_of_rotary_and_cache() -> None:
     assert all(x.abs().sum() > 0 for x in results[0])
 
 
+def test_equivalent_of_qk_norm_rotary_and_cache() -> None:
+    page = (ROOT / "docs" / "qk-norm-rotary-and-cache.md").read_text()
+    example, equivalent, _ = (block[1] for block in PYTHON.finditer(page))
+    preparation, call = example.rsplit("mrrope.qk_norm_rotary_and_cache_", 1)
+    arguments = "q, k, v, q_weight, k_weight, positions, table, key_cache, value_cache, slots, gate"
+    results = []
+    for code in (f"mrrope.qk_norm_rotary_and_cache_{call}", f"{equivalent}unfused({arguments})"):
+        torch.manual_seed(0)
+        names: dict[str, Any] = {}
+        exec(preparation + code, names)
+        results.append([names[name] for name in ("projected", "key_cache", "value_cache")])
+    for fused, unfused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, unfused)
+        assert fused.abs().sum() > 0
+
+
 def test_equivalent_of_qkv_rotary() -> None:
     page = (ROOT / "docs" / "qkv-rotary.md").read_text()
     example, equivalent, *_ = (block[1] for block in PYTHON.finditer(page))

@@ -1,0 +1,179 @@
+#include "cache_args.h"
+
+#include <c10/util/Exception.h>
+
+#include <cmath>
+#include <limits>
+
+namespace mrrope {
+namespace {
+
+using at::Tensor;
+
+Layout cache_layout_named(std::string_view name) {
+    if (name == "nhd") return {"nhd", "[blocks, block_size, heads, head_dim]", 0, 1, 2};
+    if (name == "hnd") return {"hnd", "[blocks, heads, block_size, head_dim]", 0, 2, 1};
+    TORCH_CHECK_VALUE(false, "cache_layout must be one of nhd, hnd, got '", name, "'");
+}
+
+void check_heads(const CacheCall& call, const Layout& layout) {
+    check_last_dimension({"k", call.k}, layout);
+    check_last_dimension({"v", call.v}, layout);
+    check_k_matches_q(call.q, call.k, layout);
+    TORCH_CHECK_VALUE(call.v.sizes() == call.k.sizes(), "v must have k's shape ", call.k.sizes(), ", got ",
+                      call.v.sizes());
+    if (call.in_place()) return;
+    TORCH_CHECK_VALUE(call.q_out.sizes() == call.q.sizes(), "q_out must have q's shape ", call.q.sizes(), ", got ",
+                      call.q_out.sizes());
+    check_last_dimension({"q_out", call.q_out}, layout);
+    check_no_internal_overlap({"q_out", call.q_out});
+}
+
+void check_caches(const CacheCall& call, const Layout& layout, const Layout& cache_layout) {
+    const Tensor& cache = call.key_cache;
+    TORCH_CHECK_VALUE(cache.size(cache_layout.head) == call.k.size(layout.head) && cache.size(-1) == call.k.size(-1),
+                      "key_cache must be ", cache_layout.shape, " with the ", call.k.size(layout.head), " heads of ",
+                      call.k.size(-1), " of k, got ", cache.sizes());
+    TORCH_CHECK_VALUE(call.paged || cache.size(0) == layout.batch_of(call.k), "key_cache must hold k's ",
+                      layout.batch_of(call.k), " sequences where there are no slots, got ", cache.sizes());
+    TORCH_CHECK_VALUE(call.value_cache.sizes() == cache.sizes(), "value_cache must have key_cache's shape ",
+                      cache.sizes(), ", got ", call.value_cache.sizes());
+    const int64_t slots = cache.size(0) * cache.size(cache_layout.token);
+    TORCH_CHECK_VALUE(slots <= std::numeric_limits<int32_t>::max(), "key_cache must have fewer than 2^31 slots, got ",
+                      slots);
+    for (const NamedTensor& written : call.caches()) {
+        check_last_dimension(written, cache_layout);
+        check_no_internal_overlap(written);
+    }
+}
+
+// Written tensors overlap neither q, k and v nor each other.
+void check_no_overlaps(const CacheCall& call) {
+    const auto written = call.written();
+    for (size_t i = 0; i < written.size(); ++i) {
+        for (const NamedTensor& read : call.heads()) {
+            const bool is_q_in_place = call.in_place() && i == 0 && read.tensor.is_same(call.q);
+            if (!is_q_in_place) check_no_overlap(read, written[i]);
+        }
+        for (size_t j = i + 1; j < written.size(); ++j) check_no_overlap(written[i], written[j]);
+    }
+}
+
+// CPU slots only: CUDA kernels skip tokens whose slot is out of range.
+void check_slots(const CacheCall& call, const CacheSlots& slots, int64_t batch, int64_t tokens) {
+    if (!call.slots.is_cpu()) return;
+    const PositionsView& view = slots.of_tokens;
+    for (int64_t i = 0; i < batch * tokens; ++i) {
+        const int64_t index = i / tokens * view.batch_stride + i % tokens * view.token_stride;
+        const int64_t slot = view.is_int64 ? static_cast<const int64_t*>(view.data)[index]
+                                           : static_cast<const int32_t*>(view.data)[index];
+        TORCH_CHECK_INDEX(slot < slots.count(), call.named_slots().name, " must be below ", slots.count(),
+                          ", the slots of ", call.paged ? "the cache" : "a sequence",
+                          ", or negative to be left out, got ", slot, " for token ", i % tokens, " of sequence ",
+                          i / tokens);
+    }
+}
+
+CacheSlots cache_slots(const CacheCall& call, const Layout& layout, const Layout& cache_layout) {
+    const int64_t batch = layout.batch_of(call.k);
+    const int64_t tokens = call.k.size(layout.token);
+    TORCH_CHECK_VALUE(!call.paged || call.slots.numel() == batch * tokens, "slots must be ", batch * tokens,
+                      ", one for each token of k of ", call.k.sizes(), " in layout ", layout.name, ", got ",
+                      call.slots.sizes());
+    CacheSlots slots{.of_tokens = positions_view(call.named_slots(), {"k", call.k}, layout),
+                     .paged = call.paged,
+                     .blocks = call.key_cache.size(0),
+                     .block_size = call.key_cache.size(cache_layout.token)};
+    check_slots(call, slots, batch, tokens);
+    return slots;
+}
+
+CachedHeads cached_heads(NamedTensor in, const Tensor& cache, const char* scale_name, const OptionalTensor& scale,
+                         const Layout& layout, const Layout& cache_layout) {
+    CachedHeads cached{.view = heads_view(in, cache, layout, cache_layout)};
+    if (!scale) return cached;
+    cached.scale = static_cast<const float*>(scale->const_data_ptr());
+    cached.scale_stride = checked_scale_stride({scale_name, *scale}, cached.view.heads, in.name.text);
+    return cached;
+}
+
+}  // namespace
+
+StoredAs stored_as(NamedTensor x, const Tensor& q) {
+    const at::ScalarType dtype = x.tensor.scalar_type();
+    if (dtype == q.scalar_type()) return StoredAs::heads_dtype;
+    TORCH_CHECK_TYPE(dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2, x.name, " must have q's dtype ",
+                     q.scalar_type(), " or be Float8_e4m3fn or Float8_e5m2, got ", dtype);
+    TORCH_CHECK_TYPE(q.scalar_type() != at::kDouble, "q must be float32, float16 or bfloat16 for ", x.name, " of ",
+                     dtype, ", got ", q.scalar_type());
+    return dtype == at::kFloat8_e5m2 ? StoredAs::float8_e5m2 : StoredAs::float8_e4m3;
+}
+
+void check_scale_kind(NamedTensor scale, StoredAs results, const char* results_name, const Tensor& q) {
+    TORCH_CHECK_VALUE(is_float8(results), scale.name, " must come with ", results_name,
+                      " of Float8_e4m3fn or Float8_e5m2, got ", q.scalar_type());
+    TORCH_CHECK_TYPE(scale.tensor.scalar_type() == at::kFloat, scale.name, " must be float32, got ",
+                     scale.tensor.scalar_type());
+    check_device(scale, {"q", q});
+}
+
+void check_kinds(const CacheCall& call) {
+    const NamedTensor q{"q", call.q};
+    check_kinds(call.rotary());
+    const Layout layout = layout_named(call.layout);
+    for (const NamedTensor& heads : {NamedTensor{"k", call.k}, {"v", call.v}}) {
+        check_rank(heads, layout);
+        check_like(heads, q);
+    }
+    check_rank(call.named_q_out(), layout);
+    check_device(call.named_q_out(), q);
+    const Layout cache_layout = cache_layout_named(call.cache_layout);
+    for (const NamedTensor& cache : call.caches()) {
+        check_rank(cache, cache_layout);
+        stored_as(cache, call.q);
+        TORCH_CHECK_TYPE(cache.tensor.scalar_type() == call.key_cache.scalar_type(), cache.name,
+                         " must have key_cache's dtype ", call.key_cache.scalar_type(), ", got ",
+                         cache.tensor.scalar_type());
+        check_device(cache, q);
+    }
+    check_positions_kind(call.named_slots(), q);
+    const StoredAs cached_as = stored_as({"key_cache", call.key_cache}, call.q);
+    if (call.key_scale) check_scale_kind({"key_scale", *call.key_scale}, cached_as, "caches", call.q);
+    if (call.value_scale) check_scale_kind({"value_scale", *call.value_scale}, cached_as, "caches", call.q);
+}
+
+int64_t checked_scale_stride(NamedTensor scale, int heads, const char* heads_name) {
+    const Tensor& x = scale.tensor;
+    const bool is_one = x.numel() == 1;
+    TORCH_CHECK_VALUE(is_one || (x.dim() == 1 && x.size(0) == heads), scale.name, " must have one element, or [", heads,
+                      "], one a head of ", heads_name, ", got ", x.sizes());
+    const int64_t stride = is_one ? 0 : stride_or_zero(x, 0);
+    // CPU scales only: CUDA kernels multiply by the inverse, finite or not.
+    for (int64_t i = 0; x.is_cpu() && i < x.numel(); ++i) {
+        const float value = static_cast<const float*>(x.const_data_ptr())[i * stride];
+        TORCH_CHECK_VALUE(std::isfinite(value) && std::isfinite(1.0f / value), scale.name,
+                          " must be finite, and so large that its inverse is, got ", value, " at index ", i);
+    }
+    return stride;
+}
+
+RotaryAndCacheArgs cache_args(const CacheCall& call) {
+    const Layout layout = layout_named(call.layout);
+    const Layout cache_layout = cache_layout_named(call.cache_layout);
+    RotaryAndCacheArgs args;
+    args.rotary = rotary_args(call.rotary(), call.q_out);
+    check_heads(call, layout);
+    check_heads_have_tables({"k", call.k}, layout, call.table);
+    check_caches(call, layout, cache_layout);
+    check_no_overlaps(call);
+    args.k = cached_heads({"k", call.k}, call.key_cache, "key_scale", call.key_scale, layout, cache_layout);
+    args.v = cached_heads({"v", call.v}, call.value_cache, "value_scale", call.value_scale, layout, cache_layout);
+    args.slots = cache_slots(call, layout, cache_layout);
+    args.cached_as = stored_as({"key_cache", call.key_cache}, call.q);
+    const int64_t heads = static_cast<int64_t>(args.rotary.q.heads) + args.k.view.heads + args.v.view.heads;
+    TORCH_CHECK_VALUE(heads * args.rotary.head_dim <= std::numeric_limits<int>::max(),
+                      "q, k and v must have fewer than 2^31 components a token, got ", heads * args.rotary.head_dim);
+    return args;
+}
+
+}  // namespace mrrope

@@ -1,0 +1,4 @@
+#include "qk_norm_rotary_and_cache_kernel.cuh"
+
+template void mrrope::launch_qk_norm_rotary_and_cache<cutlass::half_t>(const QkNormRotaryAndCacheArgs&,
+                                                                       const QkNormRotaryAndCachePlan&, cudaStream_t);

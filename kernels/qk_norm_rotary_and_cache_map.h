@@ -1,0 +1,135 @@
+#pragma once
+
+#include <cstdint>
+
+#include "head_tables_map.h"
+#include "lane_layout.h"
+#include "qk_norm_rotary_and_cache_plan.h"
+
+// Thread-to-element map of the kernels that norm, rotate and write a cache, for host and device.
+
+namespace mrrope {
+
+enum class HeadKind { query, key, value, gate };
+inline constexpr int head_kinds = 4;
+
+// A unit of a token: its kind, and its number among those of its kind.
+struct UnitOfKind {
+    HeadKind kind;
+    int number;
+
+    MRROPE_HOST_DEVICE static UnitOfKind of(int unit, const HeadGroups& units) {
+        if (unit < units.queries) return {HeadKind::query, unit};
+        unit -= units.queries;
+        if (unit < units.keys) return {HeadKind::key, unit};
+        unit -= units.keys;
+        if (unit < units.values) return {HeadKind::value, unit};
+        return {HeadKind::gate, unit - units.values};
+    }
+};
+
+// A thread of the kernel that holds heads in registers.
+struct StorePlace {
+    int lane;
+    HeadKind kind;
+    int group;   // of heads of this kind
+    int groups;  // of this kind
+    int batch;
+    int token;
+    bool active;  // others only take part in reductions
+
+    MRROPE_HOST_DEVICE bool rotates() const { return kind == HeadKind::query || kind == HeadKind::key; }
+    MRROPE_HOST_DEVICE bool is_cached() const { return kind == HeadKind::key || kind == HeadKind::value; }
+};
+
+// A block of the two-pass kernel: one row.
+struct StoreRow {
+    int batch;
+    int token;
+    HeadKind kind;
+    int row;  // of this kind: the head, or 0 over all heads
+};
+
+template <class Divmod>
+struct QkNormRotaryAndCacheMap {
+    QkNormRotaryAndCachePlan plan;
+    Divmod members;  // by plan.lanes; over a head: by plan.team
+    Divmod units;    // per token
+    Divmod tokens;
+    int threads;  // over a head, in registers: of the launch
+    HeadTablesMap<Divmod> q_tables;
+    HeadTablesMap<Divmod> k_tables;
+
+    static QkNormRotaryAndCacheMap of(const QkNormRotaryAndCachePlan& plan, const QkNormRotaryAndCacheShape& shape) {
+        const bool by_team = plan.in_registers && shape.over == NormOver::head;
+        const int64_t teams = shape.batch * shape.tokens * plan.units.count();
+        return {
+            .plan = plan,
+            .members = Divmod{by_team ? plan.team : plan.lanes},
+            .units = Divmod{plan.units.count()},
+            .tokens = Divmod{static_cast<int>(shape.tokens)},
+            .threads = by_team ? static_cast<int>(teams * plan.team) : 0,
+            .q_tables = HeadTablesMap<Divmod>::of(shape.q_heads, plan.groups.queries, shape.table_heads),
+            .k_tables = HeadTablesMap<Divmod>::of(shape.kv_heads, plan.groups.keys, shape.table_heads),
+        };
+    }
+
+    MRROPE_HOST_DEVICE int groups_of(HeadKind kind) const {
+        switch (kind) {
+            case HeadKind::query: return plan.groups.queries;
+            case HeadKind::key: return plan.groups.keys;
+            case HeadKind::value: return plan.groups.values;
+            case HeadKind::gate: return plan.groups.gates;
+        }
+        return 0;
+    }
+
+    // The heads of a thread; `has_tables`: there may be several head tables.
+    template <bool has_tables>
+    MRROPE_HOST_DEVICE StridedHeads heads_of(const StorePlace& place, int heads) const {
+        if (has_tables && place.rotates()) {
+            return (place.kind == HeadKind::query ? q_tables : k_tables).heads_of(place.group);
+        }
+        return {place.group, place.groups, heads, 0};
+    }
+
+    template <NormOver over>
+    MRROPE_HOST_DEVICE StorePlace place(int block, int thread_in_block) const {
+        StorePlace place;
+        int member, unit, sequence_token;
+        if constexpr (over == NormOver::head) {
+            const int thread = block * norm_block_threads + thread_in_block;
+            int team;
+            members(team, member, thread < threads - 1 ? thread : threads - 1);
+            units(sequence_token, unit, team);
+            const UnitOfKind group = UnitOfKind::of(unit, plan.units);
+            place.kind = group.kind;
+            place.group = group.number;
+            place.groups = groups_of(place.kind);
+            place.active = thread < threads && member < plan.lanes;
+        } else {
+            members(place.group, member, thread_in_block);
+            units(sequence_token, unit, block);
+            place.kind = UnitOfKind::of(unit, plan.units).kind;
+            place.groups = groups_of(place.kind);
+            place.active = place.group < place.groups;
+            if (!place.active) place.group = 0;
+        }
+        place.lane = member < plan.lanes - 1 ? member : plan.lanes - 1;
+        tokens(place.batch, place.token, sequence_token);
+        return place;
+    }
+
+    MRROPE_HOST_DEVICE StoreRow row(int block) const {
+        StoreRow found;
+        int sequence_token, unit;
+        units(sequence_token, unit, block);
+        tokens(found.batch, found.token, sequence_token);
+        const UnitOfKind row = UnitOfKind::of(unit, plan.units);
+        found.kind = row.kind;
+        found.row = row.number;
+        return found;
+    }
+};
+
+}  // namespace mrrope

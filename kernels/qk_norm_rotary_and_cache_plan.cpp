@@ -1,0 +1,141 @@
+#include "qk_norm_rotary_and_cache_plan.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "head_split.h"
+#include "launch_slices.h"
+
+namespace mrrope {
+namespace {
+
+constexpr int warp = 32;
+
+// A store has as many components as a load; as float8 they are fewer bytes.
+bool starts_aligned(const HeadsView& view, int element_size, int stored_size) {
+    return view.heads == 0 ||
+           (starts_aligned(view.in, view.in_strides, element_size) &&
+            starts_aligned(view.out, view.out_strides, stored_size, access_bytes / element_size * stored_size));
+}
+
+bool starts_aligned(const void* weights) {
+    return reinterpret_cast<int64_t>(weights) % access_bytes == 0;
+}
+
+// Lanes per head where it is made of whole vectors, two per lane, and a warp can hold it; else 0.
+int lanes_per_head(const QkNormRotaryAndCacheShape& shape) {
+    if (shape.element_size > 4) return 0;  // float64 serves tests, where speed does not matter
+    const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
+    if (split.vector == 1 || shape.head_dim % (2 * split.vector) != 0) return 0;
+    const int lanes = shape.head_dim / (2 * split.vector);
+    if (lanes > warp) return 0;
+    // Over all heads, lanes of a head that are no power of two may lie in two warps, which share no maximum.
+    const bool splits_heads = shape.over == NormOver::all_heads && !std::has_single_bit(static_cast<unsigned>(lanes));
+    return shape.computes_q_scale && splits_heads ? 0 : lanes;
+}
+
+int max_heads(const QkNormRotaryAndCacheShape& shape) {
+    return std::max({shape.q_heads, shape.kv_heads, shape.gate_heads});
+}
+
+int64_t threads_over_all_heads(const QkNormRotaryAndCacheShape& shape, int lanes, int heads_per_thread) {
+    const int64_t groups = groups_of(max_heads(shape), heads_per_thread, shape.table_heads);
+    return ceil_div(lanes * groups, warp) * warp;
+}
+
+// The thresholds of qk_norm_rotary's plan, whose kernel has the same loads and reductions.
+int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape, int lanes) {
+    constexpr int64_t threads_for_two = 1 << 12;
+    constexpr int64_t threads_for_eight = 1 << 20;
+    constexpr int64_t max_threads_for_two_over_all_heads = 1 << 17;
+    if (shape.needs_lookup) return norm_heads_per_thread_with_lookup;
+    const int64_t heads = shape.q_heads + 2 * shape.kv_heads + shape.gate_heads;
+    const int64_t threads = shape.batch * shape.tokens * heads * lanes;
+    if (shape.over == NormOver::all_heads) {
+        const bool two_fit = threads_over_all_heads(shape, lanes, 2) <= norm_max_block_threads;
+        return two_fit && (max_heads(shape) <= 2 || threads <= max_threads_for_two_over_all_heads) ? 2 : 4;
+    }
+    if (max_heads(shape) == 1 || threads < threads_for_two) return 1;
+    return max_heads(shape) > 2 && threads >= threads_for_eight ? 8 : 2;
+}
+
+// One row for each kind that has heads, or one for each head.
+HeadGroups rows_of(const QkNormRotaryAndCacheShape& shape, NormOver over) {
+    const auto rows = [&](int heads) { return over == NormOver::head ? heads : std::min(heads, 1); };
+    return {rows(shape.q_heads), rows(shape.kv_heads), rows(shape.kv_heads), rows(shape.gate_heads)};
+}
+
+int64_t threads_per_token(const QkNormRotaryAndCachePlan& plan, NormOver over) {
+    const bool by_team = plan.in_registers && over == NormOver::head;
+    return static_cast<int64_t>(plan.units.count()) * (by_team ? plan.team : plan.block_threads);
+}
+
+}  // namespace
+
+QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args) {
+    const RotaryArgs& rotary = args.rotary;
+    const int element_size = size_of(rotary.dtype);
+    const int cached_size = size_of(args.cached_as, rotary.dtype);
+    return {
+        .batch = rotary.batch,
+        .tokens = rotary.tokens,
+        .q_heads = rotary.q.heads,
+        .kv_heads = args.k.view.heads,
+        .gate_heads = args.gate.heads,
+        .head_dim = rotary.head_dim,
+        .rotary_dim = rotary.rotary_dim,
+        .element_size = element_size,
+        .over = args.over,
+        .aligned = starts_aligned(rotary.q, element_size, size_of(args.q_stored_as, rotary.dtype)) &&
+                   starts_aligned(args.k.view, element_size, cached_size) &&
+                   starts_aligned(args.v.view, element_size, cached_size) &&
+                   starts_aligned(args.gate, element_size, element_size) && starts_aligned(args.q_weight) &&
+                   starts_aligned(args.k_weight),
+        .needs_lookup = rotary.positions.row_of_pair != nullptr || rotary.choice.count > 1 || rotary.choice.heads > 1,
+        .computes_q_scale = args.q_scale_out != nullptr,
+        .table_heads = rotary.choice.heads};
+}
+
+int64_t blocks_of(const QkNormRotaryAndCachePlan& plan, NormOver over, int64_t tokens) {
+    return ceil_div(tokens * threads_per_token(plan, over), plan.block_threads);
+}
+
+QkNormRotaryAndCachePlan plan(const QkNormRotaryAndCacheShape& shape, const Device& device) {
+    const int lanes = lanes_per_head(shape);
+    return plan_with(shape, device, lanes == 0 ? 1 : choose_heads_per_thread(shape, lanes));
+}
+
+// Independent of the device so far: the thresholds are those of an H200.
+QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const Device&, int heads_per_thread) {
+    QkNormRotaryAndCachePlan plan;
+    const int lanes = lanes_per_head(shape);
+    const bool over_head = shape.over == NormOver::head;
+    const int64_t threads_of_row = threads_over_all_heads(shape, lanes, heads_per_thread);
+    if (lanes > 0 && (over_head || threads_of_row <= norm_max_block_threads)) {
+        plan.in_registers = true;
+        // Over all heads with two heads per thread, one kernel serves calls with and without a lookup.
+        plan.finds_table = shape.needs_lookup || (!over_head && heads_per_thread == norm_heads_per_thread_with_lookup);
+        plan.lanes = lanes;
+        plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
+        plan.heads_per_thread = heads_per_thread;
+        plan.groups = head_groups(shape.q_heads, shape.kv_heads, heads_per_thread, shape.table_heads);
+        plan.groups.gates = groups_of(shape.gate_heads, heads_per_thread);
+        plan.block_threads = norm_block_threads;
+        plan.units = plan.groups;
+        if (!over_head) {
+            // All blocks have the same size; kinds with fewer heads spread them over all threads.
+            const int groups = groups_of(max_heads(shape), heads_per_thread, shape.table_heads);
+            plan.groups = {std::min(shape.q_heads, groups), std::min(shape.kv_heads, groups),
+                           std::min(shape.kv_heads, groups), std::min(shape.gate_heads, groups)};
+            plan.block_threads = static_cast<int>(threads_of_row);
+            plan.units = rows_of(shape, shape.over);
+        }
+    } else {
+        plan.units = rows_of(shape, shape.over);
+    }
+    plan.tokens_per_launch =
+        tokens_per_launch(shape.batch, shape.tokens, threads_per_token(plan, shape.over), plan.block_threads);
+    return plan;
+}
+
+}  // namespace mrrope

@@ -1,0 +1,74 @@
+#pragma once
+
+#include "device_properties.h"
+#include "mrrope/qk_norm_rotary_and_cache.h"
+#include "qk_norm_rotary_plan.h"
+#include "rotary_and_cache_plan.h"
+
+// Launch plan of the kernel that norms and rotates q and k and writes k and v to a cache: pure host functions of shape
+// and device, tested without a GPU.
+
+namespace mrrope {
+
+struct QkNormRotaryAndCacheShape {
+    int64_t batch = 0;
+    int64_t tokens = 0;
+    int q_heads = 0;
+    int kv_heads = 0;
+    int gate_heads = 0;
+    int head_dim = 0;
+    int rotary_dim = 0;
+    int element_size = 0;
+    NormOver over = NormOver::head;
+    bool aligned = false;           // every vector that is loaded or stored is aligned to its size
+    bool needs_lookup = false;      // several tables, or several positions per token
+    bool computes_q_scale = false;  // a scale per token and head of q
+    int table_heads = 1;            // TableChoice::heads
+};
+
+QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args);
+
+// Minimum blocks per SM for __launch_bounds__: as many as nothing spills with. The same code needs more registers for
+// float16, and before sm_90.
+constexpr int norm_and_cache_min_blocks_per_sm(NormOver over, int heads_per_thread, bool needs_lookup,
+                                               bool is_float16) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    constexpr bool is_old = true;
+#else
+    constexpr bool is_old = false;
+#endif
+    if (over == NormOver::all_heads) return 2;
+    if (heads_per_thread == 8) return is_old || is_float16 ? 3 : 4;
+    if (heads_per_thread == 2) return is_old || needs_lookup ? 4 : 5;
+    if (is_float16) return is_old ? 5 : 6;
+    return 7;
+}
+
+// As QkNormRotaryPlan, for four kinds of heads: those of q, k, v and the gate. Those of v and the gate are neither
+// normed nor rotated; a thread has heads of one kind.
+struct QkNormRotaryAndCachePlan {
+    bool in_registers = false;
+    bool finds_table = false;  // runs the kernel with needs_lookup
+    int lanes = 1;
+    int team = 1;  // threads that reduce a head: a power of two
+    int heads_per_thread = 1;
+    HeadGroups groups;  // of up to heads_per_thread heads; two passes: none
+    // What a token is divided into: over a head, in registers, the groups, a team each; otherwise rows, a block each.
+    HeadGroups units;
+    int block_threads = norm_row_block_threads;
+    int64_t tokens_per_launch = 0;  // as in RotaryPlan
+};
+
+QkNormRotaryAndCachePlan plan(const QkNormRotaryAndCacheShape& shape, const Device& device);
+
+// plan() with a given maximum of heads per thread: 1, 2 or 8; over all heads 2 or 4; with a lookup 2.
+QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const Device& device, int heads_per_thread);
+
+// qk_norm_rotary_and_cache_cuda by a given plan.
+void qk_norm_rotary_and_cache_cuda(const QkNormRotaryAndCacheArgs& args, const QkNormRotaryAndCachePlan& plan,
+                                   CUstream_st* stream);
+
+// The number of blocks of a launch of `tokens` tokens.
+int64_t blocks_of(const QkNormRotaryAndCachePlan& plan, NormOver over, int64_t tokens);
+
+}  // namespace mrrope
