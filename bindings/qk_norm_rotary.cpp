@@ -143,10 +143,12 @@ struct QkNormRotaryBackward {
             const auto precision = weights[i].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
             sums.push_back(
                 at::empty({i == 0 ? rows.q : rows.k, weights[i].size(0)}, weights[i].options().dtype(precision)));
-            (i == 0 ? args.q : args.k).weight_sums = sums[i].data_ptr();
+            result.push_back(at::empty_like(weights[i]));
+            OutputGradient& gradient = i == 0 ? args.q : args.k;
+            gradient.weight_sums = sums[i].data_ptr();
+            gradient.weights = result.back().data_ptr();
         }
         Backend::run(args, forward.heads[0]);
-        for (size_t i = 0; i < sums.size(); ++i) result.push_back(sums[i].sum(0).to(weights[i].scalar_type()));
         return result;
     }
 

@@ -30,6 +30,8 @@ struct LaneLayout {
 
     static constexpr bool crosses_vectors = pairing == Pairing::halves || Vector == 1;
 
+    static constexpr bool rotates() { return true; }
+
     // The first component of each vector.
     MRROPE_HOST_DEVICE int first() const {
         return pairing == Pairing::interleaved && Vector == 1 ? 2 * lane : lane * Vector;
@@ -46,7 +48,7 @@ struct LaneLayout {
     }
 };
 
-// The layout of a whole head, for kernels that also read the unrotated tail: lanes past the rotated part hold two
+// The layout of a whole head, for kernels that also move the unrotated tail: lanes past the rotated part hold two
 // neighbouring vectors of the tail.
 template <Pairing pairing, int Vector>
 struct NormLaneLayout {

@@ -1,16 +1,10 @@
 #include "learnable_rotary_kernel.cuh"
-#include "mrrope/learnable_rotary_phase.h"
 
 namespace mrrope {
 namespace {
 
 bool is_empty(const LearnableRotaryShape& shape) {
     return shape.batch == 0 || shape.tokens == 0 || shape.q_heads + shape.k_heads == 0;
-}
-
-__device__ double load_real(const void* values, DType dtype, int64_t i) {
-    return dtype == DType::float64 ? static_cast<const double*>(values)[i]
-                                   : static_cast<double>(static_cast<const float*>(values)[i]);
 }
 
 __device__ void store_real(void* values, DType dtype, int64_t i, double value) {
@@ -44,43 +38,26 @@ __global__ void __launch_bounds__(pack_block_threads)
     if (threadIdx.x == 0) words[half] = attention_factor_word(factor, has_frequencies);
 }
 
-void pack_tables(const LearnableRotaryArgs& args, cudaStream_t stream) {
-    launch_with_pdl(pdl_kernel<pack_tables_kernel>, dim3(args.tables), pack_block_threads, stream, args);
-}
-
 // Passed to the kernel by value.
 struct TableSumLaunch {
     LearnableRotaryGradientArgs args;
     int rows;
 };
 
-constexpr int sum_words_per_block = 32;
-constexpr int sum_block_threads = sum_words_per_block * 32;
-
-// Adds the rows of partial sums, always in the same order. A block takes 32 words of one table. Thread j of warp i adds
-// the rows i, i + 32, ... of word j; then warp i adds the 32 sums of word i.
-__global__ void __launch_bounds__(sum_block_threads) table_sum_kernel(const __grid_constant__ TableSumLaunch launch) {
+// Adds the rows of partial sums. A block takes 32 words of one table.
+__global__ void __launch_bounds__(column_sum_block_threads)
+    table_sum_kernel(const __grid_constant__ TableSumLaunch launch) {
     const LearnableRotaryGradientArgs& args = launch.args;
     const int half = args.call.rotary.rotary_dim / 2;
     const int words = half + 1;
     const int table = blockIdx.x;
-    const int first_word = blockIdx.y * sum_words_per_block;
-    const int thread = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
+    const int first_word = blockIdx.y * columns_per_block;
     pdl_wait();
     pdl_trigger();
-    double of_rows = 0;
-    if (first_word + thread < words) {
-        for (int row = warp; row < launch.rows; row += 32) {
-            of_rows += args.table_sums[(int64_t{row} * args.call.tables + table) * words + first_word + thread];
-        }
-    }
-    __shared__ double transposed[32][33];  // 33: without bank conflicts
-    transposed[warp][thread] = of_rows;
-    __syncthreads();
-    const double sum = sum_over_warp(transposed[thread][warp]);
-    const int word = first_word + warp;
-    if (thread > 0 || word >= words) return;
+    const double sum = sum_of_column(args.table_sums + int64_t{table} * words + first_word, words - first_word,
+                                     launch.rows, int64_t{args.call.tables} * words);
+    const int word = first_word + threadIdx.x / 32;
+    if (threadIdx.x % 32 > 0 || word >= words) return;
     const DType dtype = args.call.table_dtype;
     if (word < half) {
         store_real(args.frequencies, dtype, int64_t{table} * half + word, sum);
@@ -92,7 +69,7 @@ __global__ void __launch_bounds__(sum_block_threads) table_sum_kernel(const __gr
 }  // namespace
 
 void learnable_rotary_cuda(const LearnableRotaryArgs& args, CUstream_st* stream) {
-    pack_tables(args, stream);
+    launch_with_pdl(pdl_kernel<pack_tables_kernel>, dim3(args.tables), pack_block_threads, stream, args);
     rotary_cuda(by_packed_tables(args), stream);
 }
 
@@ -107,14 +84,13 @@ void learnable_rotary_gradient_cuda(const LearnableRotaryGradientArgs& args, CUs
     if (!is_empty(shape)) {
         const LearnableRotaryPlan planned = plan(shape, current_device());
         rows = planned.blocks_per_table;
-        pack_tables(args.call, stream);  // immediately before the kernel, which relies on it
         const LearnableRotaryLaunch launch{args, LearnableRotaryMap<cutlass::FastDivmod>::of(planned, shape)};
         with_element(args.call.rotary.dtype,
                      [&](auto element) { launch_learnable_gradient<decltype(element)>(launch, stream); });
     }
     const int words = shape.rotary_dim / 2 + 1;
-    const dim3 grid(args.call.tables, ceil_div(words, sum_words_per_block));
-    launch_with_pdl(pdl_kernel<table_sum_kernel>, grid, sum_block_threads, stream, TableSumLaunch{args, rows});
+    const dim3 grid(args.call.tables, ceil_div(words, columns_per_block));
+    launch_with_pdl(pdl_kernel<table_sum_kernel>, grid, column_sum_block_threads, stream, TableSumLaunch{args, rows});
 }
 
 }  // namespace mrrope

@@ -26,9 +26,7 @@ WeightSumRows weight_sum_rows_cuda(const QkNormRotaryGradientArgs& args) {
 }
 
 void qk_norm_rotary_gradient_cuda(const QkNormRotaryGradientArgs& args, CUstream_st* stream) {
-    const QkNormRotaryShape shape = shape_of(args);
-    if (shape.batch == 0 || shape.tokens == 0 || shape.q_heads + shape.k_heads == 0) return;
-    const QkNormRotaryGradientPlan plan = plan_gradient(shape, current_device());
+    const QkNormRotaryGradientPlan plan = plan_gradient(shape_of(args), current_device());
     with_element(args.call.rotary.dtype,
                  [&](auto element) { launch_qk_norm_rotary_gradient<decltype(element)>(args, plan, stream); });
 }

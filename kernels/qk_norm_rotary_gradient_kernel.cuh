@@ -2,8 +2,10 @@
 
 #include <cutlass/fast_math.h>
 
+#include "device/column_sums.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/rms_norm.cuh"
+#include "head_split.h"
 #include "qk_norm_rotary_map.h"
 #include "qk_norm_rotary_plan.h"
 
@@ -30,16 +32,13 @@ struct GradientView {
     NormGradientBlock block;
 
     template <class Launch>
-    __device__ GradientView(const Launch& launch, int weights_per_head)
-        : view(launch.args.call, launch.map.block(blockIdx.x).is_q) {
+    __device__ explicit GradientView(const Launch& launch) : view(launch.args.call, launch.map.block(blockIdx.x).is_q) {
         const OutputGradient& output_gradient = view.is_q ? launch.args.q : launch.args.k;
         block = launch.map.block(blockIdx.x);
         gradient = static_cast<const Element*>(output_gradient.data);
         gradient_strides = output_gradient.strides;
         weight_sums = static_cast<RealOf<Element>*>(output_gradient.weight_sums);
-        const int64_t weights =
-            static_cast<int64_t>(launch.args.call.over == NormOver::head ? 1 : view.heads) * weights_per_head;
-        if (weight_sums != nullptr) weight_sums += block.block * weights;
+        if (weight_sums != nullptr) weight_sums += block.block * launch.args.call.weight_count(view.is_q);
     }
 };
 
@@ -74,7 +73,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
     using Fragment = HeadFragment<Element, Vector>;
     using Wide = WideFragment<Real, Vector>;
     const RotaryArgs& args = launch.args.call.rotary;
-    const GradientView<Element> mine(launch, args.head_dim);
+    const GradientView<Element> mine(launch);
     const NormView<Element>& view = mine.view;
     const NormGradientThread thread = launch.map.template thread<over>(mine.block, threadIdx.x);
     const Lane lane(thread.lane, args.rotary_dim / 2);
@@ -82,35 +81,59 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
     pdl_wait();
     pdl_trigger();
 
+    // One row of every thread: where it is, and what is loaded of it.
+    const int64_t rows_per_step = static_cast<int64_t>(mine.block.blocks) * thread.slots;
+    int64_t first_row = static_cast<int64_t>(mine.block.block) * thread.slots;
+    NormGradientRow row = launch.map.template row<over>(mine.block, thread, first_row);
+    StridedHeads heads = launch.map.heads_of(mine.block, row.group);
+    LaneAngles<Vector, true> angles;
+    Fragment x[HeadsPerThread], output_gradient[HeadsPerThread];
+    const auto has_head = [&](int j) { return row.active && heads.exists(j); };
+    const auto load_gradients = [&] {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < HeadsPerThread; ++j) {
+            output_gradient[j] = Fragment{};
+            if (!has_head(j)) continue;
+            const int64_t offset = offset_of(mine.gradient_strides, row.batch, row.token, heads.head(j));
+            output_gradient[j].load(mine.gradient + offset, lane);
+        }
+    };
+    const auto load_heads = [&] {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < HeadsPerThread; ++j) {
+            x[j] = Fragment{};
+            if (has_head(j)) x[j].load(view.in + offset_of(view.in_strides, row.batch, row.token, heads.head(j)), lane);
+        }
+    };
+    const auto load_angles = [&] { angles.load(args, lane, row.batch, row.token, heads.table); };
+    const auto load_weights = [&](Fragment& weights, int64_t head) {
+        weights.load(view.weight + head * args.head_dim, lane);
+    };
+    // Otherwise weights are read from L1 for want of registers: over all heads every head has its own, and before sm_90
+    // they would spill.
+    constexpr bool keeps_weights = over_head && compiled_for_pdl;
+    Fragment kept_weights;
+    if constexpr (keeps_weights) load_weights(kept_weights, 0);
+    const auto weight_of = [&](int j) {
+        if constexpr (keeps_weights) return with_offset(kept_weights, launch.constants.weight_offset);
+        Fragment weights{};
+        if (over_head || (thread.has_lane && heads.exists(j))) load_weights(weights, over_head ? 0 : heads.head(j));
+        return with_offset(weights, launch.constants.weight_offset);
+    };
     Wide weight_gradients[weight_sets];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < weight_sets; ++j) weight_gradients[j] = Wide{};
-    for (int64_t first_row = static_cast<int64_t>(mine.block.block) * thread.slots; first_row < thread.rows;
-         first_row += static_cast<int64_t>(mine.block.blocks) * thread.slots) {
-        const auto [group, batch, token, active] = launch.map.template row<over>(mine.block, thread, first_row);
-        const StridedHeads heads = launch.map.heads_of(mine.block, group);
-        const auto has_head = [&](int j) { return active && heads.exists(j); };
-
-        LaneAngles<Vector, true> angles;
-        angles.load(args, lane, batch, token, heads.table);
-        Fragment x[HeadsPerThread], output_gradient[HeadsPerThread];
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < HeadsPerThread; ++j) {
-            const int64_t head = heads.head(j);
-            x[j] = output_gradient[j] = Fragment{};
-            if (!has_head(j)) continue;
-            x[j].load(view.in + offset_of(view.in_strides, batch, token, head), lane);
-            output_gradient[j].load(mine.gradient + offset_of(mine.gradient_strides, batch, token, head), lane);
-        }
-        Fragment weights[weight_sets];
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < weight_sets; ++j) {
-            const int64_t head = over_head ? 0 : heads.head(j);
-            weights[j] = Fragment{};
-            if (has_head(j)) weights[j].load(view.weight + head * args.head_dim, lane);
-        }
+    if (first_row < thread.rows) {
+        load_angles();
+        load_gradients();
+        load_heads();
+    }
+    // Each row is loaded while the previous one is reduced and written: first its gradients, whose registers are free,
+    // then the rest.
+    CUTLASS_PRAGMA_NO_UNROLL
+    while (first_row < thread.rows) {
         CosSin<Real> by[Vector];
-        angles.compute(by, args, lane, batch, token, direction);
+        angles.compute(by, args, lane, row.batch, row.token, direction);
 
         Real sums[2 * HeadsPerThread];  // of squares, and of products
         Wide rotated[HeadsPerThread];
@@ -119,7 +142,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
             rotated[j] = output_gradient[j].widened();
             rotated[j].template rotate<Lane::crosses_vectors>(by);
             const Wide wide = x[j].widened();
-            const Wide weight = with_offset(weights[over_head ? 0 : j], launch.constants.weight_offset);
+            const Wide weight = weight_of(j);
             Wide weighted;
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < Vector; ++i) {
@@ -129,6 +152,12 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
             sums[2 * j] = sum_of_products(wide, wide);
             sums[2 * j + 1] = sum_of_products(weighted, wide);
         }
+        Element* out = view.out + offset_of(view.out_strides, row.batch, row.token, heads.first);
+        const int heads_left = row.active ? heads.end - heads.first : 0;  // heads.step is the same in every row
+        first_row += rows_per_step;
+        row = launch.map.template row<over>(mine.block, thread, first_row);
+        heads = launch.map.heads_of(mine.block, row.group);
+        load_gradients();
         if constexpr (over_head) {
             sum_over_team(sums, launch.map.plan.team);
         } else {
@@ -140,10 +169,10 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
 
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) {
-            if (!has_head(j)) break;
+            if (j * heads.step >= heads_left) break;
             const RowGradient<Real> of_row(launch.constants, sums[2 * j], sums[2 * j + 1], view.is_q);
             const Wide wide = x[j].widened();
-            const Wide weight = with_offset(weights[over_head ? 0 : j], launch.constants.weight_offset);
+            const Wide weight = weight_of(j);
             Wide& weight_gradient = weight_gradients[over_head ? 0 : j];
             Wide result;
             CUTLASS_PRAGMA_UNROLL
@@ -157,7 +186,11 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
             }
             Fragment narrow;
             narrow.narrow(result);
-            narrow.store(view.out + offset_of(view.out_strides, batch, token, heads.head(j)), lane);
+            narrow.store(out + j * heads.step * view.out_strides.head, lane);
+        }
+        if (first_row < thread.rows) {
+            load_angles();
+            load_heads();
         }
     }
 
@@ -179,7 +212,6 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
             mine.weight_sums[at] = sum;
         }
     } else {
-        const StridedHeads heads = launch.map.heads_of(mine.block, thread.has_lane ? thread.slot : 0);
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) {
             if (!thread.has_lane || !heads.exists(j)) break;
@@ -200,7 +232,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     qk_norm_rotary_gradient_row_kernel(const __grid_constant__ QkNormRotaryGradientLaunch<RealOf<Element>> launch) {
     using Real = RealOf<Element>;
     const RotaryArgs& args = launch.args.call.rotary;
-    const GradientView<Element> mine(launch, args.head_dim);
+    const GradientView<Element> mine(launch);
     const NormView<Element>& view = mine.view;
     const bool over_head = launch.args.call.over == NormOver::head;
     const int heads = over_head ? 1 : view.heads;
@@ -263,6 +295,54 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     }
 }
 
+// Passed to the kernel by value.
+struct WeightSumLaunch {
+    struct Part {
+        const void* sums;
+        void* weights;  // nullptr: not wanted
+        int64_t count;
+        int rows;
+    };
+    Part q;
+    Part k;
+    int q_blocks;
+};
+
+// Adds the rows of partial sums of q and of k. A block takes 32 weights.
+template <class Element>
+__global__ void __launch_bounds__(column_sum_block_threads)
+    weight_sum_kernel(const __grid_constant__ WeightSumLaunch launch) {
+    const bool is_q = static_cast<int>(blockIdx.x) < launch.q_blocks;
+    const WeightSumLaunch::Part& part = is_q ? launch.q : launch.k;
+    const int64_t first = int64_t{columns_per_block} * (is_q ? blockIdx.x : blockIdx.x - launch.q_blocks);
+    const auto columns = static_cast<int>(min(int64_t{columns_per_block}, part.count - first));
+    pdl_wait();
+    pdl_trigger();
+    const double sum =
+        sum_of_column(static_cast<const RealOf<Element>*>(part.sums) + first, columns, part.rows, part.count);
+    const auto column = static_cast<int>(threadIdx.x / 32);
+    if (threadIdx.x % 32 > 0 || column >= columns) return;
+    static_cast<Element*>(part.weights)[first + column] = static_cast<Element>(static_cast<RealOf<Element>>(sum));
+}
+
+// No rows add up to 0.
+template <class Element>
+void launch_weight_sums(const QkNormRotaryGradientArgs& args, const WeightSumRows& rows, cudaStream_t stream) {
+    const auto part_of = [&](bool is_q) {
+        const OutputGradient& gradient = is_q ? args.q : args.k;
+        return WeightSumLaunch::Part{gradient.weight_sums, gradient.weights, args.call.weight_count(is_q),
+                                     static_cast<int>(is_q ? rows.q : rows.k)};
+    };
+    const auto blocks_of = [](const WeightSumLaunch::Part& part) {
+        return part.weights == nullptr ? 0 : static_cast<int>(ceil_div(part.count, columns_per_block));
+    };
+    WeightSumLaunch launch{part_of(true), part_of(false), 0};
+    launch.q_blocks = blocks_of(launch.q);
+    const int blocks = launch.q_blocks + blocks_of(launch.k);
+    if (blocks == 0) return;
+    launch_with_pdl(pdl_kernel<weight_sum_kernel<Element>>, dim3(blocks), column_sum_block_threads, stream, launch);
+}
+
 template <class Element, Pairing pairing>
 auto norm_gradient_kernel(const QkNormRotaryGradientPlan& plan, NormOver over) {
     if constexpr (sizeof(Element) <= 4) {
@@ -287,7 +367,9 @@ void launch_qk_norm_rotary_gradient(const QkNormRotaryGradientArgs& args, const 
     const auto kernel = rotary.pairing == Pairing::halves
                             ? norm_gradient_kernel<Element, Pairing::halves>(plan, args.call.over)
                             : norm_gradient_kernel<Element, Pairing::interleaved>(plan, args.call.over);
-    launch_with_pdl(kernel, dim3(plan.q_blocks + plan.k_blocks), plan.block_threads, stream, launch);
+    const bool is_empty = rotary.batch == 0 || rotary.tokens == 0 || rotary.q.heads + rotary.k.heads == 0;
+    if (!is_empty) launch_with_pdl(kernel, dim3(plan.q_blocks + plan.k_blocks), plan.block_threads, stream, launch);
+    launch_weight_sums<Element>(args, is_empty ? WeightSumRows{} : WeightSumRows{plan.q_blocks, plan.k_blocks}, stream);
 }
 
 extern template void launch_qk_norm_rotary_gradient<double>(const QkNormRotaryGradientArgs&,

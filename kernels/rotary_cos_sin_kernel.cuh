@@ -51,11 +51,11 @@ __device__ const Column* token_columns(const ColumnsView& view, int batch, int t
 
 // The rotary kernel with cosines and sines from memory: the same places, plans and vectors. Nothing is computed but the
 // rotation, so the heads' latency hides that of the columns, which are issued first.
-template <class Element, class Column, int Vector, int HeadsPerThread, Pairing pairing>
+template <class Element, class Column, int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm(HeadsPerThread))
     rotary_cos_sin_kernel(const __grid_constant__ RotaryCosSinLaunch launch) {
     using Real = RealOf<Element>;
-    using Layout = LaneLayout<pairing, Vector>;
+    using Layout = LayoutOf<pairing, Vector, whole_heads>;
     const RotaryArgs& args = launch.args.rotary;
     const int thread = blockIdx.x * rotary_block_threads + threadIdx.x;
     const auto [lane, group, batch, token] = launch.map.place(thread);
@@ -106,11 +106,11 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
         if (j >= heads.count) break;
-        fragments[j].template rotate<Layout::crosses_vectors>(by);
+        if (layout.rotates()) fragments[j].template rotate<Layout::crosses_vectors>(by);
         fragments[j].store(pointers_to(j).out, layout);
     }
 
-    if (!launch.copies_tail) return;
+    if (whole_heads || !launch.copies_tail) return;
     for (int j = 0; j < heads.count; ++j) {
         const HeadPointers<Element> head = pointers_to(j);
         copy_tail<Vector>(head.in, head.out, lane, launch.map.lanes.divisor, args);
@@ -125,13 +125,13 @@ void launch_with_columns(const RotaryCosSinArgs& args, const RotaryPlan& plan, c
         .args = args,
         .map = RotaryMap<cutlass::FastDivmod>::of(plan, rotary.tokens),
         .threads = threads,
-        .copies_tail =
-            rotary.rotary_dim < rotary.head_dim && (rotary.q.in != rotary.q.out || rotary.k.in != rotary.k.out),
+        .copies_tail = copies_tail(rotary),
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
-    with_plan<Element>(plan, rotary.pairing, [&]<int Vector, int HeadsPerThread, Pairing pairing> {
-        launch_with_pdl(pdl_kernel<rotary_cos_sin_kernel<Element, Column, Vector, HeadsPerThread, pairing>>,
-                        dim3(blocks), rotary_block_threads, stream, launch);
+    with_plan<Element>(plan, rotary.pairing, [&]<int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads> {
+        launch_with_pdl(
+            pdl_kernel<rotary_cos_sin_kernel<Element, Column, Vector, HeadsPerThread, pairing, whole_heads>>,
+            dim3(blocks), rotary_block_threads, stream, launch);
     });
 }
 

@@ -2,7 +2,9 @@
 
 #include <cutlass/fast_math.h>
 
+#include <limits>
 #include <stdexcept>
+#include <type_traits>
 
 #include "device/dependent_launch.cuh"
 #include "device/head_fragment.cuh"
@@ -25,18 +27,24 @@ struct RotaryLaunch {
     int64_t bytes_ahead;
 };
 
+template <Pairing pairing, int Vector, bool whole_heads>
+using LayoutOf = std::conditional_t<whole_heads, NormLaneLayout<pairing, Vector>, LaneLayout<pairing, Vector>>;
+
 // A thread takes one vector from each half of HeadsPerThread neighbouring heads of one token: up to 16 bytes per
 // load, all in flight while it computes the Vector cos/sin that those heads share. Heads further apart would cost 9 %
 // at 512 tokens and 2 % at 8192 on an H200. Loads issued before griddepcontrol.wait are speculative; their values are
 // re-read after it. The order of events is explained in rotary_schedule.h.
 //
+// whole_heads: further lanes copy the tail, so that neighbouring threads access whole heads. Otherwise the lanes copy
+// it in a loop after the rotation, one vector at a time.
+//
 // Head tables: a thread's heads are all of one table. `single` has the code of one table only; `by_head` is `single`
 // with head tables, since looking for an index that is not there costs a decoding step 0.1 to 0.25 us.
-template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup>
+template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool whole_heads>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm(HeadsPerThread))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
     using Real = RealOf<Element>;
-    using Layout = LaneLayout<pairing, Vector>;
+    using Layout = LayoutOf<pairing, Vector, whole_heads>;
     using Trigger = RotarySchedule::Trigger;
     constexpr RotarySchedule schedule = rotary_schedule(lookup, HeadsPerThread, compiled_for_pdl);
     constexpr bool has_head_tables = lookup != TableLookup::single;
@@ -135,9 +143,9 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
             by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, direction);
         }
     };
-    compute_cos_sin();
+    if (layout.rotates()) compute_cos_sin();
     pdl_trigger();
-    if (verified_index != index) {  // mispredict
+    if (verified_index != index && layout.rotates()) {  // mispredict
         table = args.table + offset_of_table(verified_index);
         load_phase_steps(steps, table, layout);
         factor = table[half];
@@ -147,11 +155,11 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
         if (j >= heads.count) break;
-        fragments[j].template rotate<Layout::crosses_vectors>(by);
+        if (layout.rotates()) fragments[j].template rotate<Layout::crosses_vectors>(by);
         fragments[j].store(HeadPointers<Element>(args, heads_of_table, batch, token, heads.first + j).out, layout);
     }
 
-    if (!launch.copies_tail) return;
+    if (whole_heads || !launch.copies_tail) return;
     using Stored = cutlass::AlignedArray<Element, Vector>;
     for (int j = 0; j < heads.count; ++j) {
         const HeadPointers<Element> pointers(args, heads_of_table, batch, token, heads.first + j);
@@ -162,39 +170,45 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     }
 }
 
-template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup>
+template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool whole_heads>
 void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     const auto threads = static_cast<int>(args.batch * args.tokens * plan.threads_per_token());
-    const auto tokens_ahead = static_cast<int>(RotarySchedule::prefetch_threads_ahead / plan.threads_per_token());
+    // With tokens inside, the positions of all tokens are in L2 after the first group of heads.
+    const auto tokens_ahead = plan.tokens_inside
+                                  ? std::numeric_limits<int>::max()
+                                  : static_cast<int>(RotarySchedule::prefetch_threads_ahead / plan.threads_per_token());
     const RotaryLaunch launch{
         .args = args,
         .map = RotaryMap<cutlass::FastDivmod>::of(plan, args.tokens),
         .head_groups = HeadGroupsMap<cutlass::FastDivmod>::of(plan, args),
         .threads = threads,
-        .copies_tail = args.rotary_dim < args.head_dim && (args.q.in != args.q.out || args.k.in != args.k.out),
+        .copies_tail = copies_tail(args),
         .tokens_ahead = tokens_ahead,
         .bytes_ahead = tokens_ahead * args.positions.token_stride * (args.positions.is_int64 ? 8 : 4),
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
-    launch_with_pdl(pdl_kernel<rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup>>, dim3(blocks),
-                    rotary_block_threads, stream, launch);
+    launch_with_pdl(pdl_kernel<rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup, whole_heads>>,
+                    dim3(blocks), rotary_block_threads, stream, launch);
 }
 
-// Calls launch.operator()<Vector, HeadsPerThread, pairing>() for a plan. Only these combinations exist.
+// Calls launch.operator()<Vector, HeadsPerThread, pairing, whole_heads>() for a plan. Only these combinations exist.
 template <class Element, class Launch>
 void with_plan(const RotaryPlan& plan, Pairing pairing, Launch&& launch) {
     constexpr int full_vector = access_bytes / sizeof(Element);
     const auto with_heads = [&]<int Vector, Pairing P> {
-        if (plan.heads_per_thread == 1) return launch.template operator()<Vector, 1, P>();
+        if (plan.heads_per_thread == 1) return launch.template operator()<Vector, 1, P, false>();
         if constexpr (Vector == 1 || Vector == full_vector) {
-            if (plan.heads_per_thread == 2) return launch.template operator()<Vector, 2, P>();
+            if (plan.heads_per_thread == 2) return launch.template operator()<Vector, 2, P, false>();
         }
         if constexpr (Vector > 1 && Vector == full_vector) {
-            if (plan.heads_per_thread == 3) return launch.template operator()<Vector, 3, P>();
+            if (plan.heads_per_thread == 3) return launch.template operator()<Vector, 3, P, false>();
         }
         throw std::logic_error("mrrope: no rotary kernel takes that many heads a thread");
     };
     const auto with_vector = [&]<Pairing P> {
+        if (plan.whole_heads) {
+            return launch.template operator()<full_vector, heads_per_thread_of_whole_heads, P, true>();
+        }
         if (plan.vector == full_vector) return with_heads.template operator()<full_vector, P>();
         if (plan.vector == full_vector / 2) return with_heads.template operator()<full_vector / 2, P>();
         return with_heads.template operator()<1, P>();
@@ -205,10 +219,10 @@ void with_plan(const RotaryPlan& plan, Pairing pairing, Launch&& launch) {
     }
 }
 
-template <class Element, int Vector, int HeadsPerThread, Pairing pairing>
+template <class Element, int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads>
 void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     const auto launch = [&]<TableLookup lookup> {
-        launch_planned<Element, Vector, HeadsPerThread, pairing, lookup>(args, plan, stream);
+        launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, whole_heads>(args, plan, stream);
     };
     if (args.positions.row_of_pair != nullptr) {
         if constexpr (HeadsPerThread == heads_per_thread_with_rows) {
@@ -227,8 +241,8 @@ void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t 
 // Instantiated in one file per element type, for parallel builds.
 template <class Element>
 void launch_rotary(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    with_plan<Element>(plan, args.pairing, [&]<int Vector, int HeadsPerThread, Pairing pairing> {
-        launch_lookup<Element, Vector, HeadsPerThread, pairing>(args, plan, stream);
+    with_plan<Element>(plan, args.pairing, [&]<int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads> {
+        launch_lookup<Element, Vector, HeadsPerThread, pairing, whole_heads>(args, plan, stream);
     });
 }
 

@@ -8,7 +8,7 @@
 #include "rotary_plan.h"
 
 // Thread-to-element map of the rotary kernel, for host and device. Neighbouring threads take neighbouring vectors, then
-// head groups, then tokens.
+// head groups, then tokens; or, where tokens are adjacent in memory, tokens before head groups.
 
 namespace mrrope {
 
@@ -22,19 +22,25 @@ struct RotaryPlace {
 template <class Divmod>
 struct RotaryMap {
     Divmod lanes;
-    Divmod head_groups;
-    Divmod tokens;
+    Divmod inner;  // head groups, or tokens
+    Divmod outer;  // the other
+    bool tokens_inside;
 
     static RotaryMap of(const RotaryPlan& plan, int64_t tokens) {
-        return {Divmod{plan.lanes}, Divmod{plan.head_groups}, Divmod{static_cast<int>(tokens)}};
+        const Divmod groups{plan.head_groups};
+        const Divmod of_tokens{static_cast<int>(tokens)};
+        const bool inside = plan.tokens_inside;
+        return {Divmod{plan.lanes}, inside ? of_tokens : groups, inside ? groups : of_tokens, inside};
     }
 
     MRROPE_HOST_DEVICE RotaryPlace place(int thread) const {
         RotaryPlace place;
-        int item, sequence_token;
+        int item, outer_item, at_inner, at_outer;
         lanes(item, place.lane, thread);
-        head_groups(sequence_token, place.group, item);
-        tokens(place.batch, place.token, sequence_token);
+        inner(outer_item, at_inner, item);
+        outer(place.batch, at_outer, outer_item);
+        place.group = tokens_inside ? at_outer : at_inner;
+        place.token = tokens_inside ? at_inner : at_outer;
         return place;
     }
 };

@@ -1,5 +1,7 @@
 #include "rotary_plan.h"
 
+#include <cstdlib>
+
 #include "launch_slices.h"
 
 namespace mrrope {
@@ -8,6 +10,11 @@ namespace {
 bool starts_aligned(const HeadsView& view, int element_size) {
     return view.heads == 0 || (starts_aligned(view.in, view.in_strides, element_size) &&
                                starts_aligned(view.out, view.out_strides, element_size));
+}
+
+bool tokens_are_adjacent(const HeadsView& view) {
+    const auto adjacent = [](const HeadStrides& strides) { return std::abs(strides.token) < std::abs(strides.head); };
+    return view.heads <= 1 || (adjacent(view.in_strides) && adjacent(view.out_strides));
 }
 
 // Work per thread, by the number of threads with one head and a full vector each. Small launches are latency-bound and
@@ -64,7 +71,17 @@ constexpr int64_t threads_without_speculation(int heads_per_thread) {
     return heads_per_thread <= 2 ? 1 << 22 : 1 << 21;
 }
 
+// Without PDL there is nothing to overlap with, and rotary_schedule is the same for `speculative` and `indexed`.
+bool speculates_table(const RotaryShape& shape, const RotaryPlan& plan, const Device& device) {
+    const int64_t threads = shape.batch * shape.tokens * plan.threads_per_token();
+    return device.pdl && threads < threads_without_speculation(plan.heads_per_thread);
+}
+
 }  // namespace
+
+bool copies_tail(const RotaryArgs& args) {
+    return args.rotary_dim < args.head_dim && (args.q.in != args.q.out || args.k.in != args.k.out);
+}
 
 RotaryShape shape_of(const RotaryArgs& args) {
     const int element_size = size_of(args.dtype);
@@ -76,23 +93,45 @@ RotaryShape shape_of(const RotaryArgs& args) {
             .element_size = element_size,
             .aligned = starts_aligned(args.q, element_size) && starts_aligned(args.k, element_size),
             .with_rows = args.positions.row_of_pair != nullptr,
+            .copies_tail = copies_tail(args),
+            .tokens_adjacent = tokens_are_adjacent(args.q) && tokens_are_adjacent(args.k),
             .table_heads = args.choice.heads};
 }
 
 RotaryPlan plan(const RotaryShape& shape, const Device& device) {
     const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
     const int64_t threads = shape.batch * shape.tokens * shape.heads * split.lanes;
-    return plan_with(shape, device, choose_vector(shape, threads, split.vector),
-                     choose_heads_per_thread(shape, threads, split.vector));
+    RotaryPlan plan = shape.copies_tail && has_whole_head_plan(shape)
+                          ? plan_whole_heads(shape, device)
+                          : plan_with(shape, device, choose_vector(shape, threads, split.vector),
+                                      choose_heads_per_thread(shape, threads, split.vector));
+    plan.tokens_inside = shape.tokens_adjacent && threads >= threads_for_full_vectors;
+    return plan;
 }
 
 RotaryPlan plan_with(const RotaryShape& shape, const Device& device, int vector, int heads_per_thread) {
     RotaryPlan plan =
         plan_groups(shape, vector, heads_per_thread, groups_of(shape.heads, heads_per_thread, shape.table_heads));
     plan.table_heads = shape.table_heads;
-    // Without PDL there is nothing to overlap with, and rotary_schedule is the same for `speculative` and `indexed`.
-    const int64_t threads = shape.batch * shape.tokens * plan.threads_per_token();
-    plan.speculates_table = device.pdl && threads < threads_without_speculation(heads_per_thread);
+    plan.speculates_table = speculates_table(shape, plan, device);
+    return plan;
+}
+
+bool has_whole_head_plan(const RotaryShape& shape) {
+    const int full = access_bytes / shape.element_size;
+    const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
+    const int tail = shape.head_dim - shape.rotary_dim;
+    return split.vector == full && tail > 0 && tail % (2 * full) == 0;
+}
+
+RotaryPlan plan_whole_heads(const RotaryShape& shape, const Device& device) {
+    const int full = access_bytes / shape.element_size;
+    RotaryPlan plan = plan_with(shape, device, full, heads_per_thread_of_whole_heads);
+    plan.whole_heads = true;
+    plan.lanes = shape.head_dim / 2 / full;
+    plan.tokens_per_launch =
+        tokens_per_launch(shape.batch, shape.tokens, plan.threads_per_token(), rotary_block_threads);
+    plan.speculates_table = speculates_table(shape, plan, device);
     return plan;
 }
 

@@ -19,12 +19,17 @@ struct RotaryShape {
     int head_dim = 0;
     int rotary_dim = 0;
     int element_size = 0;
-    bool aligned = false;    // every head starts at a multiple of 16 bytes
-    bool with_rows = false;  // a token has several positions, and every pair names one
-    int table_heads = 1;     // TableChoice::heads
+    bool aligned = false;          // every head starts at a multiple of 16 bytes
+    bool with_rows = false;        // a token has several positions, and every pair names one
+    bool copies_tail = false;      // out of place, with unrotated components
+    bool tokens_adjacent = false;  // the tokens of a head lie closer together than the heads of a token
+    int table_heads = 1;           // TableChoice::heads
 };
 
 RotaryShape shape_of(const RotaryArgs& args);
+
+// Whether unrotated components must be copied: they are there, and the call is not in place.
+bool copies_tail(const RotaryArgs& args);
 
 // Small blocks: threads share nothing, and a small grid spreads over more SMs. Blocks of 64 are slower from 256 tokens
 // on, blocks of 256 below 16.
@@ -44,14 +49,19 @@ inline constexpr int64_t threads_for_full_vectors = 1 << 16;
 // The only instantiation for tokens with several positions.
 inline constexpr int heads_per_thread_with_rows = 2;
 
+// The only instantiation whose lanes hold whole heads, with full vectors.
+inline constexpr int heads_per_thread_of_whole_heads = 2;
+
 // `lanes` threads rotate one head. Each takes `vector` components (16 bytes, 8 bytes or one component) from each half
 // of the rotated part, for `heads_per_thread` heads of one token, and computes their cos/sin once.
 struct RotaryPlan {
     int vector = 1;
     int lanes = 1;
+    bool whole_heads = false;  // further lanes copy the unrotated tail, two neighbouring vectors each
     int heads_per_thread = 1;
     int head_groups = 1;            // of heads_per_thread heads of one head table
     int table_heads = 1;            // head tables
+    bool tokens_inside = false;     // neighbouring threads take neighbouring tokens before other heads
     bool speculates_table = false;  // with several tables: loads the table index before griddepcontrol.wait, too
     int64_t tokens_per_launch = 0;  // of the whole batch if it fits in one launch, else of one sequence
 
@@ -63,6 +73,10 @@ RotaryPlan plan(const RotaryShape& shape, const Device& device);
 // plan() with a given vector and number of heads per thread. The shape must allow the vector: full, half or one
 // component. Instantiated are 1 head, 2 heads with full vectors or single components, and 3 with full vectors.
 RotaryPlan plan_with(const RotaryShape& shape, const Device& device, int vector, int heads_per_thread);
+
+// Lanes for whole heads. The shape must have full vectors, and a tail of pairs of them.
+RotaryPlan plan_whole_heads(const RotaryShape& shape, const Device& device);
+bool has_whole_head_plan(const RotaryShape& shape);
 
 // For kernels that split heads in the same way but form head groups of their own.
 RotaryPlan plan_groups(const RotaryShape& shape, int vector, int heads_per_thread, int head_groups);

@@ -6,6 +6,7 @@
 
 #include "norm_tokens.h"
 #include "parallel_items.h"
+#include "storage.h"
 
 namespace mrrope {
 namespace {
@@ -23,10 +24,22 @@ int64_t components_per_token(const QkNormRotaryArgs& args) {
     return static_cast<int64_t>(args.rotary.q.heads + args.rotary.k.heads) * args.rotary.head_dim;
 }
 
-void clear_sums(void* sums, int64_t rows, const QkNormRotaryArgs& call, int heads) {
-    if (sums == nullptr) return;
-    const int64_t weights = static_cast<int64_t>(call.over == NormOver::head ? 1 : heads) * call.rotary.head_dim;
-    std::memset(sums, 0, rows * weights * (call.rotary.dtype == DType::float64 ? 8 : 4));
+void clear_sums(const OutputGradient& gradient, int64_t rows, int64_t weights, DType dtype) {
+    if (gradient.weights == nullptr) return;
+    std::memset(gradient.weight_sums, 0, rows * weights * (dtype == DType::float64 ? 8 : 4));
+}
+
+void add_sums(const OutputGradient& gradient, int64_t rows, int64_t weights, DType dtype) {
+    if (gradient.weights == nullptr) return;
+    with_storage(dtype, [&](auto element) {
+        using Real = decltype(load(element));
+        const Real* sums = static_cast<const Real*>(gradient.weight_sums);
+        for (int64_t i = 0; i < weights; ++i) {
+            double sum = 0;
+            for (int64_t row = 0; row < rows; ++row) sum += static_cast<double>(sums[row * weights + i]);
+            store(static_cast<decltype(element)*>(gradient.weights)[i], static_cast<Real>(sum));
+        }
+    });
 }
 
 }  // namespace
@@ -49,8 +62,11 @@ void qk_norm_rotary_gradient_cpu(const QkNormRotaryGradientArgs& args, const Par
     static const auto norm_gradient_tokens = MRROPE_BEST(norm_gradient_tokens);
     const int64_t tokens = tokens_of(args.call);
     const int64_t rows = weight_sum_rows_cpu(args).q;
-    clear_sums(args.q.weight_sums, rows, args.call, args.call.rotary.q.heads);
-    clear_sums(args.k.weight_sums, rows, args.call, args.call.rotary.k.heads);
+    const int64_t q_weights = args.call.weight_count(/*is_q=*/true);
+    const int64_t k_weights = args.call.weight_count(/*is_q=*/false);
+    const DType dtype = args.call.rotary.dtype;
+    clear_sums(args.q, rows, q_weights, dtype);
+    clear_sums(args.k, rows, k_weights, dtype);
     const int64_t per_row = components_per_token(args.call) * (rows == 0 ? 0 : tokens / rows);
     parallel_for_items(parallel_for, rows, per_row, components_per_thread, [&](int64_t begin, int64_t end) {
         std::vector<double> scratch(norm_scratch_size(args.call));
@@ -58,6 +74,8 @@ void qk_norm_rotary_gradient_cpu(const QkNormRotaryGradientArgs& args, const Par
             norm_gradient_tokens(args, scratch.data(), row, tokens * row / rows, tokens * (row + 1) / rows);
         }
     });
+    add_sums(args.q, rows, q_weights, dtype);
+    add_sums(args.k, rows, k_weights, dtype);
 }
 
 }  // namespace mrrope

@@ -23,6 +23,9 @@ inline std::vector<RotaryPlan> every_plan(const RotaryShape& shape, bool has_cho
         plans.push_back(plan_with(shape, h200, full, 3));
         for (const int vector : {full / 2, 1}) plans.push_back(plan_with(shape, h200, vector, 1));
     }
+    if (has_whole_head_plan(shape)) plans.push_back(plan_whole_heads(shape, h200));
+    plans.push_back(plans.back());
+    plans.back().tokens_inside = true;
     if (!has_choice || shape.with_rows) return plans;
     std::vector<RotaryPlan> with_and_without_speculation;
     for (RotaryPlan plan : plans) {
@@ -40,6 +43,7 @@ inline std::vector<RotaryPlan> every_plan(const RotaryArgs& args) {
 
 inline std::string describe(const RotaryPlan& plan) {
     return std::to_string(plan.vector) + " components, " + std::to_string(plan.heads_per_thread) + " heads per thread" +
+           (plan.whole_heads ? ", whole heads" : "") + (plan.tokens_inside ? ", tokens inside" : "") +
            (plan.speculates_table ? ", speculative" : "");
 }
 

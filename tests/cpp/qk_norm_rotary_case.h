@@ -72,6 +72,7 @@ public:
     Weights& weights(bool is_q) { return is_q ? q_weights_ : k_weights_; }
     HeadBuffer& gradient(bool is_q) { return is_q ? q_gradient_ : k_gradient_; }
     std::vector<double>& weight_sums(bool is_q) { return is_q ? q_sums_ : k_sums_; }
+    std::vector<std::byte>& weight_gradient(bool is_q) { return is_q ? q_weight_gradient_ : k_weight_gradient_; }
 
     QkNormRotaryArgs args() {
         QkNormRotaryArgs args;
@@ -84,7 +85,7 @@ public:
         return args;
     }
 
-    // Without weight_sums, whose size is computed from these arguments.
+    // Without the gradients of the weights; the size of weight_sums is computed from these arguments.
     QkNormRotaryGradientArgs gradient_args() {
         QkNormRotaryGradientArgs args;
         args.call = this->args();
@@ -93,14 +94,16 @@ public:
         return args;
     }
 
-    // Allocates the partial sums, filled with noise. They are doubles, of which float sums use half the bytes.
-    void allocate_weight_sums(const WeightSumRows& rows) {
-        const auto fill = [&](std::vector<double>& sums, int64_t count) {
-            sums.resize(count);
-            for (double& sum : sums) sum = 1e300 * static_cast<double>(random_() % 3);
-        };
-        fill(q_sums_, rows.q * weight_count(options_.rotary.q_heads));
-        fill(k_sums_, rows.k * weight_count(options_.rotary.k_heads));
+    // Allocates the gradients of the weights and their partial sums, filled with noise. Sums are doubles, of which
+    // float sums use half the bytes.
+    void allocate_weight_gradients(const WeightSumRows& rows) {
+        for (const bool is_q : {true, false}) {
+            const int64_t weights = weight_count(heads(is_q));
+            weight_sums(is_q).resize((is_q ? rows.q : rows.k) * weights);
+            for (double& sum : weight_sums(is_q)) sum = 1e300 * static_cast<double>(random_() % 3);
+            weight_gradient(is_q).resize(weights * size_of(options_.rotary.dtype));
+            for (std::byte& byte : weight_gradient(is_q)) byte = static_cast<std::byte>(random_());
+        }
     }
 
     int64_t weight_count(int heads) const {
@@ -122,7 +125,7 @@ public:
     }
 
     // Expects the gradients of the input, within one rounding, and of the weights.
-    void expect_gradients(const WeightSumRows& rows) {
+    void expect_gradients() {
         SCOPED_TRACE(describe(options_));
         std::vector<long double> weight_gradients[2], magnitudes[2];
         for (const bool is_q : {true, false}) {
@@ -153,19 +156,18 @@ public:
         expect_untouched_outside();
         if (!options_.wants_weight_gradients) return;
         for (const bool is_q : {true, false}) {
-            const bool is_double = options_.rotary.dtype == DType::float64;
-            const long double error =
-                norm_error(options_.rotary.dtype) + terms * std::ldexp(1.0L, is_double ? -53 : -24);
+            const DType dtype = options_.rotary.dtype;
+            const Format format = format_of(dtype);
+            const long double error = norm_error(dtype) + terms * std::ldexp(1.0L, dtype == DType::float64 ? -53 : -24);
             const int64_t count = weight_count(heads(is_q));
             for (int64_t i = 0; heads(is_q) > 0 && i < count; ++i) {
-                long double sum = 0;
-                for (int64_t row = 0; row < (is_q ? rows.q : rows.k); ++row) {
-                    const double* sums = weight_sums(is_q).data();
-                    sum += is_double ? sums[row * count + i] : reinterpret_cast<const float*>(sums)[row * count + i];
-                }
-                ASSERT_LE(std::abs(sum - weight_gradients[is_q][i]), 2 * error * magnitudes[is_q][i] + 1e-30L)
-                    << static_cast<double>(sum) << " instead of " << static_cast<double>(weight_gradients[is_q][i])
-                    << ", weight " << i << (is_q ? " of q" : " of k");
+                const double found = element_at(dtype, weight_gradient(is_q).data() + i * size_of(dtype));
+                const long double expected = weight_gradients[is_q][i];
+                const long double slack = std::ldexp(std::abs(expected), -format.significant_bits) +
+                                          3 * error * magnitudes[is_q][i] +
+                                          std::ldexp(1.0L, format.smallest_exponent - format.significant_bits - 1);
+                ASSERT_LE(std::abs(found - expected), slack) << found << " instead of " << static_cast<double>(expected)
+                                                             << ", weight " << i << (is_q ? " of q" : " of k");
             }
         }
     }
@@ -281,6 +283,7 @@ private:
     Weights q_weights_, k_weights_;
     HeadBuffer q_gradient_, k_gradient_;
     std::vector<double> q_sums_, k_sums_;
+    std::vector<std::byte> q_weight_gradient_, k_weight_gradient_;
 };
 
 inline NormCaseOptions random_norm_options(uint64_t seed) {

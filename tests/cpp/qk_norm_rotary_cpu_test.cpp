@@ -20,14 +20,16 @@ void differentiate_and_expect(NormCaseOptions options, const ParallelFor& parall
     options.rotary.in_place = false;
     NormCase norm(options);
     QkNormRotaryGradientArgs args = norm.gradient_args();
-    const WeightSumRows rows = weight_sum_rows_cpu(args);
-    norm.allocate_weight_sums(rows);
+    norm.allocate_weight_gradients(weight_sum_rows_cpu(args));
     if (options.wants_weight_gradients) {
-        args.q.weight_sums = norm.weight_sums(true).data();
-        args.k.weight_sums = norm.weight_sums(false).data();
+        for (const bool is_q : {true, false}) {
+            OutputGradient& gradient = is_q ? args.q : args.k;
+            gradient.weight_sums = norm.weight_sums(is_q).data();
+            gradient.weights = norm.weight_gradient(is_q).data();
+        }
     }
     qk_norm_rotary_gradient_cpu(args, parallel_for);
-    norm.expect_gradients(rows);
+    norm.expect_gradients();
 }
 
 TEST(QkNormRotaryCpu, RandomCases) {
@@ -78,7 +80,7 @@ TEST(QkNormRotaryCpu, WeightGradientsDoNotDependOnTheThreads) {
     NormCaseOptions o;
     o.rotary.tokens = 200;
     o.rotary.batch = 2;
-    std::vector<double> sums[2];
+    std::vector<std::byte> gradients[2];
     const ParallelFor in_one_go = [](int64_t count, int64_t, const RangeBody& body) { body(0, count); };
     const ParallelFor backwards = [](int64_t count, int64_t, const RangeBody& body) {
         for (int64_t at = count - 1; at >= 0; --at) body(at, at + 1);
@@ -86,12 +88,13 @@ TEST(QkNormRotaryCpu, WeightGradientsDoNotDependOnTheThreads) {
     for (const int i : {0, 1}) {
         NormCase norm(o);
         QkNormRotaryGradientArgs args = norm.gradient_args();
-        norm.allocate_weight_sums(weight_sum_rows_cpu(args));
+        norm.allocate_weight_gradients(weight_sum_rows_cpu(args));
         args.q.weight_sums = norm.weight_sums(true).data();
+        args.q.weights = norm.weight_gradient(true).data();
         qk_norm_rotary_gradient_cpu(args, i == 0 ? in_one_go : backwards);
-        sums[i] = norm.weight_sums(true);
+        gradients[i] = norm.weight_gradient(true);
     }
-    EXPECT_EQ(sums[0], sums[1]);
+    EXPECT_EQ(gradients[0], gradients[1]);
 }
 
 TEST(QkNormRotaryCpu, NothingToDo) {

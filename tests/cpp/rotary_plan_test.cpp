@@ -33,6 +33,17 @@ std::string describe(const RotaryShape& s) {
            (s.table_heads == 1 ? "" : " head tables " + std::to_string(s.table_heads));
 }
 
+// q and k with this many heads, one after the other: the head with this number through q and then k starts at
+// `components_per_head` times its number.
+RotaryArgs contiguous_args(float* memory, int q_heads, int k_heads, int64_t components_per_head) {
+    const HeadStrides strides{.head = components_per_head};
+    float* k = memory + q_heads * components_per_head;
+    RotaryArgs args;
+    args.q = {.in = memory, .out = memory, .heads = q_heads, .in_strides = strides, .out_strides = strides};
+    args.k = {.in = k, .out = k, .heads = k_heads, .in_strides = strides, .out_strides = strides};
+    return args;
+}
+
 // --- invariants of every plan
 
 template <class F>
@@ -158,6 +169,65 @@ TEST(Plan, UsesTheOnlyInstantiationForPositionRows) {
     });
 }
 
+TEST(Plan, FollowsMemoryInLargeLaunches) {
+    RotaryShape shape{.batch = 1,
+                      .tokens = 8192,
+                      .heads = 40,
+                      .head_dim = 128,
+                      .rotary_dim = 128,
+                      .element_size = 2,
+                      .aligned = true};
+    EXPECT_FALSE(plan(shape, h200).tokens_inside);
+    shape.tokens_adjacent = true;
+    EXPECT_TRUE(plan(shape, h200).tokens_inside);
+    shape.tokens = 64;
+    EXPECT_FALSE(plan(shape, h200).tokens_inside);
+}
+
+TEST(Plan, TellsAdjacentTokensByStrides) {
+    float memory[1] = {};
+    RotaryArgs args = contiguous_args(memory, 4, 2, 64);
+    for (const auto& [token, head, adjacent] : {std::tuple{64, 6400, true}, {256, 64, false}, {-64, 6400, true}}) {
+        for (HeadsView* view : {&args.q, &args.k}) {
+            view->in_strides = view->out_strides = {.token = token, .head = head};
+        }
+        EXPECT_EQ(shape_of(args).tokens_adjacent, adjacent) << token << " " << head;
+    }
+    args.k.out_strides = {.token = 256, .head = 64};
+    args.q.in_strides = args.q.out_strides = args.k.in_strides = {.token = 64, .head = 6400};
+    EXPECT_FALSE(shape_of(args).tokens_adjacent) << "k is written otherwise";
+    args.k.heads = 1;
+    EXPECT_TRUE(shape_of(args).tokens_adjacent) << "one head is far from no other";
+}
+
+TEST(Plan, CopiesTailsByLanesOfTheirOwn) {
+    RotaryShape shape{.batch = 1,
+                      .tokens = 1,
+                      .heads = 40,
+                      .head_dim = 128,
+                      .rotary_dim = 32,
+                      .element_size = 2,
+                      .aligned = true,
+                      .copies_tail = true};
+    for (const int64_t tokens : {1, 64, 8192}) {
+        shape.tokens = tokens;
+        const RotaryPlan planned = plan(shape, h200);
+        EXPECT_TRUE(planned.whole_heads);
+        EXPECT_EQ(planned.lanes * planned.vector * 2, shape.head_dim);
+        EXPECT_LE(planned.tokens_per_launch * planned.threads_per_token() + rotary_block_threads, max_threads);
+    }
+    shape.copies_tail = false;
+    EXPECT_FALSE(plan(shape, h200).whole_heads) << "in place the tail stays where it is";
+    shape.copies_tail = true;
+    shape.rotary_dim = 112;
+    EXPECT_TRUE(plan(shape, h200).whole_heads);
+    shape.head_dim = 120;  // a tail of one vector
+    EXPECT_FALSE(plan(shape, h200).whole_heads);
+    shape.head_dim = 128;
+    shape.aligned = false;
+    EXPECT_FALSE(plan(shape, h200).whole_heads);
+}
+
 TEST(Plan, FastHeadDimsUseLongerVectorsForMoreTokens) {
     for (const int head_dim : {64, 80, 96, 128, 192, 256, 512}) {
         for (const auto& [tokens, vector] : {std::pair{1, 1}, {200, 4}, {8192, 8}}) {
@@ -221,17 +291,6 @@ TEST(Schedule, PrefetchesPositionsInLargeLaunches) {
 
 // --- thread-to-element map of the kernel
 
-// q and k with this many heads, one after the other: the head with this number through q and then k starts at
-// `components_per_head` times its number.
-RotaryArgs contiguous_args(float* memory, int q_heads, int k_heads, int64_t components_per_head) {
-    const HeadStrides strides{.head = components_per_head};
-    float* k = memory + q_heads * components_per_head;
-    RotaryArgs args;
-    args.q = {.in = memory, .out = memory, .heads = q_heads, .in_strides = strides, .out_strides = strides};
-    args.k = {.in = k, .out = k, .heads = k_heads, .in_strides = strides, .out_strides = strides};
-    return args;
-}
-
 // Counts how often each component is rotated or copied, over all threads of a launch, and expects every head's table.
 class Coverage {
 public:
@@ -263,7 +322,7 @@ private:
     void run(int thread) {
         const RotaryPlace place = map_.place(thread);
         const int half = shape_.rotary_dim / 2;
-        const LaneLayout<pairing, Vector> layout{place.lane, half};
+        const NormLaneLayout<pairing, Vector> layout{place.lane, half};
         int group = place.group;
         const HeadsOfTable of_table = head_groups_.table_of(group);
         const HeadRange heads(group, plan_.heads_per_thread, of_table.count());
@@ -271,11 +330,21 @@ private:
         for (int number = heads.first; number < heads.first + heads.count; ++number) {
             const auto head = static_cast<int>(HeadPointers<float>(args_, of_table, 0, 0, number).out - memory_);
             expect_table(head, of_table.table);
-            rotate_components<pairing, Vector>(layout, half, [&](int at) { touch(place, head, at); });
-            for (int at = first_tail_component<Vector>(place.lane, shape_.rotary_dim); at < shape_.head_dim;
-                 at += tail_step<Vector>(map_.lanes.divisor)) {
+            const auto touch_component = [&](int at) { touch(place, head, at); };
+            if (layout.rotates()) {
+                rotate_components<pairing, Vector>(layout.rotated, half, touch_component);
+            } else {
+                ASSERT_TRUE(plan_.whole_heads);
+                for (const int first : {layout.first(), layout.second()}) {
+                    ASSERT_EQ(first % Vector, 0) << "an unaligned access";
+                    for (int j = 0; j < Vector; ++j) touch_component(first + j);
+                }
+            }
+            for (int at = plan_.whole_heads ? shape_.head_dim
+                                            : first_tail_component<Vector>(place.lane, shape_.rotary_dim);
+                 at < shape_.head_dim; at += tail_step<Vector>(map_.lanes.divisor)) {
                 ASSERT_EQ(at % Vector, 0) << "an unaligned access";
-                for (int j = 0; j < Vector; ++j) touch(place, head, at + j);
+                for (int j = 0; j < Vector; ++j) touch_component(at + j);
             }
         }
     }

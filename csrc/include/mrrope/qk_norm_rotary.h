@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "mrrope/rotary.h"
+#include "mrrope/rotation.h"
 
 // Fused RMSNorm and rotation of q and k: x / rms(x) * (weight + weight_offset), rotated, with one rounding at the end.
 
@@ -18,6 +19,12 @@ struct QkNorm {
     double eps = 0.0;                // added to the mean square
     double weight_offset = 0.0;      // 1 for models that store weight - 1, such as Gemma
     NormOver over = NormOver::head;
+
+    // The number of weights of q, or of k.
+    MRROPE_HOST_DEVICE int64_t weight_count(bool is_q) const {
+        const int64_t heads = over == NormOver::head ? 1 : (is_q ? rotary.q : rotary.k).heads;
+        return heads * rotary.head_dim;
+    }
 };
 
 struct QkNormRotaryArgs : QkNorm {
@@ -34,8 +41,10 @@ void qk_norm_rotary_cuda(const QkNormRotaryArgs& args, CUstream_st* stream);
 struct OutputGradient {
     const void* data = nullptr;
     HeadStrides strides;
-    // weight_sum_rows_* rows of partial sums, which the caller adds up to the gradient of the weights; double for
-    // float64, else float. nullptr: no gradient of the weights.
+    // Receives the gradient of the weights, of their dtype and size. nullptr: not wanted.
+    void* weights = nullptr;
+    // Memory for weight_sum_rows_* rows of partial sums, added up in a fixed order; double for float64, else float.
+    // nullptr without `weights`.
     void* weight_sums = nullptr;
 };
 
