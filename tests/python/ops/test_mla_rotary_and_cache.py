@@ -500,7 +500,7 @@ WRONG = {
                           ["q_rope must be float32, float16 or bfloat16 for a cache of Float8", "got Double"]),
     "slots of floats": ({"slots": ones(2, 4)}, TypeError, ["slots must be int32 or int64", "got Float"]),
     "scale of float64": ({"cache": CACHE8, "scale": ones(1).double()}, TypeError, ["scale must be float32"]),
-    "scale of nothing": ({"cache": CACHE8, "scale": torch.tensor([0.0])}, ValueError, ["scale must be finite", "got 0"]),
+    "scale of nothing": ({"cache": CACHE8, "scale": torch.tensor([0.0])}, ValueError, ["scale must be finite"]),
     "scale of infinity": ({"cache": CACHE8, "scale": torch.tensor([math.inf])}, ValueError, ["scale must be finite"]),
     "a scale without float8": ({"scale": ones(1)}, ValueError, ["scale must come with a cache of Float8"]),
     # options, devices, values
