@@ -10,6 +10,8 @@ import torch
 from fuzz import float64_reference, invalid_arguments
 from fuzz.call_memory import changed_outside, cloned, storages_now_and_before, tensors_by_name
 from fuzz.chained_calls import ChainedCalls
+from fuzz.mla_rotary_and_cache_call import MlaRotaryAndCacheCall
+from fuzz.mla_rotary_call import MlaRotaryCall
 from fuzz.op_call import Arguments, Expected, OpCall, Tensor
 from fuzz.op_cases import MANY_TOKENS, OpCase
 from fuzz.qkv_rotary_call import QkvRotaryCall
@@ -26,6 +28,8 @@ CALLS: dict[str, type[OpCall]] = {
     "rescale_cache_": RescaleCacheCall,
     "rotary_and_cache_": RotaryAndCacheCall,
     "qkv_rotary": QkvRotaryCall,
+    "mla_rotary": MlaRotaryCall,
+    "mla_rotary_and_cache_": MlaRotaryAndCacheCall,
     "chain": ChainedCalls,
 }
 # One case in so many also runs its alternatives.
