@@ -70,24 +70,23 @@ __device__ __forceinline__ void rotate_and_copy(const MlaRotaryLaunch& launch, i
         compute_before_wait(always_false, in + layout.second());
         compute_before_wait(always_false, token_position);
         if constexpr (to_cache) compute_before_wait(always_false, token_slot);
-        if constexpr (has_choice) compute_before_wait(always_false, token_index);
+        if constexpr (has_choice) {
+            compute_before_wait(always_false, token_index);
+        } else {
+            compute_before_wait(always_false, rotary.table + layout.pair(0));
+        }
     }
     pdl_wait();
     if constexpr (schedule.trigger == Trigger::after_wait) pdl_trigger();
     if (thread >= launch.threads) return;
 
-    int64_t position = 0;
+    // Lanes that copy load position and phase steps, too: a branch would let the compiler issue the heads first. It
+    // moves no load across __syncwarp, where exited threads need not arrive.
+    const int64_t position = load_position(rotary.positions, token_position);
     uint32_t index = 0;
-    if (layout.rotates()) {
-        position = load_position(rotary.positions, token_position);
-        if constexpr (has_choice) index = load_index(rotary.choice, token_index, place.batch);
-    }
+    if constexpr (has_choice) index = load_index(rotary.choice, token_index, place.batch);
     int64_t slot = 0;
-    [[maybe_unused]] float scale = 1.0f;
-    if constexpr (to_cache) {
-        if (!is_query) slot = load_position(launch.slots.of_tokens, token_slot);
-        if (to_float8 && !is_query && launch.scale != nullptr) scale = *launch.scale;
-    }
+    if constexpr (to_cache) slot = load_position(launch.slots.of_tokens, token_slot);
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     const auto load_heads = [&] {
         CUTLASS_PRAGMA_UNROLL
@@ -95,16 +94,23 @@ __device__ __forceinline__ void rotate_and_copy(const MlaRotaryLaunch& launch, i
             if (exists(j)) fragments[j].load(in + j * view.in_strides.head, layout);
         }
     };
-    if constexpr (schedule.loads_heads_before_table) load_heads();
-    uint64_t steps[Vector];
-    uint64_t factor = 0;
-    if (layout.rotates()) {
-        const uint64_t* table = rotary.table;
-        if constexpr (has_choice) table += table_offset(rotary.choice, index);
-        load_phase_steps(steps, table, layout);
-        factor = table[half];
+    if constexpr (schedule.loads_heads_before_table) {
+        load_heads();
+        __syncwarp();
     }
-    if constexpr (!schedule.loads_heads_before_table) load_heads();
+    const uint64_t* table = rotary.table;
+    if constexpr (has_choice) table += table_offset(rotary.choice, index);
+    uint64_t steps[Vector];
+    load_phase_steps(steps, table, layout);
+    const uint64_t factor = table[half];
+    if constexpr (!schedule.loads_heads_before_table) {
+        __syncwarp();
+        load_heads();
+    }
+    [[maybe_unused]] float scale = 1.0f;
+    if constexpr (to_float8) {
+        if (launch.scale != nullptr) scale = *launch.scale;
+    }
 
     CosSin<Real> by[Vector];
     if (layout.rotates()) {

@@ -71,8 +71,8 @@ struct MlaLaneLayout {
     MRROPE_HOST_DEVICE bool rotates() const { return copied_first < 0; }
     MRROPE_HOST_DEVICE int first() const { return rotates() ? rotated.first() : copied_first; }
     MRROPE_HOST_DEVICE int second() const { return rotates() ? rotated.second() : copied_second; }
-    // Only of a rotating lane.
-    MRROPE_HOST_DEVICE int pair(int j) const { return rotated.pair(j); }
+    // Copying lanes return pairs that exist, so that their loads are valid; the values are unused.
+    MRROPE_HOST_DEVICE int pair(int j) const { return rotates() ? rotated.pair(j) : j; }
 };
 
 // A thread that adds up a part of the heads of a token's key gradient: `first_head` and every head_sums-th after it.

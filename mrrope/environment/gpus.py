@@ -14,6 +14,8 @@ OPS = (
     "rotary_and_cache_",
     "qk_norm_rotary",
     "qk_norm_rotary_",
+    "mla_rotary",
+    "mla_rotary_and_cache_",
     "qkv_rotary",
     "learnable_rotary",
     "rotary_cos_sin",
