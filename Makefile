@@ -105,7 +105,7 @@ bench: install
 
 # Needs a GPU. Small tests only: under the sanitizer every access is checked.
 sanitize: cpp-tests
-	benchmarks/sanitize $(foreach kernel,rotary rescale_cache rotary_and_cache qk_norm_rotary qk_norm_rotary_and_cache qkv_rotary learnable_rotary rotary_cos_sin,$(BUILD)/tests/cpp/$(kernel)_cuda_test)
+	benchmarks/sanitize $(foreach kernel,rotary rescale_cache rotary_and_cache qk_norm_rotary qk_norm_rotary_and_cache qkv_rotary learnable_rotary rotary_cos_sin mla_rotary mla_rotary_and_cache,$(BUILD)/tests/cpp/$(kernel)_cuda_test)
 
 # In tests/, so that the installed package is imported, and not the sources here.
 fuzz: install

@@ -8,6 +8,8 @@
 #include <ATen/core/Tensor.h>
 
 #include "mrrope/learnable_rotary.h"
+#include "mrrope/mla_rotary.h"
+#include "mrrope/mla_rotary_and_cache.h"
 #include "mrrope/qk_norm_rotary.h"
 #include "mrrope/qk_norm_rotary_and_cache.h"
 #include "mrrope/rescale_cache.h"
@@ -30,6 +32,13 @@ struct Cpu {
     static void run(const RotaryCosSinArgs& args, const at::Tensor&) { rotary_cos_sin_cpu(args, parallel_for); }
     static void run(const RescaleCacheArgs& args, const at::Tensor&) { rescale_cache_cpu(args, parallel_for); }
     static void run(const RotaryAndCacheArgs& args, const at::Tensor&) { rotary_and_cache_cpu(args, parallel_for); }
+    static void run(const MlaRotaryArgs& args, const at::Tensor&) { mla_rotary_cpu(args, parallel_for); }
+    static void run(const MlaRotaryGradientArgs& args, const at::Tensor&) {
+        mla_rotary_gradient_cpu(args, parallel_for);
+    }
+    static void run(const MlaRotaryAndCacheArgs& args, const at::Tensor&) {
+        mla_rotary_and_cache_cpu(args, parallel_for);
+    }
     static void run(const QkNormRotaryArgs& args, const at::Tensor&) { qk_norm_rotary_cpu(args, parallel_for); }
     static void run(const QkNormRotaryAndCacheArgs& args, const at::Tensor&) {
         qk_norm_rotary_and_cache_cpu(args, parallel_for);
@@ -59,6 +68,13 @@ struct Cuda {
     static void run(const RescaleCacheArgs& args, const at::Tensor& heads) { launch(rescale_cache_cuda, args, heads); }
     static void run(const RotaryAndCacheArgs& args, const at::Tensor& heads) {
         launch(rotary_and_cache_cuda, args, heads);
+    }
+    static void run(const MlaRotaryArgs& args, const at::Tensor& heads) { launch(mla_rotary_cuda, args, heads); }
+    static void run(const MlaRotaryGradientArgs& args, const at::Tensor& heads) {
+        launch(mla_rotary_gradient_cuda, args, heads);
+    }
+    static void run(const MlaRotaryAndCacheArgs& args, const at::Tensor& heads) {
+        launch(mla_rotary_and_cache_cuda, args, heads);
     }
     static void run(const QkNormRotaryArgs& args, const at::Tensor& heads) { launch(qk_norm_rotary_cuda, args, heads); }
     static void run(const QkNormRotaryAndCacheArgs& args, const at::Tensor& heads) {

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <limits>
 
+#include "cache_slots.h"
+
 namespace mrrope {
 namespace {
 
@@ -59,35 +61,6 @@ void check_no_overlaps(const CacheCall& call) {
     }
 }
 
-// CPU slots only: CUDA kernels skip tokens whose slot is out of range.
-void check_slots(const CacheCall& call, const CacheSlots& slots, int64_t batch, int64_t tokens) {
-    if (!call.slots.is_cpu()) return;
-    const PositionsView& view = slots.of_tokens;
-    for (int64_t i = 0; i < batch * tokens; ++i) {
-        const int64_t index = i / tokens * view.batch_stride + i % tokens * view.token_stride;
-        const int64_t slot = view.is_int64 ? static_cast<const int64_t*>(view.data)[index]
-                                           : static_cast<const int32_t*>(view.data)[index];
-        TORCH_CHECK_INDEX(slot < slots.count(), call.named_slots().name, " must be below ", slots.count(),
-                          ", the slots of ", call.paged ? "the cache" : "a sequence",
-                          ", or negative to be left out, got ", slot, " for token ", i % tokens, " of sequence ",
-                          i / tokens);
-    }
-}
-
-CacheSlots cache_slots(const CacheCall& call, const Layout& layout, const Layout& cache_layout) {
-    const int64_t batch = layout.batch_of(call.k);
-    const int64_t tokens = call.k.size(layout.token);
-    TORCH_CHECK_VALUE(!call.paged || call.slots.numel() == batch * tokens, "slots must be ", batch * tokens,
-                      ", one for each token of k of ", call.k.sizes(), " in layout ", layout.name, ", got ",
-                      call.slots.sizes());
-    CacheSlots slots{.of_tokens = positions_view(call.named_slots(), {"k", call.k}, layout),
-                     .paged = call.paged,
-                     .blocks = call.key_cache.size(0),
-                     .block_size = call.key_cache.size(cache_layout.token)};
-    check_slots(call, slots, batch, tokens);
-    return slots;
-}
-
 CachedHeads cached_heads(NamedTensor in, const Tensor& cache, const char* scale_name, const OptionalTensor& scale,
                          const Layout& layout, const Layout& cache_layout) {
     CachedHeads cached{.view = heads_view(in, cache, layout, cache_layout)};
@@ -99,22 +72,23 @@ CachedHeads cached_heads(NamedTensor in, const Tensor& cache, const char* scale_
 
 }  // namespace
 
-StoredAs stored_as(NamedTensor x, const Tensor& q) {
+StoredAs stored_as(NamedTensor x, NamedTensor q) {
     const at::ScalarType dtype = x.tensor.scalar_type();
-    if (dtype == q.scalar_type()) return StoredAs::heads_dtype;
-    TORCH_CHECK_TYPE(dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2, x.name, " must have q's dtype ",
-                     q.scalar_type(), " or be Float8_e4m3fn or Float8_e5m2, got ", dtype);
-    TORCH_CHECK_TYPE(q.scalar_type() != at::kDouble, "q must be float32, float16 or bfloat16 for ", x.name, " of ",
-                     dtype, ", got ", q.scalar_type());
+    const at::ScalarType heads_dtype = q.tensor.scalar_type();
+    if (dtype == heads_dtype) return StoredAs::heads_dtype;
+    TORCH_CHECK_TYPE(dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2, x.name, " must have ", q.name,
+                     "'s dtype ", heads_dtype, " or be Float8_e4m3fn or Float8_e5m2, got ", dtype);
+    TORCH_CHECK_TYPE(heads_dtype != at::kDouble, q.name, " must be float32, float16 or bfloat16 for ", x.name, " of ",
+                     dtype, ", got ", heads_dtype);
     return dtype == at::kFloat8_e5m2 ? StoredAs::float8_e5m2 : StoredAs::float8_e4m3;
 }
 
-void check_scale_kind(NamedTensor scale, StoredAs results, const char* results_name, const Tensor& q) {
+void check_scale_kind(NamedTensor scale, StoredAs results, const char* results_name, NamedTensor q) {
     TORCH_CHECK_VALUE(is_float8(results), scale.name, " must come with ", results_name,
-                      " of Float8_e4m3fn or Float8_e5m2, got ", q.scalar_type());
+                      " of Float8_e4m3fn or Float8_e5m2, got ", q.tensor.scalar_type());
     TORCH_CHECK_TYPE(scale.tensor.scalar_type() == at::kFloat, scale.name, " must be float32, got ",
                      scale.tensor.scalar_type());
-    check_device(scale, {"q", q});
+    check_device(scale, q);
 }
 
 void check_kinds(const CacheCall& call) {
@@ -130,16 +104,16 @@ void check_kinds(const CacheCall& call) {
     const Layout cache_layout = cache_layout_named(call.cache_layout);
     for (const NamedTensor& cache : call.caches()) {
         check_rank(cache, cache_layout);
-        stored_as(cache, call.q);
+        stored_as(cache, q);
         TORCH_CHECK_TYPE(cache.tensor.scalar_type() == call.key_cache.scalar_type(), cache.name,
                          " must have key_cache's dtype ", call.key_cache.scalar_type(), ", got ",
                          cache.tensor.scalar_type());
         check_device(cache, q);
     }
     check_positions_kind(call.named_slots(), q);
-    const StoredAs cached_as = stored_as({"key_cache", call.key_cache}, call.q);
-    if (call.key_scale) check_scale_kind({"key_scale", *call.key_scale}, cached_as, "caches", call.q);
-    if (call.value_scale) check_scale_kind({"value_scale", *call.value_scale}, cached_as, "caches", call.q);
+    const StoredAs cached_as = stored_as({"key_cache", call.key_cache}, q);
+    if (call.key_scale) check_scale_kind({"key_scale", *call.key_scale}, cached_as, "caches", q);
+    if (call.value_scale) check_scale_kind({"value_scale", *call.value_scale}, cached_as, "caches", q);
 }
 
 int64_t checked_scale_stride(NamedTensor scale, int heads, const char* heads_name) {
@@ -168,8 +142,9 @@ RotaryAndCacheArgs cache_args(const CacheCall& call) {
     check_no_overlaps(call);
     args.k = cached_heads({"k", call.k}, call.key_cache, "key_scale", call.key_scale, layout, cache_layout);
     args.v = cached_heads({"v", call.v}, call.value_cache, "value_scale", call.value_scale, layout, cache_layout);
-    args.slots = cache_slots(call, layout, cache_layout);
-    args.cached_as = stored_as({"key_cache", call.key_cache}, call.q);
+    args.slots = cache_slots(call.named_slots(), call.paged, call.key_cache.size(0),
+                             call.key_cache.size(cache_layout.token), {"k", call.k}, layout);
+    args.cached_as = stored_as({"key_cache", call.key_cache}, {"q", call.q});
     const int64_t heads = static_cast<int64_t>(args.rotary.q.heads) + args.k.view.heads + args.v.view.heads;
     TORCH_CHECK_VALUE(heads * args.rotary.head_dim <= std::numeric_limits<int>::max(),
                       "q, k and v must have fewer than 2^31 components a token, got ", heads * args.rotary.head_dim);

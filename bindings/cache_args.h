@@ -42,10 +42,10 @@ struct CacheCall {
 };
 
 // q's dtype, or float8; raises for other dtypes and for float8 of float64.
-StoredAs stored_as(NamedTensor x, const at::Tensor& q);
+StoredAs stored_as(NamedTensor x, NamedTensor q);
 
 // The scale of float8 results is float32 on q's device, and comes with float8 only. `results` names them in the error.
-void check_scale_kind(NamedTensor scale, StoredAs results, const char* results_name, const at::Tensor& q);
+void check_scale_kind(NamedTensor scale, StoredAs results, const char* results_name, NamedTensor q);
 
 // Checks rank, dtype and device of all but q_out, whose dtype the op decides.
 void check_kinds(const CacheCall& call);

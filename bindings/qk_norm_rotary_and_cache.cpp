@@ -43,7 +43,7 @@ struct QkNormRotaryAndCacheCall {
           q_scale_out(q_scale_out) {}
 
     NamedTensor q() const { return {"q", cache.q}; }
-    StoredAs q_stored_as() const { return stored_as(cache.named_q_out(), cache.q); }
+    StoredAs q_stored_as() const { return stored_as(cache.named_q_out(), {"q", cache.q}); }
 
     void each_weight(const auto& visit) const {
         if (q_weight) visit(NamedTensor{"q_weight", *q_weight}, NamedTensor{"q", cache.q});
@@ -76,8 +76,9 @@ void check_kinds(const QkNormRotaryAndCacheCall& call) {
     const StoredAs q_stored_as = call.q_stored_as();
     TORCH_CHECK_VALUE(!call.q_scale || !call.q_scale_out,
                       "q_scale must come without q_scale_out, which is for computed scales, got both");
-    if (call.q_scale) check_scale_kind({"q_scale", *call.q_scale}, q_stored_as, "q_out", call.cache.q);
-    if (call.q_scale_out) check_scale_kind({"q_scale_out", *call.q_scale_out}, q_stored_as, "q_out", call.cache.q);
+    if (call.q_scale) check_scale_kind({"q_scale", *call.q_scale}, q_stored_as, "q_out", {"q", call.cache.q});
+    if (call.q_scale_out)
+        check_scale_kind({"q_scale_out", *call.q_scale_out}, q_stored_as, "q_out", {"q", call.cache.q});
 }
 
 void check_gate(const QkNormRotaryAndCacheCall& call, const Layout& layout) {

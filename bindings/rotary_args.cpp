@@ -7,8 +7,8 @@
 namespace mrrope {
 namespace {
 
-void check_heads(at::TensorList heads, const Layout& layout) {
-    for (size_t i = 0; i < heads.size(); ++i) check_last_dimension(named_head(heads, i), layout);
+void check_heads(at::TensorList heads, const Layout& layout, const char* q_name) {
+    for (size_t i = 0; i < heads.size(); ++i) check_last_dimension(named_head(heads, i, q_name), layout);
     if (heads.size() == 2) check_k_matches_q(heads[0], heads[1], layout);
 }
 
@@ -50,8 +50,8 @@ TableChoice table_choice(const RotaryCall& call, const Layout& layout) {
     }
     const int64_t expected = layout.batch < 0 ? q.size(layout.token) : layout.batch_of(q);
     TORCH_CHECK_VALUE(index->dim() == 1 && index->size(0) == expected, "table_index must be [", expected, "], one ",
-                      layout.batch < 0 ? "a token" : "a sequence", ", for q of ", q.sizes(), " in layout ", layout.name,
-                      ", got ", index->sizes());
+                      layout.batch < 0 ? "a token" : "a sequence", ", for ", call.q_name, " of ", q.sizes(),
+                      " in layout ", layout.name, ", got ", index->sizes());
     const int64_t stride = stride_or_zero(*index, 0);
     TORCH_CHECK_VALUE(stride <= most, "table_index must have its elements less than 2^31 apart, got a stride of ",
                       stride);
@@ -63,22 +63,22 @@ TableChoice table_choice(const RotaryCall& call, const Layout& layout) {
 
 }  // namespace
 
-void check_head_kinds(at::TensorList heads, std::string_view layout, std::string_view pairing) {
+void check_head_kinds(at::TensorList heads, std::string_view layout, std::string_view pairing, const char* q_name) {
     TORCH_CHECK_VALUE(heads.size() == 1 || heads.size() == 2, "heads must be [q] or [q, k], got ", heads.size(),
                       " tensors");
     const Layout dims = layout_named(layout);
     pairing_named(pairing);
-    const NamedTensor q = named_head(heads, 0);
+    const NamedTensor q = named_head(heads, 0, q_name);
     dtype_of(q);
     for (size_t i = 0; i < heads.size(); ++i) {
-        const NamedTensor x = named_head(heads, i);
+        const NamedTensor x = named_head(heads, i, q_name);
         check_rank(x, dims);
         check_like(x, q);
     }
 }
 
 void check_kinds(const RotaryCall& call) {
-    check_head_kinds(call.heads, call.layout, call.pairing);
+    check_head_kinds(call.heads, call.layout, call.pairing, call.q_name);
     const NamedTensor q = call.head(0);
     check_positions_kind({"positions", call.positions}, q);
     check_table_kind(call.table, q);
@@ -86,14 +86,14 @@ void check_kinds(const RotaryCall& call) {
 }
 
 void check_writable(const RotaryCall& call) {
-    check_heads(call.heads, layout_named(call.layout));
+    check_heads(call.heads, layout_named(call.layout), call.q_name);
     call.each_head(check_no_internal_overlap);
     if (call.heads.size() == 2) check_no_overlap(call.head(0), call.head(1), " to be rotated in place");
 }
 
-RotaryArgs head_args(at::TensorList heads, at::TensorList out, const Layout& layout) {
-    check_heads(heads, layout);
-    const NamedTensor q = named_head(heads, 0);
+RotaryArgs head_args(at::TensorList heads, at::TensorList out, const Layout& layout, const char* q_name) {
+    check_heads(heads, layout, q_name);
+    const NamedTensor q = named_head(heads, 0, q_name);
     RotaryArgs args;
     args.batch = layout.batch_of(q.tensor);
     args.tokens = q.tensor.size(layout.token);
@@ -111,7 +111,7 @@ RotaryArgs rotary_args(const RotaryCall& call, at::TensorList out) {
     const Layout layout = layout_named(call.layout);
     const NamedTensor q = call.head(0);
     if (q.tensor.is_same(out[0])) check_writable(call);
-    RotaryArgs args = head_args(call.heads, out, layout);
+    RotaryArgs args = head_args(call.heads, out, layout, call.q_name);
     check_table_shape(call.table);
     check_attention_factors(call.table);
     call.each_head([&](NamedTensor x) { check_heads_have_tables(x, layout, call.table); });

@@ -1,3 +1,7 @@
+#include <utility>
+
+#include "mrrope/mla_rotary.h"
+#include "mrrope/mla_rotary_and_cache.h"
 #include "mrrope/qk_norm_rotary_and_cache.h"
 #include "mrrope/rotary.h"
 #include "mrrope/rotary_and_cache.h"
@@ -13,6 +17,15 @@ int64_t offset(const HeadStrides& strides, int64_t batch, int64_t token) {
 const void* advanced(const PositionsView& positions, int64_t batch, int64_t token) {
     const int64_t index = batch * positions.batch_stride + token * positions.token_stride;
     return static_cast<const char*>(positions.data) + index * (positions.is_int64 ? 8 : 4);
+}
+
+CopiedPart slice(const CopiedPart& part, int element_size, int64_t first_batch, int64_t first_token) {
+    CopiedPart rest = part;
+    if (part.dim == 0) return rest;
+    HeadsView& view = rest.view;
+    view.in = static_cast<const char*>(view.in) + offset(view.in_strides, first_batch, first_token) * element_size;
+    view.out = static_cast<char*>(view.out) + offset(view.out_strides, first_batch, first_token) * element_size;
+    return rest;
 }
 
 }  // namespace
@@ -85,6 +98,38 @@ RotaryCosSinArgs slice(const RotaryCosSinArgs& args, int64_t first_batch, int64_
     for (ColumnsView* view : {&part.cos, &part.sin}) {
         const int64_t columns = first_batch * view->batch_stride + first_token * view->token_stride;
         view->data = static_cast<const char*>(view->data) + columns * size_of(args.columns_dtype);
+    }
+    return part;
+}
+
+MlaRotaryArgs slice(const MlaRotaryArgs& args, int64_t first_batch, int64_t batch, int64_t first_token,
+                    int64_t tokens) {
+    const int element_size = size_of(args.rotary.dtype);
+    return {.rotary = slice(args.rotary, first_batch, batch, first_token, tokens),
+            .q_nope = slice(args.q_nope, element_size, first_batch, first_token),
+            .k_nope = slice(args.k_nope, element_size, first_batch, first_token)};
+}
+
+MlaRotaryGradientArgs slice(const MlaRotaryGradientArgs& args, int64_t first_batch, int64_t batch, int64_t first_token,
+                            int64_t tokens) {
+    return {.rotary = slice(args.rotary, first_batch, batch, first_token, tokens),
+            .q_nope = slice(args.q_nope, size_of(args.rotary.dtype), first_batch, first_token)};
+}
+
+MlaRotaryAndCacheArgs slice(const MlaRotaryAndCacheArgs& args, int64_t first_batch, int64_t batch, int64_t first_token,
+                            int64_t tokens) {
+    const int element_size = size_of(args.rotary.dtype);
+    const int cached_size = args.float8 ? 1 : element_size;
+    MlaRotaryAndCacheArgs part = args;
+    part.rotary = slice(args.rotary, first_batch, batch, first_token, tokens);
+    part.latent = slice(args.latent, element_size, first_batch, first_token);
+    part.slots.of_tokens.data = advanced(args.slots.of_tokens, first_batch, first_token);
+    if (!args.slots.paged) part.slots.blocks = batch;
+    // The cache is not sliced by tokens.
+    const int64_t first_block = args.slots.paged ? 0 : first_batch;
+    for (const auto& [view, whole] :
+         {std::pair{&part.rotary.k, &args.rotary.k}, {&part.latent.view, &args.latent.view}}) {
+        view->out = static_cast<char*>(whole->out) + offset(whole->out_strides, first_block, 0) * cached_size;
     }
     return part;
 }

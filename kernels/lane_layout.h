@@ -51,13 +51,13 @@ struct LaneLayout {
 // The layout of a whole head, for kernels that also move the unrotated tail: lanes past the rotated part hold two
 // neighbouring vectors of the tail.
 template <Pairing pairing, int Vector>
-struct NormLaneLayout {
+struct WholeHeadLayout {
     static constexpr bool crosses_vectors = LaneLayout<pairing, Vector>::crosses_vectors;
 
     LaneLayout<pairing, Vector> rotated;
     int tail;  // first component, or -1 in the rotated part
 
-    MRROPE_HOST_DEVICE NormLaneLayout(int lane, int half)
+    MRROPE_HOST_DEVICE WholeHeadLayout(int lane, int half)
         : rotated{lane, half}, tail(lane * Vector < half ? -1 : 2 * lane * Vector) {}
 
     MRROPE_HOST_DEVICE bool rotates() const { return tail < 0; }

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "mrrope/mla_rotary.h"
+#include "mrrope/mla_rotary_and_cache.h"
 #include "mrrope/rotary.h"
 #include "mrrope/rotary_and_cache.h"
 #include "mrrope/rotary_cos_sin.h"

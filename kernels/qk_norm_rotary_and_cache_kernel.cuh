@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     qk_norm_rotary_and_cache_kernel(const __grid_constant__ QkNormRotaryAndCacheLaunch<RealOf<Element>> launch) {
     using Real = RealOf<Element>;
     constexpr int Vector = 16 / sizeof(Element);
-    using Lane = NormLaneLayout<pairing, Vector>;
+    using Lane = WholeHeadLayout<pairing, Vector>;
     using Fragment = HeadFragment<Element, Vector>;
     using Wide = WideFragment<Real, Vector>;
     constexpr bool over_head = over == NormOver::head;
@@ -351,7 +351,7 @@ private:
         const int heads_per_table = of_.view.heads / args_.choice.heads;
         CUTLASS_PRAGMA_NO_UNROLL
         for (int pair = threadIdx.x; pair < half; pair += norm_row_block_threads) {
-            const NormLaneLayout<pairing, 1> lane(pair, half);
+            const WholeHeadLayout<pairing, 1> lane(pair, half);
             LaneAngles<1, true> angles;
             angles.load(args_, lane, row_.batch, row_.token, head / heads_per_table);
             CosSin<Real> by[1];

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
     constexpr int HeadsPerThread = norm_heads_per_thread_with_lookup;
     constexpr bool over_head = over == NormOver::head;
     constexpr int weight_sets = over_head ? 1 : HeadsPerThread;
-    using Lane = NormLaneLayout<pairing, Vector>;
+    using Lane = WholeHeadLayout<pairing, Vector>;
     using Fragment = HeadFragment<Element, Vector>;
     using Wide = WideFragment<Real, Vector>;
     const RotaryArgs& args = launch.args.call.rotary;
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
                 return static_cast<Real>(output_gradient[head * mine.gradient_strides.head + at]);
             };
             for_each_row_pair(threadIdx.x, heads, half, [&](int head, int pair) {
-                const NormLaneLayout<pairing, 1> lane(pair, half);
+                const WholeHeadLayout<pairing, 1> lane(pair, half);
                 LaneAngles<1, true> angles;
                 angles.load(args, lane, batch, token, (first_head + head) / heads_per_table);
                 CosSin<Real> by[1];

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     qk_norm_rotary_kernel(const __grid_constant__ QkNormRotaryLaunch<RealOf<Element>> launch) {
     using Real = RealOf<Element>;
     constexpr int Vector = 16 / sizeof(Element);
-    using Lane = NormLaneLayout<pairing, Vector>;
+    using Lane = WholeHeadLayout<pairing, Vector>;
     using Fragment = HeadFragment<Element, Vector>;
     using Wide = WideFragment<Real, Vector>;
     constexpr bool over_head = over == NormOver::head;
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     const int heads_per_table = view.heads / args.choice.heads;
     const Real direction = args.conjugate ? Real(-1) : Real(1);
     for_each_row_pair(threadIdx.x, heads, half, [&](int head, int pair) {
-        const NormLaneLayout<pairing, 1> lane(pair, half);
+        const WholeHeadLayout<pairing, 1> lane(pair, half);
         const Element* weight = view.weight + static_cast<int64_t>(head) * args.head_dim;
         const auto normed = [&](int at) {
             return static_cast<Real>(in[head * view.in_strides.head + at]) * scale *

@@ -28,7 +28,7 @@ struct RotaryLaunch {
 };
 
 template <Pairing pairing, int Vector, bool whole_heads>
-using LayoutOf = std::conditional_t<whole_heads, NormLaneLayout<pairing, Vector>, LaneLayout<pairing, Vector>>;
+using LayoutOf = std::conditional_t<whole_heads, WholeHeadLayout<pairing, Vector>, LaneLayout<pairing, Vector>>;
 
 // A thread takes one vector from each half of HeadsPerThread neighbouring heads of one token: up to 16 bytes per
 // load, all in flight while it computes the Vector cos/sin that those heads share. Heads further apart would cost 9 %

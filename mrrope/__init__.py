@@ -12,6 +12,8 @@ from mrrope.hf.kernels_slot import register_kernels
 from mrrope.hf.patch import is_patched, patch, patched, unpatch
 from mrrope.hf.rope_types import register_on_import, register_rope_types
 from mrrope.ops.learnable_rotary import learnable_rotary
+from mrrope.ops.mla_rotary import mla_rotary
+from mrrope.ops.mla_rotary_and_cache import mla_rotary_and_cache_
 from mrrope.ops.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_
 from mrrope.ops.qk_norm_rotary_and_cache import qk_norm_rotary_and_cache_
 from mrrope.ops.qkv_rotary import deinterleave_heads, interleave_heads, pack_qkv, qkv_rotary, unpack_qkv
@@ -42,6 +44,8 @@ __all__ = [
     "interleave_heads",
     "is_patched",
     "learnable_rotary",
+    "mla_rotary",
+    "mla_rotary_and_cache_",
     "pack_qkv",
     "patch",
     "patched",

@@ -90,6 +90,16 @@ def rotary_and_cache() -> list[str]:
     return times("rotary_and_cache_cuda.json", "tokens, cache", lambda row: row["name"].replace("1 tokens", "1 token"))
 
 
+def mla_rotary_and_cache() -> list[str]:
+    """Return the times of mla_rotary_and_cache_ and of a rotation followed by a concatenation and a scatter."""
+    return times("mla_rotary_and_cache_cuda.json", "tokens x q heads, cache", lambda row: row["name"])
+
+
+def mla_rotary() -> list[str]:
+    """Return the times of mla_rotary and of a rotation followed by concatenations."""
+    return times("mla_rotary_cuda.json", "tokens x heads", lambda row: row["name"])
+
+
 def qk_norm_rotary() -> list[str]:
     """Return the times of qk_norm_rotary and of norms followed by a rotation."""
     return times(
@@ -194,6 +204,8 @@ OF_OPS = (
     rotary_ratios,
     host,
     rotary_and_cache,
+    mla_rotary_and_cache,
+    mla_rotary,
     qk_norm_rotary,
     qkv_rotary,
     learnable_rotary,

@@ -85,7 +85,7 @@ struct SharedCosSin {
     __device__ void compute(const RotaryArgs& args, int batch, int token, Real direction) {
         const int pairs = args.rotary_dim / 2;
         for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
-            const NormLaneLayout<pairing, 1> lane(pair, pairs);
+            const WholeHeadLayout<pairing, 1> lane(pair, pairs);
             LaneAngles<1, false> angles;
             angles.load(args, lane, batch, token, /*table_head=*/0);
             CosSin<Real> cos_sin[1];

@@ -15,6 +15,8 @@ OPS = (
     "qk_norm_rotary",
     "qk_norm_rotary_",
     "qk_norm_rotary_and_cache_",
+    "mla_rotary",
+    "mla_rotary_and_cache_",
     "qkv_rotary",
     "learnable_rotary",
     "rotary_cos_sin",

@@ -11,6 +11,7 @@
 namespace mrrope::testing {
 
 inline constexpr StoredAs both_float8[] = {StoredAs::float8_e4m3, StoredAs::float8_e5m2};
+inline constexpr StoredAs every_storage[] = {StoredAs::heads_dtype, StoredAs::float8_e4m3, StoredAs::float8_e5m2};
 
 struct Float8Format {
     int mantissa_bits;

@@ -231,7 +231,7 @@ private:
         ASSERT_FALSE(heads.exists(heads_per_thread)) << "heads left out";
         with_pairing_and_vector(Pairing::interleaved, 16 / shape_.element_size, [&]<Pairing pairing, int Vector>() {
             const int half = shape_.rotary_dim / 2;
-            const NormLaneLayout<pairing, Vector> lane(place.lane, half);
+            const WholeHeadLayout<pairing, Vector> lane(place.lane, half);
             for (int j = 0; heads.exists(j); ++j) {
                 const int head = heads.head(j);
                 if (place.rotates()) {

@@ -313,7 +313,7 @@ private:
         with_pairing_and_vector(pairing_, vector, [&]<Pairing pairing, int Vector>() {
             const int half = shape_.rotary_dim / 2;
             const int heads = place.is_q ? shape_.q_heads : shape_.k_heads;
-            const NormLaneLayout<pairing, Vector> lane(place.lane, half);
+            const WholeHeadLayout<pairing, Vector> lane(place.lane, half);
             ASSERT_FALSE(mine.exists(heads_per_thread)) << "heads left out";
             for (int j = 0; j < heads_per_thread; ++j) {
                 const int head = mine.head(j);
@@ -343,7 +343,7 @@ private:
         const auto touch_component = [&](int head, int at) { touch(row, first_head + head, at, sum); };
         with_pairing_and_vector(pairing_, 1, [&]<Pairing pairing, int Vector>() {
             for_each_row_pair(thread, heads, half, [&](int head, int pair) {
-                rotate_components<pairing, 1>(NormLaneLayout<pairing, 1>(pair, half), half,
+                rotate_components<pairing, 1>(WholeHeadLayout<pairing, 1>(pair, half), half,
                                               [&](int at) { touch_component(head, at); });
             });
         });

@@ -322,7 +322,7 @@ private:
     void run(int thread) {
         const RotaryPlace place = map_.place(thread);
         const int half = shape_.rotary_dim / 2;
-        const NormLaneLayout<pairing, Vector> layout{place.lane, half};
+        const WholeHeadLayout<pairing, Vector> layout{place.lane, half};
         int group = place.group;
         const HeadsOfTable of_table = head_groups_.table_of(group);
         const HeadRange heads(group, plan_.heads_per_thread, of_table.count());

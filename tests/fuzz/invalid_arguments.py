@@ -77,12 +77,18 @@ CHANGES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "q_scale": {"zero": torch.zeros_like, "float64": lambda x: x.double(),
                 "too many": lambda x: x.reshape(-1)[:1].repeat(99)},
     "q_scale_out": {"float64": lambda x: x.double(), "more": longer},
+    "q_rope": {"integers": lambda x: x.long(), "a dimension more": lambda x: x[None], "gaps": with_stride_two},
+    "k_nope": {"another dtype": other_dtype, "more components": longer, "nothing": lambda x: None},
+    "k_rope": {"another dtype": other_dtype, "more components": longer, "gaps": with_stride_two},
+    "latent": {"another dtype": other_dtype, "a dimension more": lambda x: x[None], "gaps": with_stride_two},
+    "cache": {"another dtype": lambda x: x.to(torch.int16), "more components": longer, "gaps": with_stride_two},
+    "scale": {"zero": torch.zeros_like, "float64": lambda x: x.double(), "too many": lambda x: x.repeat(2)},
     "q_out": {"another dtype": other_dtype, "more components": longer},
 }  # fmt: skip
 FAULTS = [f"{name}: {what}" for name, changes in CHANGES.items() for what in changes]
 # The ops do not check these values on a GPU: it would synchronize.
 UNCHECKED_ON_GPU = {"table_index: beyond", "table_index: negative", "slots: beyond", "cache_positions: beyond",
-                 "key_scale: zero", "key_scale: infinite", "q_scale: zero", "blocks: beyond",
+                 "key_scale: zero", "key_scale: infinite", "q_scale: zero", "scale: zero", "blocks: beyond",
                  "blocks: negative"}  # fmt: skip
 
 

@@ -23,12 +23,14 @@ OPS = (
     "qk_norm_rotary_",
     "qk_norm_rotary_and_cache_",
     "qkv_rotary",
+    "mla_rotary",
+    "mla_rotary_and_cache_",
     "chain",
 )
 CACHING = ("rotary_and_cache_", "qk_norm_rotary_and_cache_")
 ROTATING = ("rotary", "rotary_", "qk_norm_rotary", "qk_norm_rotary_")
-IN_PLACE = ("rotary_", "rescale_cache_", *CACHING, "qk_norm_rotary_", "chain")
-DIFFERENTIABLE = ("rotary", "rotary_", "qk_norm_rotary", "qkv_rotary")
+IN_PLACE = ("rotary_", "rescale_cache_", *CACHING, "qk_norm_rotary_", "mla_rotary_and_cache_", "chain")
+DIFFERENTIABLE = ("rotary", "rotary_", "qk_norm_rotary", "qkv_rotary", "mla_rotary")
 METHODS = tuple(name for name, method in METHOD_TRAITS.items() if method.needs in (None, "beta"))
 # Limit of a case's size, so that its float64 reference takes a few milliseconds; SHRINK_ORDER reduces larger cases.
 MAX_COMPONENTS = {"cpu": 10_000, "cuda": 1_000_000}
@@ -136,7 +138,7 @@ class OpCase:
             changes["mode"] = (
                 "stream"  # rescale_cache_ copies its table indices from the host, which a graph cannot capture
             )
-        if self.mode == "compile" and op not in ("rotary", "qk_norm_rotary", "rotary_"):
+        if self.mode == "compile" and op not in ("rotary", "qk_norm_rotary", "rotary_", "mla_rotary"):
             changes["mode"] = "eager"
         case = replace(self, **changes)
         for name, largest in SHRINK_ORDER:
@@ -237,6 +239,20 @@ class CaseTensors:
             parts.append(part.transpose(1, 2) if case.layout == "bhsd" else part)
             start += count
         return parts
+
+    def token_rows(self, dim: int) -> torch.Tensor:
+        """Return a random row per token, without heads."""
+        case = self.case
+        shape = (case.tokens, dim) if case.layout == "thd" else (case.batch, case.tokens, dim)
+        return self.view(shape, case.memory if case.memory in ("contiguous", "padded", "unaligned") else "padded")
+
+    def output_gradient(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of an output of x's shape, with the case's strides."""
+        if self.case.gradient == "expanded":
+            return self.random((1,) * x.dim()).expand(x.shape)
+        gradient = self.random(tuple(x.shape))
+        is_transposed = self.case.gradient == "transposed"
+        return gradient.transpose(-1, -2).contiguous().transpose(-1, -2) if is_transposed else gradient
 
     def positions(self) -> torch.Tensor:
         case = self.case

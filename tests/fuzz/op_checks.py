@@ -10,6 +10,8 @@ import torch
 from fuzz import float64_reference, invalid_arguments
 from fuzz.call_memory import changed_outside, cloned, storages_now_and_before, tensors_by_name
 from fuzz.chained_calls import ChainedCalls
+from fuzz.mla_rotary_and_cache_call import MlaRotaryAndCacheCall
+from fuzz.mla_rotary_call import MlaRotaryCall
 from fuzz.op_call import Arguments, Expected, OpCall, Tensor
 from fuzz.op_cases import MANY_TOKENS, OpCase
 from fuzz.qk_norm_rotary_and_cache_call import QkNormRotaryAndCacheCall
@@ -28,6 +30,8 @@ CALLS: dict[str, type[OpCall]] = {
     "rotary_and_cache_": RotaryAndCacheCall,
     "qk_norm_rotary_and_cache_": QkNormRotaryAndCacheCall,
     "qkv_rotary": QkvRotaryCall,
+    "mla_rotary": MlaRotaryCall,
+    "mla_rotary_and_cache_": MlaRotaryAndCacheCall,
     "chain": ChainedCalls,
 }
 # One case in so many also runs its alternatives.

@@ -41,7 +41,7 @@ class RotaryCall(OpCall):
             self.arguments |= options
         self.arguments |= {"layout": case.layout, "pairing": case.pairing, "table_index": index}
         if case.gradient != "none":
-            self.arguments["gradients"] = [self.output_gradient(x) for x in (q, *k)]
+            self.arguments["gradients"] = [self.tensors.output_gradient(x) for x in (q, *k)]
 
     @property
     def table_count(self) -> int:
@@ -65,16 +65,6 @@ class RotaryCall(OpCall):
             by_head = packed.view(self.table_count, case.table_heads, -1, packed.shape[-1])
             packed = by_head.transpose(1, 2).contiguous()
         return (-packed if case.negated else packed).to(case.device)
-
-    def output_gradient(self, x: Tensor) -> Tensor:
-        if self.case.gradient == "expanded":
-            return self.tensors.random((1,) * x.dim()).expand(x.shape)
-        gradient = self.tensors.random(tuple(x.shape))
-        return (
-            gradient.transpose(-1, -2).contiguous().transpose(-1, -2)
-            if self.case.gradient == "transposed"
-            else gradient
-        )
 
     def heads_of(self, arguments: Arguments) -> list[Tensor]:
         return [arguments["q"]] + ([arguments["k"]] if arguments["k"] is not None else [])

@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "mrrope/frequency_table.h"
@@ -130,5 +131,30 @@ void qk_norm_rotary_and_cache_(const at::Tensor& q, const at::Tensor& k, const a
                                const at::Tensor& value_cache, const at::Tensor& slots, bool paged, double eps,
                                const NormAndCacheOptions& options = {},
                                const std::optional<at::Tensor>& q_out = std::nullopt);
+
+// MLA: rotates the rope part of q, the last table.rotary_dim components of its heads, and assembles the key, the heads
+// of k_nope with the rotated k_rope behind each. Returns both. Differentiable.
+//   k_rope  one head, shared by all: [batch, tokens, rotary_dim], or with a dimension of one head
+std::tuple<at::Tensor, at::Tensor> mla_rotary(const at::Tensor& q, const at::Tensor& k_nope, const at::Tensor& k_rope,
+                                              const at::Tensor& positions, const at::Tensor& table,
+                                              std::string_view layout = "bhsd",
+                                              std::string_view pairing = "interleaved",
+                                              const std::optional<at::Tensor>& table_index = std::nullopt);
+
+// Options of mla_rotary_and_cache_. The scale is for a cache of float8_e4m3fn or float8_e5m2: float32, one
+// element.
+struct MlaCacheOptions {
+    std::string_view layout = "bhsd";
+    std::string_view pairing = "interleaved";
+    std::optional<at::Tensor> scale = std::nullopt;
+    std::optional<at::Tensor> table_index = std::nullopt;
+};
+
+// MLA: rotates q_rope in place, or into q_out, and writes rows [latent | rotated k_rope] to the slots of the cache,
+// [blocks, block_size, components]. Slots as in rotary_and_cache_.
+void mla_rotary_and_cache_(const at::Tensor& q_rope, const at::Tensor& k_rope, const at::Tensor& latent,
+                           const at::Tensor& positions, const at::Tensor& table, const at::Tensor& cache,
+                           const at::Tensor& slots, bool paged, const MlaCacheOptions& options = {},
+                           const std::optional<at::Tensor>& q_out = std::nullopt);
 
 }  // namespace mrrope

@@ -1,6 +1,7 @@
 """patch extends the model's own frequencies and its own length, in its text model alone."""
 
 import copy
+import math
 import warnings
 from typing import Any
 
@@ -274,6 +275,38 @@ def test_every_attention_that_holds_a_temperature(family: str) -> None:
     assert relative(logits(model), before) < allowed
     twice = mrrope.patch(model, "yarn", scale=4.0, original_max_position=TRAINED, attention_factor=1.138629436111989)
     assert relative(logits(twice), before) > 100 * allowed, "a temperature that counts twice must matter"
+
+
+# rope_parameters of released configurations; all rotate 64 components, from base 10000 or 50000.
+RELEASED = {
+    "DeepSeek-V2": ("deepseek_v2", {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707}),
+    "DeepSeek-V3": ("deepseek_v3", {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}),
+    "Kimi-K2": ("deepseek_v3", {"factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 5e4}),
+    "two scales": ("deepseek_v2", {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.707}),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_mscales_of_latent_attention(name: str) -> None:
+    """Cos/sin get mscale(factor, mscale) / mscale(factor, mscale_all_dim), logits mscale(factor, mscale_all_dim)^2."""
+    family, parameters = RELEASED[name]
+    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 4096} | parameters
+    config = tiny_config_of(family)
+    config.head_dim = config.qk_rope_head_dim = 64
+    config.qk_nope_head_dim = 128
+    config.max_position_embeddings = int(4096 * parameters["factor"])
+    config.rope_parameters = parameters
+    model = random_model(config)
+    own = settings_of(model)
+    scales = {key: 0.1 * parameters[key] * math.log(parameters["factor"]) + 1.0 for key in ("mscale", "mscale_all_dim")}
+    assert own.rotary_dim == 64
+    assert own.table.attention_factor == pytest.approx(scales["mscale"] / scales["mscale_all_dim"], rel=1e-12)
+    assert rope_config.held_attention_factor(model) == pytest.approx(scales["mscale_all_dim"], rel=1e-12)
+    rotary = next(rope_config.rotary_embeddings(model))
+    assert own.table.attention_factor == rotary.attention_scaling
+    torch.testing.assert_close(own.table.inv_freq.float(), rotary.inv_freq.cpu(), rtol=1e-6, atol=0.0)
+    attention = next(module for module in model.modules() if hasattr(module, "qk_head_dim"))
+    assert attention.scaling == pytest.approx(192**-0.5 * scales["mscale_all_dim"] ** 2, rel=1e-12)
 
 
 def test_a_ready_table_that_adds_a_temperature_is_named() -> None:

@@ -125,6 +125,34 @@ def test_equivalent_of_qk_norm_rotary_and_cache() -> None:
         assert fused.abs().sum() > 0
 
 
+def test_equivalent_of_mla_rotary_and_cache() -> None:
+    page = (ROOT / "docs" / "mla.md").read_text()
+    example, equivalent, *_ = (block[1] for block in PYTHON.finditer(page))
+    preparation, call = example.rsplit("mrrope.mla_rotary_and_cache_", 1)
+    results = []
+    for code in (
+        f"mrrope.mla_rotary_and_cache_{call}",
+        equivalent + "mla_rotary_and_cache_" + call.replace(', layout="thd"', ""),
+    ):
+        torch.manual_seed(0)
+        names: dict[str, Any] = {}
+        exec(preparation + code, names)
+        results.append([names[name] for name in ("query", "cache")])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert all(x.abs().sum() > 0 for x in results[0])
+
+
+def test_equivalent_of_mla_rotary() -> None:
+    page = (ROOT / "docs" / "mla.md").read_text()
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    for block in PYTHON.finditer(page):
+        exec(block[1], names)
+    arguments = [names[name] for name in ("q", "k_nope", "k_rope", "positions", "table")]
+    for result, want in zip((names["rotated_q"], names["key"]), names["mla_rotary"](*arguments), strict=True):
+        assert torch.equal(result, want)
+
+
 def test_equivalent_of_qkv_rotary() -> None:
     page = (ROOT / "docs" / "qkv-rotary.md").read_text()
     example, equivalent, *_ = (block[1] for block in PYTHON.finditer(page))

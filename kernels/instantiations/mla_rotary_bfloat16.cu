@@ -1,0 +1,6 @@
+#include "mla_rotary_kernel.cuh"
+
+template void mrrope::launch_mla_rotary<cutlass::bfloat16_t>(const MlaRotaryLaunch&, KeyTarget, const MlaRotaryPlan&,
+                                                             cudaStream_t);
+template void mrrope::launch_mla_rotary_gradient<cutlass::bfloat16_t>(const MlaRotaryGradientLaunch&,
+                                                                      const MlaRotaryPlan&, cudaStream_t);

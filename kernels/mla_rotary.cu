@@ -1,0 +1,51 @@
+#include "launch_slices.h"
+#include "mla_rotary_kernel.cuh"
+
+namespace mrrope {
+
+void mla_rotary_cuda(const MlaRotaryArgs& args, CUstream_st* stream) {
+    const MlaRotaryShape shape = shape_of(args);
+    if (shape.batch == 0 || shape.tokens == 0 || shape.q_heads + shape.k_heads == 0) return;
+    const MlaRotaryPlan planned = plan(shape, current_device());
+    with_element(args.rotary.dtype, [&](auto element) {
+        for_each_launch(args, planned.tokens_per_launch, [&](const MlaRotaryArgs& part) {
+            launch_mla_rotary<decltype(element)>(mla_rotary_launch(part, planned), KeyTarget::tensor, planned, stream);
+        });
+    });
+}
+
+void mla_rotary_gradient_cuda(const MlaRotaryGradientArgs& args, CUstream_st* stream) {
+    const MlaRotaryShape shape = shape_of(args);
+    if (shape.batch == 0 || shape.tokens == 0 || shape.q_heads + shape.k_heads == 0) return;
+    const MlaRotaryPlan planned = gradient_plan(shape, current_device());
+    with_element(args.rotary.dtype, [&](auto element) {
+        for_each_launch(args, planned.tokens_per_launch, [&](const MlaRotaryGradientArgs& part) {
+            const auto sum_threads =
+                static_cast<int>(part.rotary.batch * part.rotary.tokens * planned.sum_threads_per_token());
+            const MlaRotaryArgs queries{.rotary = part.rotary, .q_nope = part.q_nope, .k_nope = {}};
+            launch_mla_rotary_gradient<decltype(element)>(
+                {.queries = mla_rotary_launch(queries, planned),
+                 .keys = part.rotary.k,
+                 .sums = MlaSumMap<cutlass::FastDivmod>::of(planned, part.rotary.tokens),
+                 .sum_threads = sum_threads,
+                 .sum_blocks = blocks_of(sum_threads)},
+                planned, stream);
+        });
+    });
+}
+
+void mla_rotary_and_cache_cuda(const MlaRotaryAndCacheArgs& args, CUstream_st* stream) {
+    const MlaRotaryShape shape = shape_of(args);
+    if (shape.batch == 0 || shape.tokens == 0) return;
+    const MlaRotaryPlan planned = plan(shape, current_device());
+    const KeyTarget target = is_float8(args.cached_as) ? KeyTarget::float8_cache : KeyTarget::cache;
+    with_element(args.rotary.dtype, [&](auto element) {
+        for_each_launch(args, planned.tokens_per_launch, [&](const MlaRotaryAndCacheArgs& part) {
+            const MlaRotaryArgs heads{.rotary = part.rotary, .q_nope = {}, .k_nope = part.latent};
+            launch_mla_rotary<decltype(element)>(
+                mla_rotary_launch(heads, planned, part.slots, part.cached_as, part.scale), target, planned, stream);
+        });
+    });
+}
+
+}  // namespace mrrope

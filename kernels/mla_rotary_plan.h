@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstdint>
+
+#include "device_properties.h"
+#include "mrrope/mla_rotary.h"
+#include "mrrope/mla_rotary_and_cache.h"
+
+// Launch plan of the MLA kernels: pure host functions of shape and device, tested without a GPU. Which thread takes
+// what is in mla_rotary_map.h.
+
+namespace mrrope {
+
+struct MlaRotaryShape {
+    int64_t batch = 0;
+    int64_t tokens = 0;
+    int q_heads = 0;
+    int k_heads = 0;  // of the assembled key; 1 for a cache row
+    int rotary_dim = 0;
+    int q_copied = 0;  // components before the rope part
+    int k_copied = 0;
+    int element_size = 0;
+    bool aligned = false;  // every vector that is loaded or stored is aligned to its size
+};
+
+MlaRotaryShape shape_of(const MlaRotaryArgs& args);
+MlaRotaryShape shape_of(const MlaRotaryGradientArgs& args);
+MlaRotaryShape shape_of(const MlaRotaryAndCacheArgs& args);
+
+// Threads share nothing but the sums of the gradient, which stay within a warp.
+inline constexpr int mla_block_threads = 128;
+inline constexpr int mla_warp_threads = 32;
+
+// Minimum blocks per SM for __launch_bounds__, so that nothing spills, as in rotary_and_cache_plan.h.
+constexpr int mla_rotary_min_blocks_per_sm(bool float8) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    return float8 ? 5 : 7;
+#else
+    return float8 ? 6 : 8;
+#endif
+}
+
+// Of the gradient, whose sums of heads need more registers.
+constexpr int mla_rotary_gradient_min_blocks_per_sm() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    return 6;
+#else
+    return 7;
+#endif
+}
+
+// A thread takes two vectors of `vector` components of each of `heads_per_thread` neighbouring heads of one token.
+// `rotating_lanes` threads rotate the rope part of a head, one vector from each of its halves; the lanes after them
+// copy the part before it.
+struct MlaRotaryPlan {
+    int vector = 1;
+    int rotating_lanes = 1;
+    int q_lanes = 1;  // rotating and copying
+    int k_lanes = 1;
+    int heads_per_thread = 1;
+    int q_groups = 0;  // of heads_per_thread heads
+    int k_groups = 0;
+    // Gradient only: threads that add up the heads of a token's key, each every head_sums-th head.
+    int head_sums = 0;
+    int64_t tokens_per_launch = 0;  // of the whole batch if it fits in one launch, else of one sequence
+
+    int64_t q_threads_per_token() const { return int64_t{q_groups} * q_lanes; }
+    int64_t sum_threads_per_token() const { return int64_t{head_sums} * rotating_lanes; }
+    int64_t threads_per_token() const { return q_threads_per_token() + int64_t{k_groups} * k_lanes; }
+};
+
+MlaRotaryPlan plan(const MlaRotaryShape& shape, const Device& device);
+
+// plan() with a given vector and number of heads per thread. The shape must allow the vector: full, half or one
+// component. Instantiated are 1 head, and 2 with full vectors.
+MlaRotaryPlan plan_with(const MlaRotaryShape& shape, int vector, int heads_per_thread);
+
+// The plan of the gradient: q as in plan(), and instead of the groups of the key the sums over its heads.
+MlaRotaryPlan gradient_plan(const MlaRotaryShape& shape, const Device& device);
+
+}  // namespace mrrope

@@ -1,0 +1,170 @@
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <tuple>
+
+#include "device_memory.h"
+#include "devices.h"
+#include "mla_device_case.h"
+#include "mla_rotary_plan.h"
+#include "mrrope/mla_rotary.h"
+#include "on_gpu.h"
+
+// Kept small: compute-sanitizer runs these, too.
+
+namespace mrrope {
+namespace {
+
+using namespace mrrope::testing;
+
+class MlaRotaryCuda : public OnGpu {
+protected:
+    static void rotate_and_expect(const MlaOptions& options) {
+        MlaRotaryCase forward(options);
+        MlaDeviceCase<MlaRotaryCase> forward_on_device(forward);
+        mla_rotary_cuda(forward_on_device.args(), nullptr);
+        forward_on_device.fetch();
+        forward.expect_written();
+        MlaRotaryGradientCase gradient(options);
+        MlaDeviceCase<MlaRotaryGradientCase> gradient_on_device(gradient);
+        mla_rotary_gradient_cuda(gradient_on_device.args(), nullptr);
+        gradient_on_device.fetch();
+        gradient.expect_written();
+    }
+};
+
+// --- against the reference that mla_rotary_cpu is tested against
+
+TEST_F(MlaRotaryCuda, RandomCases) {
+    for (uint64_t seed = 1; seed <= 300 && !HasFailure(); ++seed) rotate_and_expect(random_mla_options(seed));
+}
+
+// Full vectors, half vectors and single components; both numbers of heads per thread, with a remainder; one table and
+// several.
+TEST_F(MlaRotaryCuda, EveryKernel) {
+    for (const DType dtype : all_dtypes) {
+        for (const Pairing pairing : both_pairings) {
+            for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
+                for (const auto& [heads_per_thread, aligned, full] :
+                     {std::tuple{1, false, false}, {1, true, false}, {1, true, true}, {2, true, true}}) {
+                    MlaOptions o;
+                    o.rotary.dtype = dtype;
+                    o.rotary.pairing = pairing;
+                    o.rotary.q_heads = 5;
+                    o.rotary.k_heads = 3;
+                    o.rotary.head_dim = o.rotary.rotary_dim = 128;
+                    o.nope_dim = 96;
+                    o.rotary.in.misalignment = aligned ? 0 : 1;
+                    o.rotary.tables = {.table_for = table_for, .count = 4};
+                    const auto planned = [&] { return plan(shape_of(MlaRotaryCase(o).args()), h200); };
+                    const int bytes = full ? 16 : aligned ? 8 : size_of(dtype);
+                    const auto fits = [&](const MlaRotaryPlan& p) {
+                        return p.heads_per_thread == heads_per_thread && p.vector * size_of(dtype) == bytes;
+                    };
+                    while (full && !fits(planned())) o.rotary.tokens += o.rotary.tokens / 4 + 1;
+                    ASSERT_TRUE(fits(planned()));
+                    rotate_and_expect(o);
+                    if (HasFailure()) return;
+                }
+            }
+        }
+    }
+}
+
+TEST_F(MlaRotaryCuda, HeadsOfDeepSeek) {
+    for (const int heads : {16, 128}) {
+        MlaOptions o;
+        o.rotary.dtype = DType::bfloat16;
+        o.rotary.pairing = Pairing::interleaved;
+        o.rotary.batch = 2;
+        o.rotary.tokens = 9;
+        o.rotary.q_heads = o.rotary.k_heads = heads;
+        o.rotary.head_dim = o.rotary.rotary_dim = 64;
+        o.nope_dim = 128;
+        rotate_and_expect(o);
+    }
+}
+
+// Lanes that divide a warp add up by shuffles; others, such as the 3 of 48 components, do not.
+TEST_F(MlaRotaryCuda, SumsOfAnyNumberOfHeadsAndLanes) {
+    for (const int rotary_dim : {2, 16, 48, 64, 96, 512}) {
+        for (const int k_heads : {1, 2, 7, 33, 130}) {
+            MlaOptions o;
+            o.rotary.dtype = DType::bfloat16;
+            o.rotary.tokens = 5;
+            o.rotary.q_heads = 1;
+            o.rotary.k_heads = k_heads;
+            o.rotary.head_dim = o.rotary.rotary_dim = rotary_dim;
+            rotate_and_expect(o);
+            if (HasFailure()) return;
+        }
+    }
+}
+
+TEST_F(MlaRotaryCuda, TheGradientIsTheSameEveryTime) {
+    MlaOptions o;
+    o.rotary.dtype = DType::float32;
+    o.rotary.tokens = 50;
+    o.rotary.k_heads = 128;
+    o.rotary.head_dim = o.rotary.rotary_dim = 64;
+    MlaRotaryGradientCase first(o);
+    MlaRotaryGradientCase second(o);
+    for (MlaRotaryGradientCase* gradient : {&first, &second}) {
+        MlaDeviceCase<MlaRotaryGradientCase> device(*gradient);
+        mla_rotary_gradient_cuda(device.args(), nullptr);
+        device.fetch();
+    }
+    EXPECT_TRUE(first.buffers()[3]->bytes == second.buffers()[3]->bytes);
+}
+
+// --- streams and launches
+
+TEST_F(MlaRotaryCuda, OneLaunchEachThatAGraphCanReplay) {
+    const Stream stream;
+    const MlaOptions o;
+    MlaRotaryCase forward(o);
+    MlaDeviceCase<MlaRotaryCase> forward_on_device(forward);
+    const Recording rotation(stream, [&](cudaStream_t on) { mla_rotary_cuda(forward_on_device.args(), on); });
+    EXPECT_EQ(rotation.launches(), 1u);
+    rotation.play(stream);
+    forward_on_device.fetch();
+    forward.expect_written();
+    MlaRotaryGradientCase gradient(o);
+    MlaDeviceCase<MlaRotaryGradientCase> gradient_on_device(gradient);
+    const Recording backward(stream, [&](cudaStream_t on) { mla_rotary_gradient_cuda(gradient_on_device.args(), on); });
+    EXPECT_EQ(backward.launches(), 1u);
+    backward.play(stream);
+    gradient_on_device.fetch();
+    gradient.expect_written();
+}
+
+TEST_F(MlaRotaryCuda, NothingToDoLaunchesNothing) {
+    const Stream stream;
+    for (const auto& [batch, tokens, q_heads, k_heads] : {std::tuple{0, 3, 2, 1}, {2, 0, 2, 1}, {2, 3, 0, 0}}) {
+        MlaOptions o;
+        o.rotary.batch = batch;
+        o.rotary.tokens = tokens;
+        o.rotary.q_heads = q_heads;
+        o.rotary.k_heads = k_heads;
+        MlaRotaryCase forward(o);
+        const Recording rotation(stream, [&](cudaStream_t on) { mla_rotary_cuda(forward.args(), on); });
+        EXPECT_EQ(rotation.launches(), 0u) << describe(o);
+        MlaRotaryGradientCase gradient(o);
+        const Recording backward(stream, [&](cudaStream_t on) { mla_rotary_gradient_cuda(gradient.args(), on); });
+        EXPECT_EQ(backward.launches(), 0u) << describe(o);
+    }
+}
+
+TEST_F(MlaRotaryCuda, QueriesAloneKeysAloneAndHeadsWithoutACopiedPart) {
+    for (const auto& [q_heads, k_heads, nope_dim] : {std::tuple{2, 0, 32}, {0, 2, 32}, {2, 2, 0}}) {
+        MlaOptions o;
+        o.rotary.q_heads = q_heads;
+        o.rotary.k_heads = k_heads;
+        o.nope_dim = nope_dim;
+        rotate_and_expect(o);
+    }
+}
+
+}  // namespace
+}  // namespace mrrope
