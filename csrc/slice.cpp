@@ -119,7 +119,7 @@ MlaRotaryGradientArgs slice(const MlaRotaryGradientArgs& args, int64_t first_bat
 MlaRotaryAndCacheArgs slice(const MlaRotaryAndCacheArgs& args, int64_t first_batch, int64_t batch, int64_t first_token,
                             int64_t tokens) {
     const int element_size = size_of(args.rotary.dtype);
-    const int cached_size = args.float8 ? 1 : element_size;
+    const int cached_size = is_float8(args.cached_as) ? 1 : element_size;
     MlaRotaryAndCacheArgs part = args;
     part.rotary = slice(args.rotary, first_batch, batch, first_token, tokens);
     part.latent = slice(args.latent, element_size, first_batch, first_token);

@@ -19,16 +19,16 @@ struct QkNorm {
     double eps = 0.0;                // added to the mean square
     double weight_offset = 0.0;      // 1 for models that store weight - 1, such as Gemma
     NormOver over = NormOver::head;
+};
+
+struct QkNormRotaryArgs : QkNorm {
+    RotaryArgs rotary;
 
     // The number of weights of q, or of k.
     MRROPE_HOST_DEVICE int64_t weight_count(bool is_q) const {
         const int64_t heads = over == NormOver::head ? 1 : (is_q ? rotary.q : rotary.k).heads;
         return heads * rotary.head_dim;
     }
-};
-
-struct QkNormRotaryArgs : QkNorm {
-    RotaryArgs rotary;
 };
 
 void qk_norm_rotary_cpu(const QkNormRotaryArgs& args, const ParallelFor& parallel_for = on_all_cores);
