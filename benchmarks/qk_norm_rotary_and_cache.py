@@ -117,7 +117,7 @@ class Buffers:
             original_max_position=32768,
             scale=4.0,
             attention_factor=1.0,
-        )
+        ).to(device)  # a first use would copy it, which no capture takes
         is_decoding = tokens <= MAX_DECODE_TOKENS
         numbers = torch.arange(tokens, device=device)
         self.positions = 8000 + numbers

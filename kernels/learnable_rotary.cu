@@ -1,10 +1,16 @@
 #include "learnable_rotary_kernel.cuh"
+#include "mrrope/learnable_rotary_phase.h"
 
 namespace mrrope {
 namespace {
 
 bool is_empty(const LearnableRotaryShape& shape) {
     return shape.batch == 0 || shape.tokens == 0 || shape.q_heads + shape.k_heads == 0;
+}
+
+__device__ double load_real(const void* values, DType dtype, int64_t i) {
+    return dtype == DType::float64 ? static_cast<const double*>(values)[i]
+                                   : static_cast<double>(static_cast<const float*>(values)[i]);
 }
 
 __device__ void store_real(void* values, DType dtype, int64_t i, double value) {
@@ -38,6 +44,10 @@ __global__ void __launch_bounds__(pack_block_threads)
     if (threadIdx.x == 0) words[half] = attention_factor_word(factor, has_frequencies);
 }
 
+void pack_tables(const LearnableRotaryArgs& args, cudaStream_t stream) {
+    launch_with_pdl(pdl_kernel<pack_tables_kernel>, dim3(args.tables), pack_block_threads, stream, args);
+}
+
 // Passed to the kernel by value.
 struct TableSumLaunch {
     LearnableRotaryGradientArgs args;
@@ -69,7 +79,7 @@ __global__ void __launch_bounds__(column_sum_block_threads)
 }  // namespace
 
 void learnable_rotary_cuda(const LearnableRotaryArgs& args, CUstream_st* stream) {
-    launch_with_pdl(pdl_kernel<pack_tables_kernel>, dim3(args.tables), pack_block_threads, stream, args);
+    pack_tables(args, stream);
     rotary_cuda(by_packed_tables(args), stream);
 }
 
@@ -84,6 +94,7 @@ void learnable_rotary_gradient_cuda(const LearnableRotaryGradientArgs& args, CUs
     if (!is_empty(shape)) {
         const LearnableRotaryPlan planned = plan(shape, current_device());
         rows = planned.blocks_per_table;
+        pack_tables(args.call, stream);  // immediately before the kernel, which relies on it
         const LearnableRotaryLaunch launch{args, LearnableRotaryMap<cutlass::FastDivmod>::of(planned, shape)};
         with_element(args.call.rotary.dtype,
                      [&](auto element) { launch_learnable_gradient<decltype(element)>(launch, stream); });

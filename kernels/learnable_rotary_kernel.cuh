@@ -9,7 +9,6 @@
 #include "learnable_rotary_map.h"
 #include "learnable_rotary_plan.h"
 #include "mrrope/learnable_rotary.h"
-#include "mrrope/learnable_rotary_phase.h"
 
 // The backward pass. y = a R(p f) x. With g the gradient of y and v = R(p f)^T g, for every pair:
 //     dx = a v,    df = a * sum of p (v_2 x_1 - v_1 x_2),    da = sum of v . x.
@@ -21,11 +20,6 @@ struct LearnableRotaryLaunch {
     LearnableRotaryGradientArgs args;
     LearnableRotaryMap<cutlass::FastDivmod> map;
 };
-
-__device__ inline double load_real(const void* values, DType dtype, int64_t i) {
-    return dtype == DType::float64 ? static_cast<const double*>(values)[i]
-                                   : static_cast<double>(static_cast<const float*>(values)[i]);
-}
 
 // Where one head of a token lies.
 template <class Element>
@@ -65,9 +59,9 @@ struct LearnableSums {
     }
 };
 
-// Heads of the next item are loaded into the registers of the heads just used, and are in flight during the rest of the
-// arithmetic. Phase steps are computed here, while the first item is in flight: reading packed tables would take one
-// more launch.
+// Loads of the first item are issued before griddepcontrol.wait and are final: the primary kernel of the dependent
+// launch is pack_tables_kernel, which triggers after its own wait and writes the packed tables only. Heads of the next
+// item are loaded into the registers of the heads just used, and are in flight during the rest of the arithmetic.
 template <class Element, int Vector, Pairing pairing>
 __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_sm(compiled_for_pdl))
     learnable_gradient_kernel(const __grid_constant__ LearnableRotaryLaunch launch) {
@@ -88,7 +82,7 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
     int slot, lane_of_pass;
     map.thread(slot, lane_of_pass, threadIdx.x);
     const Real direction = args.conjugate ? Real(-1) : Real(1);
-    const int64_t first_frequency = int64_t{block.table} * half;
+    const uint64_t* table = call.packed_tables + int64_t{block.table} * (half + 1);
     // This block's row of partial sums.
     double* table_sums = launch.args.table_sums + (int64_t{block.number} * plan.tables + block.table) * (half + 1);
     LearnableSums<Real, Vector> sums;
@@ -98,11 +92,6 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
     const auto pointers_to = [&](const LearnableItem& item, int j) {
         return LearnablePointers<Element>(launch.args, item, map.head(block.table, item.first_head + j));
     };
-    const auto frequency_of = [&](int pair) {
-        return load_real(call.frequencies, call.table_dtype, first_frequency + pair);
-    };
-    pdl_wait();
-    pdl_trigger();
 
     CUTLASS_PRAGMA_NO_UNROLL
     for (int first_lane = 0; first_lane < plan.lanes; first_lane += plan.lanes_per_pass) {
@@ -127,20 +116,13 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
         load_position_of(item);
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) load_head(item, j);
+        pdl_wait();
+        pdl_trigger();
         sums.clear_frequencies();
-        bool has_frequencies = true;
-        for (int pair = threadIdx.x; pair < half; pair += learnable_block_threads) {
-            has_frequencies = has_frequencies && is_frequency(frequency_of(pair));
-        }
-        has_frequencies = __syncthreads_and(has_frequencies);
         if (active) {
             CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < Vector; ++j) {
-                const double frequency = frequency_of(layout.pair(j));
-                phase_steps[j][threadIdx.x] = is_frequency(frequency) ? phase_step_of(frequency) : 0;
-            }
-            const double factor = load_real(call.attention_factors, call.table_dtype, block.table);
-            const auto gain = static_cast<Real>(attention_factor_of(attention_factor_word(factor, has_frequencies)));
+            for (int j = 0; j < Vector; ++j) phase_steps[j][threadIdx.x] = table[layout.pair(j)];
+            const auto gain = static_cast<Real>(attention_factor_of(table[half]));
             CUTLASS_PRAGMA_NO_UNROLL
             while (item.heads > 0) {
                 number += map.item_step();

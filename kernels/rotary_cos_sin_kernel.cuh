@@ -51,8 +51,10 @@ __device__ const Column* token_columns(const ColumnsView& view, int batch, int t
 
 // The rotary kernel with cosines and sines from memory: the same places, plans and vectors. Nothing is computed but the
 // rotation, so the heads' latency hides that of the columns, which are issued first.
+// Whole heads have one block fewer per SM, where they would spill.
 template <class Element, class Column, int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads>
-__global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm(HeadsPerThread))
+__global__ void __launch_bounds__(rotary_block_threads,
+                                  rotary_min_blocks_per_sm(HeadsPerThread) - (whole_heads ? 1 : 0))
     rotary_cos_sin_kernel(const __grid_constant__ RotaryCosSinLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LayoutOf<pairing, Vector, whole_heads>;

@@ -35,12 +35,16 @@ using LayoutOf = std::conditional_t<whole_heads, WholeHeadLayout<pairing, Vector
 // at 512 tokens and 2 % at 8192 on an H200. Loads issued before griddepcontrol.wait are speculative; their values are
 // re-read after it. The order of events is explained in rotary_schedule.h.
 //
+// tokens_inside: neighbouring threads take neighbouring tokens before other heads; a run-time choice would cost 256
+// tokens 4 %.
+//
 // whole_heads: further lanes copy the tail, so that neighbouring threads access whole heads. Otherwise the lanes copy
 // it in a loop after the rotation, one vector at a time.
 //
 // Head tables: a thread's heads are all of one table. `single` has the code of one table only; `by_head` is `single`
 // with head tables, since looking for an index that is not there costs a decoding step 0.1 to 0.25 us.
-template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool whole_heads>
+template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool whole_heads,
+          bool tokens_inside>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm(HeadsPerThread))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
     using Real = RealOf<Element>;
@@ -51,7 +55,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     constexpr bool has_choice = has_head_tables && lookup != TableLookup::by_head;
     const RotaryArgs& args = launch.args;
     const int thread = blockIdx.x * rotary_block_threads + threadIdx.x;
-    auto [lane, group, batch, token] = launch.map.place(thread);
+    auto [lane, group, batch, token] = launch.map.template place<tokens_inside>(thread);
 
     HeadsOfTable heads_of_table{0, args.q.heads, args.k.heads};
     if constexpr (has_head_tables) heads_of_table = launch.head_groups.table_of(group);
@@ -170,11 +174,12 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     }
 }
 
-template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool whole_heads>
+template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool whole_heads,
+          bool tokens_inside = false>
 void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     const auto threads = static_cast<int>(args.batch * args.tokens * plan.threads_per_token());
     // With tokens inside, the positions of all tokens are in L2 after the first group of heads.
-    const auto tokens_ahead = plan.tokens_inside
+    const auto tokens_ahead = tokens_inside
                                   ? std::numeric_limits<int>::max()
                                   : static_cast<int>(RotarySchedule::prefetch_threads_ahead / plan.threads_per_token());
     const RotaryLaunch launch{
@@ -187,8 +192,9 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
         .bytes_ahead = tokens_ahead * args.positions.token_stride * (args.positions.is_int64 ? 8 : 4),
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
-    launch_with_pdl(pdl_kernel<rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup, whole_heads>>,
-                    dim3(blocks), rotary_block_threads, stream, launch);
+    launch_with_pdl(
+        pdl_kernel<rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup, whole_heads, tokens_inside>>,
+        dim3(blocks), rotary_block_threads, stream, launch);
 }
 
 // Calls launch.operator()<Vector, HeadsPerThread, pairing, whole_heads>() for a plan. Only these combinations exist.
@@ -235,6 +241,13 @@ void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t 
         return launch.template operator()<TableLookup::indexed>();
     }
     if (args.choice.heads > 1) return launch.template operator()<TableLookup::by_head>();
+    if constexpr (takes_tokens_inside(Vector * static_cast<int>(sizeof(Element)), HeadsPerThread, whole_heads)) {
+        if (plan.tokens_inside) {
+            constexpr TableLookup lookup = TableLookup::single;
+            return launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, whole_heads, true>(args, plan,
+                                                                                                       stream);
+        }
+    }
     return launch.template operator()<TableLookup::single>();
 }
 

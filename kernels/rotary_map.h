@@ -22,25 +22,25 @@ struct RotaryPlace {
 template <class Divmod>
 struct RotaryMap {
     Divmod lanes;
-    Divmod inner;  // head groups, or tokens
-    Divmod outer;  // the other
-    bool tokens_inside;
+    Divmod head_groups;
+    Divmod tokens;
 
     static RotaryMap of(const RotaryPlan& plan, int64_t tokens) {
-        const Divmod groups{plan.head_groups};
-        const Divmod of_tokens{static_cast<int>(tokens)};
-        const bool inside = plan.tokens_inside;
-        return {Divmod{plan.lanes}, inside ? of_tokens : groups, inside ? groups : of_tokens, inside};
+        return {Divmod{plan.lanes}, Divmod{plan.head_groups}, Divmod{static_cast<int>(tokens)}};
     }
 
+    template <bool tokens_inside = false>
     MRROPE_HOST_DEVICE RotaryPlace place(int thread) const {
         RotaryPlace place;
-        int item, outer_item, at_inner, at_outer;
+        int item, rest;
         lanes(item, place.lane, thread);
-        inner(outer_item, at_inner, item);
-        outer(place.batch, at_outer, outer_item);
-        place.group = tokens_inside ? at_outer : at_inner;
-        place.token = tokens_inside ? at_inner : at_outer;
+        if constexpr (tokens_inside) {
+            tokens(rest, place.token, item);
+            head_groups(place.batch, place.group, rest);
+        } else {
+            head_groups(rest, place.group, item);
+            tokens(place.batch, place.token, rest);
+        }
         return place;
     }
 };

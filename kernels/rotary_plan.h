@@ -49,6 +49,11 @@ inline constexpr int64_t threads_for_full_vectors = 1 << 16;
 // The only instantiation for tokens with several positions.
 inline constexpr int heads_per_thread_with_rows = 2;
 
+// Whether there is an instantiation with tokens inside, of one table: for large launches only.
+constexpr bool takes_tokens_inside(int vector_bytes, int heads_per_thread, bool whole_heads) {
+    return vector_bytes == access_bytes && heads_per_thread > 1 && !whole_heads;
+}
+
 // The only instantiation whose lanes hold whole heads, with full vectors.
 inline constexpr int heads_per_thread_of_whole_heads = 2;
 
@@ -61,7 +66,7 @@ struct RotaryPlan {
     int heads_per_thread = 1;
     int head_groups = 1;            // of heads_per_thread heads of one head table
     int table_heads = 1;            // head tables
-    bool tokens_inside = false;     // neighbouring threads take neighbouring tokens before other heads
+    bool tokens_inside = false;     // with one table, neighbouring threads take neighbouring tokens before other heads
     bool speculates_table = false;  // with several tables: loads the table index before griddepcontrol.wait, too
     int64_t tokens_per_launch = 0;  // of the whole batch if it fits in one launch, else of one sequence
 

@@ -109,6 +109,11 @@ def qk_norm_rotary() -> list[str]:
     )
 
 
+def qk_norm_rotary_and_cache() -> list[str]:
+    """Return the times of qk_norm_rotary_and_cache_ and of the ops it fuses."""
+    return times("qk_norm_rotary_and_cache_cuda.json", "tokens, shape, cache, q", lambda row: row["name"])
+
+
 def learnable_rotary() -> list[str]:
     """Return the times of learnable_rotary and of the rotation in PyTorch."""
     return times("learnable_rotary_cuda.json", "tokens x q/k heads x head_dim", lambda row: row["name"])
@@ -207,6 +212,7 @@ OF_OPS = (
     mla_rotary_and_cache,
     mla_rotary,
     qk_norm_rotary,
+    qk_norm_rotary_and_cache,
     qkv_rotary,
     learnable_rotary,
     rotary_cos_sin,

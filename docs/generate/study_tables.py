@@ -16,6 +16,8 @@ STUDY_TEXT, STUDY_KEYS = "study_text.json", "study_keys.json"
 """Studies of tables that were calibrated with a smaller and a larger weight of retrieval."""
 TABLE_SETS, OTHER_KINDS = "table_sets.json", "other kinds"
 """The study of tables per layer and key head, and its part on texts of other kinds."""
+BEST_FIXED = ("yarn_ratio", "mrrope_uni")
+"""The best fixed methods at scale 16."""
 STUDY_SCALES = (2, 4, 8, 16)
 HEAD_DIMS = (64, 128)
 SEARCHED = {"calibrated", "evolved"}
@@ -277,7 +279,7 @@ def table_set_lengths() -> list[str]:
     fixed = {
         f"`{method}`, 16x": second_halves(by_length)
         for method, by_length in data["results"]["perplexity"].items()
-        if method != "head"
+        if method in BEST_FIXED
     }
     sets = {
         f"`smollm2-135m-heads-{scale}`": one["held_out"]["second_half_perplexity"]

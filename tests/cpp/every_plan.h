@@ -23,9 +23,11 @@ inline std::vector<RotaryPlan> every_plan(const RotaryShape& shape, bool has_cho
         plans.push_back(plan_with(shape, h200, full, 3));
         for (const int vector : {full / 2, 1}) plans.push_back(plan_with(shape, h200, vector, 1));
     }
+    if (!has_choice && !shape.with_rows && shape.table_heads == 1 && full * shape.element_size == access_bytes) {
+        plans.push_back(plan_with(shape, h200, full, 2));
+        plans.back().tokens_inside = true;
+    }
     if (has_whole_head_plan(shape)) plans.push_back(plan_whole_heads(shape, h200));
-    plans.push_back(plans.back());
-    plans.back().tokens_inside = true;
     if (!has_choice || shape.with_rows) return plans;
     std::vector<RotaryPlan> with_and_without_speculation;
     for (RotaryPlan plan : plans) {

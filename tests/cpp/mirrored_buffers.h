@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <stdexcept>
 #include <vector>
@@ -35,6 +36,8 @@ public:
                 return reinterpret_cast<T*>(mirror.device.data() + (byte - mirror.host));
             }
         }
+        // A pointer into a buffer without bytes, which nothing may read.
+        if (std::ranges::any_of(mirrors_, [](const Mirror& mirror) { return mirror.size == 0; })) return nullptr;
         throw std::logic_error("a pointer into no mirrored buffer");
     }
 

@@ -320,7 +320,8 @@ public:
 private:
     template <Pairing pairing, int Vector>
     void run(int thread) {
-        const RotaryPlace place = map_.place(thread);
+        const RotaryPlace place =
+            plan_.tokens_inside ? map_.template place<true>(thread) : map_.template place<false>(thread);
         const int half = shape_.rotary_dim / 2;
         const WholeHeadLayout<pairing, Vector> layout{place.lane, half};
         int group = place.group;

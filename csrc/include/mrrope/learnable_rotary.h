@@ -17,8 +17,7 @@ struct LearnableRotaryArgs {
     const void* attention_factors = nullptr;
     DType table_dtype = DType::float32;
     int tables = 1;  // divides the number of heads of q and of k: neighbouring heads share one
-    // Memory for the packed head tables, [tables, rotary_dim / 2 + 1]: filled before the rotation. The backward pass on
-    // a GPU does without.
+    // Memory for the packed head tables, [tables, rotary_dim / 2 + 1]: both passes fill it before they rotate.
     uint64_t* packed_tables = nullptr;
 };
 

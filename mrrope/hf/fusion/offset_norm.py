@@ -57,5 +57,5 @@ def identity_table(rotary_dim: int, device: torch.device) -> torch.Tensor:
 @torch.inference_mode(mode=False)  # inference tensors could not be saved for a backward pass
 def _new_identity_table(rotary_dim: int, device: torch.device, *, made_on: torch.device) -> torch.Tensor:
     table = torch.zeros(rotary_dim // 2 + 1, dtype=torch.float64, device=made_on)
-    table[-1] = 1.0
+    table[-1:].fill_(1.0)  # an assignment would copy from the host, which no capture takes
     return table.view(torch.int64).to(device)

@@ -380,7 +380,8 @@ def test_cached_keys_follow_a_growing_text(kind: str, cache: str) -> None:
     (tables,) = getattr(grown, TABLES_ATTRIBUTE).values()
     assert tables.tolist() == [2, 2]
     assert relative(grown.layers[0].keys[:, :, :80], fresh.layers[0].keys[:, :, :80]) < 1e-12
-    assert torch.equal(grown.layers[0].values[:, :, :80], fresh.layers[0].values[:, :, :80])
+    # A product of fewer rows may be summed in another order.
+    assert relative(grown.layers[0].values[:, :, :80], fresh.layers[0].values[:, :, :80]) < 1e-12
 
 
 def growing_gemma() -> PreTrainedModel:
