@@ -111,7 +111,8 @@ class PairProducts:
 
 def pair_products(model: nn.Module, tokens: Sequence[int], *, samples: int = 50, seed: int = 0) -> PairProducts:
     """Products of random token pairs of a text, for every head of the global layers."""
-    with patched(model, "rope"), torch.no_grad(), recorded_layers(model) as recorded:
+    # Fused norms run an op that rotates, too.
+    with patched(model, "rope", fuse_norms=False), torch.no_grad(), recorded_layers(model) as recorded:
         model(input_ids=torch.tensor([list(tokens)], device=next(model.parameters()).device), use_cache=False)
     if not recorded.calls:
         raise ValueError(f"model must rotate by the fused op for this, and {type(model).__name__} does not")

@@ -75,7 +75,7 @@ def assert_hooks(model: nn.Module, count: int) -> None:
 
 def test_frequencies_that_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attention factor is set last: the frequencies before it are restored."""
-    model = tiny_model(UNFUSABLE)
+    model = model_named(UNFUSABLE)
     before, rotary = Snapshot(model), rotary_embedding(model)
 
     def refuse(self: nn.Module, name: str, value: Any) -> None:
@@ -91,7 +91,7 @@ def test_frequencies_that_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("is_patched", [False, True])
 def test_warnings_that_are_errors(is_patched: bool) -> None:
-    model = tiny_model(UNFUSABLE)
+    model = model_named(UNFUSABLE)
     before = Snapshot(model)
     if is_patched:
         with pytest.warns(UserWarning, match="not the fused op"):

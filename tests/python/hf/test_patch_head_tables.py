@@ -115,9 +115,11 @@ def test_every_layer_and_head_rotates_by_its_own_table(name: str) -> None:
     plain = logits(model, input_ids=ids)
     of_layer = lambda i: None if is_local(model, i) else family.entry(tables, i)  # noqa: E731
     want = reference(model, family, of_layer, lambda model: logits(model, input_ids=ids))
-    mrrope.patch(model, tables, fuse_norms=False)  # Qwen3-Next amplifies the rounding of its norms
+    # Qwen3-Next amplifies the rounding of its norms, and of single tokens, by its recurrence.
+    amplified = relative(decoded(model, ids, 16), plain)
+    mrrope.patch(model, tables, fuse_norms=False)
     assert relative(logits(model, input_ids=ids), want) < ROUNDING
-    assert relative(decoded(model, ids, 16), want) < ROUNDING, "prefill and single tokens with a cache"
+    assert relative(decoded(model, ids, 16), want) < ROUNDING + 2 * amplified, "prefill and single tokens with a cache"
     assert relative(plain, want) > 1e-3, "the tables make a difference"
     mrrope.unpatch(model)
     assert torch.equal(logits(model, input_ids=ids), plain)
