@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < weight_sets; ++j) weight_gradients[j] = Wide{};
     // Over a head, each row is loaded while the previous one is reduced and written: first its gradients, whose
-    // registers are free, then the rest. Over all heads, whose
-    // weights take more registers, that costs 9 % at 8192 x 32/32 heads on an H200.
+    // registers are free, then the rest. Over all heads, whose weights take more registers, that costs 9 % at 8192 x
+    // 32/32 heads on an H200.
     constexpr bool loads_ahead = over_head;
     if (loads_ahead && first_row < thread.rows) {
         load_angles();
