@@ -35,9 +35,11 @@ void mla_rotary_gradient_cuda(const MlaRotaryGradientArgs& args, CUstream_st* st
 }
 
 void mla_rotary_and_cache_cuda(const MlaRotaryAndCacheArgs& args, CUstream_st* stream) {
-    const MlaRotaryShape shape = shape_of(args);
-    if (shape.batch == 0 || shape.tokens == 0) return;
-    const MlaRotaryPlan planned = plan(shape, current_device());
+    mla_rotary_and_cache_cuda(args, plan(shape_of(args), current_device()), stream);
+}
+
+void mla_rotary_and_cache_cuda(const MlaRotaryAndCacheArgs& args, const MlaRotaryPlan& planned, CUstream_st* stream) {
+    if (args.rotary.batch == 0 || args.rotary.tokens == 0) return;
     const KeyTarget target = is_float8(args.cached_as) ? KeyTarget::float8_cache : KeyTarget::cache;
     with_element(args.rotary.dtype, [&](auto element) {
         for_each_launch(args, planned.tokens_per_launch, [&](const MlaRotaryAndCacheArgs& part) {

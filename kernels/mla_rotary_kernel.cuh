@@ -26,19 +26,69 @@ struct MlaRotaryLaunch {
     MlaRotaryMap<cutlass::FastDivmod> map;
     int threads;
     // Of a cache only.
+    MlaLatentMap<cutlass::FastDivmod> latent;
+    int latent_threads;
+    int latent_blocks;
     CacheSlots slots;
     cutlass::FastDivmod block_size;
     uint32_t slot_count;
     StoredAs cached_as;
     const float* scale;
+
+    __device__ bool has_slot(int64_t slot) const {
+        return static_cast<uint64_t>(slot) < slot_count;  // unsigned: negative slots are out of range, too
+    }
+
+    // Where the row of a token of a sequence lies.
+    __device__ CachePlace place_of(int64_t slot, int batch) const {
+        CachePlace place{batch, static_cast<int>(slot)};
+        if (slots.paged) block_size(place.outer, place.inner, static_cast<int>(slot));
+        return place;
+    }
 };
 
+// Copies two vectors of a token's latent part to its cache row.
+template <class Element, KeyTarget target, int Vector>
+__device__ __forceinline__ void copy_latent(const MlaRotaryLaunch& launch, int thread) {
+    const CopiedPart& latent = launch.args.k_nope;
+    int batch, token, lane;
+    launch.latent.place(batch, token, lane, thread);
+    const CopyLayout layout{lane, launch.latent.lanes.divisor, latent.dim, Vector};
+    const HeadsView& view = latent.view;
+    const Element* in = static_cast<const Element*>(view.in) + CachePlace{batch, token}.offset(view.in_strides);
+    const void* token_slot = position_address(launch.slots.of_tokens, 0, batch, token);
+    const bool always_false = launch.latent_threads < 0;
+    compute_before_wait(always_false, in + layout.first());
+    compute_before_wait(always_false, in + layout.second());
+    compute_before_wait(always_false, token_slot);
+    pdl_wait();
+    if (thread >= launch.latent_threads) return;
+    const int64_t slot = load_position(launch.slots.of_tokens, token_slot);
+    HeadFragment<Element, Vector> fragment;
+    fragment.load(in, layout);
+    [[maybe_unused]] float scale = 1.0f;
+    if constexpr (target == KeyTarget::float8_cache) {
+        if (launch.scale != nullptr) scale = *launch.scale;
+    }
+    pdl_trigger();
+    if (!launch.has_slot(slot)) return;
+    const int64_t out = launch.place_of(slot, batch).offset(view.out_strides);
+    if constexpr (target == KeyTarget::float8_cache) {
+        Float8Fragment<Vector> rounded;
+        rounded.narrow(fragment.widened(), scale, launch.cached_as);
+        rounded.store(static_cast<uint8_t*>(view.out) + out, layout);
+    } else {
+        fragment.store(static_cast<Element*>(view.out) + out, layout);
+    }
+}
+
 // Rotates and copies the two vectors of a thread, for HeadsPerThread neighbouring heads: see MlaRotaryPlan. Lanes that
-// copy skip the cos/sin. The order of events is explained in rotary_schedule.h.
+// copy, of which a cache has none here, skip the cos/sin. The order of events is explained in rotary_schedule.h.
 template <class Element, KeyTarget target, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup>
 __device__ __forceinline__ void rotate_and_copy(const MlaRotaryLaunch& launch, int thread) {
     using Real = RealOf<Element>;
-    using Layout = MlaLaneLayout<pairing, Vector>;
+    using Layout =
+        std::conditional_t<target == KeyTarget::tensor, MlaLaneLayout<pairing, Vector>, LaneLayout<pairing, Vector>>;
     using Trigger = RotarySchedule::Trigger;
     constexpr RotarySchedule schedule = rotary_schedule(lookup, HeadsPerThread, compiled_for_pdl);
     constexpr bool has_choice = lookup != TableLookup::single;
@@ -52,8 +102,14 @@ __device__ __forceinline__ void rotate_and_copy(const MlaRotaryLaunch& launch, i
 
     const int half = rotary.rotary_dim / 2;
     const CopiedPart& copied = is_query ? args.q_nope : args.k_nope;
-    const int lanes = is_query ? launch.map.q_lanes.divisor : launch.map.k_lanes.divisor;
-    const Layout layout(place.lane, half, lanes, copied.dim);
+    const Layout layout = [&] {
+        if constexpr (to_cache) {
+            return Layout{place.lane, half};
+        } else {
+            const int lanes = is_query ? launch.map.q_lanes.divisor : launch.map.k_lanes.divisor;
+            return Layout(place.lane, half, lanes, copied.dim);
+        }
+    }();
     const HeadsView& rotated = is_query ? rotary.q : rotary.k;
     const HeadsView& view = layout.rotates() ? rotated : copied.view;
     const int first_head = place.group * HeadsPerThread;
@@ -126,13 +182,8 @@ __device__ __forceinline__ void rotate_and_copy(const MlaRotaryLaunch& launch, i
     CachePlace destination = token;
     if constexpr (to_cache) {
         if (!is_query) {
-            // Unsigned: negative slots are out of range, too.
-            if (static_cast<uint64_t>(slot) >= launch.slot_count) return;
-            if (launch.slots.paged) {
-                launch.block_size(destination.outer, destination.inner, static_cast<int>(slot));
-            } else {
-                destination.inner = static_cast<int>(slot);
-            }
+            if (!launch.has_slot(slot)) return;
+            destination = launch.place_of(slot, place.batch);
         }
     }
     const int64_t out = destination.offset(view.out_strides) + first_head * view.out_strides.head;
@@ -141,23 +192,32 @@ __device__ __forceinline__ void rotate_and_copy(const MlaRotaryLaunch& launch, i
         if (!exists(j)) break;
         const int64_t head = out + j * view.out_strides.head;
         if (!to_float8 || is_query) {
-            if (layout.rotates()) fragments[j].template rotate<Layout::crosses_vectors>(by);
-            fragments[j].store(static_cast<Element*>(view.out) + head, layout);
+            HeadFragment<Element, Vector> result = fragments[j];
+            if (layout.rotates()) result.template rotate<Layout::crosses_vectors>(by);
+            result.store(static_cast<Element*>(view.out) + head, layout);
         } else if constexpr (to_float8) {
             auto wide = fragments[j].widened();
             if (layout.rotates()) wide.template rotate<Layout::crosses_vectors>(by);
             Float8Fragment<Vector> rounded;
-            rounded.narrow(wide, scale, launch.cached_as);
+            rounded.narrow_product(wide, finite_ratio(1.0f, scale), launch.cached_as);
             rounded.store(static_cast<uint8_t*>(view.out) + head, layout);
         }
     }
 }
 
+// With a cache, the first blocks copy the latent part.
 template <class Element, KeyTarget target, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup>
 __global__ void __launch_bounds__(mla_block_threads, mla_rotary_min_blocks_per_sm(target == KeyTarget::float8_cache))
     mla_rotary_kernel(const __grid_constant__ MlaRotaryLaunch launch) {
-    rotate_and_copy<Element, target, Vector, HeadsPerThread, pairing, lookup>(
-        launch, blockIdx.x * mla_block_threads + threadIdx.x);
+    int block = blockIdx.x;
+    if constexpr (target != KeyTarget::tensor) {
+        if (block < launch.latent_blocks) {
+            return copy_latent<Element, target, Vector>(launch, block * mla_block_threads + threadIdx.x);
+        }
+        block -= launch.latent_blocks;
+    }
+    rotate_and_copy<Element, target, Vector, HeadsPerThread, pairing, lookup>(launch,
+                                                                              block * mla_block_threads + threadIdx.x);
 }
 
 struct MlaRotaryGradientLaunch {
@@ -262,10 +322,14 @@ inline MlaRotaryLaunch mla_rotary_launch(const MlaRotaryArgs& args, const MlaRot
                                          const CacheSlots& slots = {}, StoredAs cached_as = StoredAs::heads_dtype,
                                          const float* scale = nullptr) {
     const RotaryArgs& rotary = args.rotary;
+    const auto latent_threads = static_cast<int>(rotary.batch * rotary.tokens * plan.latent_lanes);
     return {
         .args = args,
         .map = MlaRotaryMap<cutlass::FastDivmod>::of(plan, rotary.tokens),
         .threads = static_cast<int>(rotary.batch * rotary.tokens * plan.threads_per_token()),
+        .latent = MlaLatentMap<cutlass::FastDivmod>::of(plan, rotary.tokens),
+        .latent_threads = latent_threads,
+        .latent_blocks = blocks_of(latent_threads),
         .slots = slots,
         .block_size = cutlass::FastDivmod(static_cast<int>(std::max<int64_t>(1, slots.block_size))),
         .slot_count = static_cast<uint32_t>(slots.count()),
@@ -301,10 +365,11 @@ void with_mla_plan(const MlaRotaryPlan& plan, const RotaryArgs& rotary, Launch&&
 
 template <class Element, KeyTarget target>
 void launch_mla_rotary_to(const MlaRotaryLaunch& launch, const MlaRotaryPlan& plan, cudaStream_t stream) {
+    const int blocks = launch.latent_blocks + blocks_of(launch.threads);
     with_mla_plan<Element>(
         plan, launch.args.rotary, [&]<int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup> {
             launch_with_pdl(pdl_kernel<mla_rotary_kernel<Element, target, Vector, HeadsPerThread, pairing, lookup>>,
-                            dim3(blocks_of(launch.threads)), mla_block_threads, stream, launch);
+                            dim3(blocks), mla_block_threads, stream, launch);
         });
 }
 

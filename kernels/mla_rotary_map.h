@@ -49,28 +49,53 @@ struct MlaRotaryMap {
     }
 };
 
+// The two vectors of a lane that copies, as far apart as there are such lanes. The last lane of an odd number of
+// vectors takes its only one twice.
+struct CopyLayout {
+    int lane;
+    int lanes;
+    int dim;
+    int vector;
+
+    MRROPE_HOST_DEVICE int first() const { return lane * vector; }
+    MRROPE_HOST_DEVICE int second() const {
+        const int at = (lane + lanes) * vector;
+        return at < dim ? at : first();
+    }
+};
+
+// The threads that copy the latent part of a cache row: neighbouring vectors, then tokens.
+template <class Divmod>
+struct MlaLatentMap {
+    Divmod lanes;
+    Divmod tokens;
+
+    static MlaLatentMap of(const MlaRotaryPlan& plan, int64_t tokens) {
+        return {Divmod{plan.latent_lanes < 1 ? 1 : plan.latent_lanes}, Divmod{static_cast<int>(tokens)}};
+    }
+
+    MRROPE_HOST_DEVICE void place(int& batch, int& token, int& lane, int thread) const {
+        int sequence_token;
+        lanes(sequence_token, lane, thread);
+        tokens(batch, token, sequence_token);
+    }
+};
+
 // The two vectors of a lane, as offsets in its part of a head. Lanes after the rotating ones copy the part before the
-// rope part: vectors as far apart as there are copying lanes. The last lane of an odd number of vectors takes its only
-// one twice.
+// rope part.
 template <Pairing pairing, int Vector>
 struct MlaLaneLayout {
     static constexpr bool crosses_vectors = LaneLayout<pairing, Vector>::crosses_vectors;
 
     LaneLayout<pairing, Vector> rotated;
-    int copied_first;  // -1 for a rotating lane
-    int copied_second;
+    CopyLayout copied;
 
-    MRROPE_HOST_DEVICE MlaLaneLayout(int lane, int half, int lanes, int copied_dim) : rotated{lane, half} {
-        const int rotating_lanes = half / Vector;
-        const int copying_lane = lane - rotating_lanes;
-        copied_first = copying_lane < 0 ? -1 : copying_lane * Vector;
-        copied_second = copied_first + (lanes - rotating_lanes) * Vector;
-        if (copied_second >= copied_dim) copied_second = copied_first;
-    }
+    MRROPE_HOST_DEVICE MlaLaneLayout(int lane, int half, int lanes, int copied_dim)
+        : rotated{lane, half}, copied{lane - half / Vector, lanes - half / Vector, copied_dim, Vector} {}
 
-    MRROPE_HOST_DEVICE bool rotates() const { return copied_first < 0; }
-    MRROPE_HOST_DEVICE int first() const { return rotates() ? rotated.first() : copied_first; }
-    MRROPE_HOST_DEVICE int second() const { return rotates() ? rotated.second() : copied_second; }
+    MRROPE_HOST_DEVICE bool rotates() const { return copied.lane < 0; }
+    MRROPE_HOST_DEVICE int first() const { return rotates() ? rotated.first() : copied.first(); }
+    MRROPE_HOST_DEVICE int second() const { return rotates() ? rotated.second() : copied.second(); }
     // Copying lanes return pairs that exist, so that their loads are valid; the values are unused.
     MRROPE_HOST_DEVICE int pair(int j) const { return rotates() ? rotated.pair(j) : j; }
 };

@@ -56,20 +56,26 @@ MlaRotaryShape shape_of(const MlaRotaryGradientArgs& args) {
 }
 
 MlaRotaryShape shape_of(const MlaRotaryAndCacheArgs& args) {
-    return shape_of(args.rotary, {}, args.latent, is_float8(args.cached_as) ? 1 : size_of(args.rotary.dtype));
+    MlaRotaryShape shape =
+        shape_of(args.rotary, {}, args.latent, is_float8(args.cached_as) ? 1 : size_of(args.rotary.dtype));
+    shape.to_cache = true;
+    return shape;
 }
 
 MlaRotaryPlan plan_with(const MlaRotaryShape& shape, int vector, int heads_per_thread) {
     MlaRotaryPlan plan;
     plan.vector = vector;
     plan.rotating_lanes = shape.rotary_dim / 2 / vector;
-    const auto lanes = [&](int copied) { return plan.rotating_lanes + static_cast<int>(ceil_div(copied, 2 * vector)); };
-    plan.q_lanes = lanes(shape.q_copied);
-    plan.k_lanes = lanes(shape.k_copied);
+    const auto copying_lanes = [&](int copied) { return static_cast<int>(ceil_div(copied, 2 * vector)); };
+    plan.q_lanes = plan.rotating_lanes + copying_lanes(shape.q_copied);
+    plan.k_lanes = plan.rotating_lanes + (shape.to_cache ? 0 : copying_lanes(shape.k_copied));
+    plan.latent_lanes = shape.to_cache ? copying_lanes(shape.k_copied) : 0;
     plan.heads_per_thread = heads_per_thread;
     plan.q_groups = groups_of(shape.q_heads, heads_per_thread);
     plan.k_groups = groups_of(shape.k_heads, heads_per_thread);
-    plan.tokens_per_launch = tokens_per_launch(shape.batch, shape.tokens, plan.threads_per_token(), mla_block_threads);
+    // Blocks of rotating and of copying threads are separate, so two of them may have idle threads.
+    plan.tokens_per_launch = tokens_per_launch(shape.batch, shape.tokens, plan.threads_per_token() + plan.latent_lanes,
+                                               2 * mla_block_threads);
     return plan;
 }
 

@@ -20,7 +20,8 @@ struct MlaRotaryShape {
     int q_copied = 0;  // components before the rope part
     int k_copied = 0;
     int element_size = 0;
-    bool aligned = false;  // every vector that is loaded or stored is aligned to its size
+    bool aligned = false;   // every vector that is loaded or stored is aligned to its size
+    bool to_cache = false;  // the key goes to a cache
 };
 
 MlaRotaryShape shape_of(const MlaRotaryArgs& args);
@@ -51,12 +52,14 @@ constexpr int mla_rotary_gradient_min_blocks_per_sm() {
 
 // A thread takes two vectors of `vector` components of each of `heads_per_thread` neighbouring heads of one token.
 // `rotating_lanes` threads rotate the rope part of a head, one vector from each of its halves; the lanes after them
-// copy the part before it.
+// copy the part before it. The latent part of a cache row is copied by blocks of their own: its threads would load
+// phase steps for nothing, and a row has eight times as many of them as rotate.
 struct MlaRotaryPlan {
     int vector = 1;
     int rotating_lanes = 1;
     int q_lanes = 1;  // rotating and copying
     int k_lanes = 1;
+    int latent_lanes = 0;  // of a cache row
     int heads_per_thread = 1;
     int q_groups = 0;  // of heads_per_thread heads
     int k_groups = 0;
@@ -66,6 +69,7 @@ struct MlaRotaryPlan {
 
     int64_t q_threads_per_token() const { return int64_t{q_groups} * q_lanes; }
     int64_t sum_threads_per_token() const { return int64_t{head_sums} * rotating_lanes; }
+    // Without those that copy the latent part.
     int64_t threads_per_token() const { return q_threads_per_token() + int64_t{k_groups} * k_lanes; }
 };
 
@@ -74,6 +78,9 @@ MlaRotaryPlan plan(const MlaRotaryShape& shape, const Device& device);
 // plan() with a given vector and number of heads per thread. The shape must allow the vector: full, half or one
 // component. Instantiated are 1 head, and 2 with full vectors.
 MlaRotaryPlan plan_with(const MlaRotaryShape& shape, int vector, int heads_per_thread);
+
+// mla_rotary_and_cache_cuda by a given plan.
+void mla_rotary_and_cache_cuda(const MlaRotaryAndCacheArgs& args, const MlaRotaryPlan& plan, CUstream_st* stream);
 
 // The plan of the gradient: q as in plan(), and instead of the groups of the key the sums over its heads.
 MlaRotaryPlan gradient_plan(const MlaRotaryShape& shape, const Device& device);

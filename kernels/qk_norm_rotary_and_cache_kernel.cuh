@@ -93,16 +93,62 @@ __device__ float largest_magnitude(const WideFragment<float, Vector>& wide) {
     return largest;
 }
 
-// qk_norm_rotary_kernel for heads of four kinds: a thread holds two vectors of HeadsPerThread heads, all of q, of k, of
-// v or of the gate, and stores k and v to the token's cache slot. All loads are in flight while it computes cos/sin.
-// What is stored as which dtype is decided at run time: every thread of a kind decides alike.
-template <class Element, int HeadsPerThread, Pairing pairing, NormOver over, bool needs_lookup>
+// What becomes of values.
+struct Unchanged {
+    static constexpr bool keeps_bits = true;  // unless they are rounded to float8
+    static constexpr bool may_be_float8 = true;
+
+    __device__ float operator()(int, const auto&) const { return 1.0f; }
+};
+
+// Of the gate.
+template <class Element>
+struct Sigmoid {
+    static constexpr bool keeps_bits = false;
+    static constexpr bool may_be_float8 = false;
+
+    template <class Real, int Vector>
+    __device__ Real operator()(int, WideFragment<Real, Vector>& wide) const {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Vector; ++i) {
+            wide.first[i] = sigmoid<Element>(wide.first[i]);
+            wide.second[i] = sigmoid<Element>(wide.second[i]);
+        }
+        return 1;
+    }
+};
+
+// Of q and k.
+template <class F>
+struct NormedAndRotated : F {
+    static constexpr bool keeps_bits = false;
+    static constexpr bool may_be_float8 = true;
+};
+template <class F>
+NormedAndRotated(F) -> NormedAndRotated<F>;
+
+// Rotates the vectors of a lane, or scales those of the tail, which have no partner: the sum's other term would turn
+// their infinity into NaN.
+template <class Lane, class Real, int Vector>
+__device__ void rotate_within(const Lane& lane, WideFragment<Real, Vector>& wide, const CosSin<Real> (&by)[Vector]) {
+    wide.template for_each_pair<Lane::crosses_vectors>([&](int i, Real& a, Real& b) {
+        const Pair<Real> rotated =
+            lane.rotates() ? rotate<Real>({a, b}, by[i]) : Pair<Real>{a * by[i].cos, b * by[i].cos};
+        a = rotated.first;
+        b = rotated.second;
+    });
+}
+
+// qk_norm_rotary_kernel for heads of four kinds: all heads of a block are of q, of k, of v or of the gate, and those of
+// k and v are stored to the tokens' cache slots. Over a head, a block takes the same heads of each of its tokens.
+// has_float8: some heads are rounded to float8, which takes as much code as all the rest.
+template <class Element, int HeadsPerThread, Pairing pairing, NormOver over, bool needs_lookup, bool has_float8>
 __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : norm_max_block_threads,
-                                  norm_and_cache_min_blocks_per_sm(over, HeadsPerThread, needs_lookup,
+                                  norm_and_cache_min_blocks_per_sm(over, HeadsPerThread, needs_lookup, has_float8,
                                                                    std::is_same_v<Element, cutlass::half_t>))
     qk_norm_rotary_and_cache_kernel(const __grid_constant__ QkNormRotaryAndCacheLaunch<RealOf<Element>> launch) {
     using Real = RealOf<Element>;
-    constexpr int Vector = 16 / sizeof(Element);
+    constexpr int Vector = norm_and_cache_vector(sizeof(Element), HeadsPerThread);
     using Lane = WholeHeadLayout<pairing, Vector>;
     using Fragment = HeadFragment<Element, Vector>;
     using Wide = WideFragment<Real, Vector>;
@@ -119,7 +165,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     const void* token_slot = position_address(launch.args.slots.of_tokens, 0, place.batch, place.token);
     // Small launches are latency-bound, so all addresses are computed before the wait.
     if constexpr (HeadsPerThread <= 2) {
-        const bool always_false = launch.map.threads < 0;
+        const bool always_false = launch.map.all_tokens < 0;
         compute_before_wait(always_false, in + lane.first());
         compute_before_wait(always_false, in + lane.second());
         compute_before_wait(always_false, position_address(args.positions, 0, place.batch, place.token));
@@ -128,20 +174,95 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     }
     pdl_wait();
 
-    constexpr int held = norm_heads_in_registers(HeadsPerThread);
+    // Rounding to float8 needs the registers of one head.
+    constexpr int held = norm_heads_in_registers(HeadsPerThread) - (has_float8 && HeadsPerThread == 8 ? 1 : 0);
+    Fragment fragments[held];
+    const auto load_scale = [&](int j) {
+        return of.scale == nullptr || !has_head(j) ? 1.0f : of.scale[heads.head(j) * of.scale_stride];
+    };
+    // Loaded with the heads. Of eight heads, it is the first one's, which most calls have for all: registers are
+    // scarce.
+    constexpr bool has_all_scales = HeadsPerThread <= 2;
+    float scales[has_float8 && has_all_scales ? held : 1];
+    const auto load_head = [&](int j) {
+        if (j >= HeadsPerThread || !has_head(j)) return;
+        fragments[j % held].load(in + j * in_step, lane);
+        if (has_float8 && (has_all_scales || j == 0)) scales[has_all_scales ? j % held : 0] = load_scale(j);
+    };
+    const auto load_first_heads = [&] {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < held; ++j) load_head(j);
+    };
+    int64_t slot = 0;
+    if (place.is_cached()) slot = load_position(launch.args.slots.of_tokens, token_slot);
+
+    // Calls reduce() for every `held` heads, and results(j, wide) for each of them, which replaces the loaded
+    // components by those to store, divided by a factor that it returns.
+    const auto store_heads_as = [&]<bool to_float8, class Results>(auto&& reduce, const Results& results) {
+        // Over all heads, threads of a warp may differ in their heads, and all take part in the maximum of a head.
+        constexpr bool takes_all = to_float8 && !over_head;
+        const bool is_stored = !place.is_cached() || launch.has_slot(slot);
+        const int64_t out = launch.out_offset(of, place.is_cached(), place.batch, place.token, slot) +
+                            heads.first * of.view.out_strides.head;
+        const int64_t out_step = heads.step * of.view.out_strides.head;
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < HeadsPerThread; ++j) {
+            if (!takes_all && !heads.exists(j)) break;
+            if (j % held == 0) reduce();
+            const bool stores = is_stored && has_head(j);
+            const Fragment loaded = fragments[j % held];
+            Wide wide = loaded.widened();
+            const Real factor = results(j, wide);
+            if constexpr (to_float8) {
+                float scale = scales[has_all_scales ? j % held : 0];
+                if (!has_all_scales && of.scale_stride != 0) scale = load_scale(j);
+                if (place.kind == HeadKind::query && launch.args.q_scale_out != nullptr) {
+                    const float largest = place.active ? largest_magnitude(wide) : 0.0f;
+                    scale = float8_scale_of(factor * max_over_team(largest, launch.map.plan.team), of.stored_as);
+                    if (has_head(j) && place.lane == 0) {
+                        launch.store_q_scale(scale, place.batch, place.token, heads.head(j));
+                    }
+                }
+                Float8Fragment<Vector> rounded;
+                if constexpr (Results::keeps_bits) {
+                    rounded.narrow(wide, scale, of.stored_as);
+                } else {
+                    rounded.narrow_product(wide, finite_ratio(factor, scale), of.stored_as);
+                }
+                load_head(j + held);
+                if (stores) rounded.store(static_cast<uint8_t*>(of.view.out) + out + j * out_step, lane);
+            } else {
+                Fragment narrowed = loaded;
+                if constexpr (!Results::keeps_bits) {
+                    wide.scale(factor);
+                    narrowed.narrow(wide);
+                }
+                load_head(j + held);
+                if (stores) narrowed.store(static_cast<Element*>(of.view.out) + out + j * out_step, lane);
+            }
+        }
+    };
+    const auto store_heads = [&]<class Results>(auto&& reduce, const Results& results) {
+        if constexpr (has_float8 && Results::may_be_float8) {
+            if (is_float8(of.stored_as)) return store_heads_as.template operator()<true>(reduce, results);
+        }
+        store_heads_as.template operator()<false>(reduce, results);
+    };
+
+    if (place.kind == HeadKind::value) {
+        load_first_heads();
+        pdl_trigger();
+        return store_heads([] {}, Unchanged{});
+    }
+    if (place.kind == HeadKind::gate) {
+        load_first_heads();
+        pdl_trigger();
+        return store_heads([] {}, Sigmoid<Element>{});
+    }
+
     // As in qk_norm_rotary_kernel: more than two sets would cost too many registers during the reduction.
     constexpr int weights_held = over_head ? 1 : 2;
-    // As in qk_norm_rotary_kernel: over all heads, for many tokens, threads share cos/sin through shared memory.
-    constexpr bool shares_cos_sin = !over_head && HeadsPerThread == 4;
-    Fragment fragments[held];
     Fragment weights[weights_held];
-    // Small launches are latency-bound, so their scales are loaded with the heads. Otherwise the registers matter more.
-    constexpr bool loads_scales_first = HeadsPerThread <= 2;
-    float scales[loads_scales_first ? HeadsPerThread : 1];
-    const auto load_head = [&](int j) {
-        fragments[j % held] = Fragment{};
-        if (has_head(j)) fragments[j % held].load(in + j * in_step, lane);
-    };
     const auto load_weights = [&](int j) {
         weights[j % weights_held] = Fragment{};
         const int64_t head = over_head ? 0 : heads.head(j);
@@ -149,69 +270,75 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
             weights[j % weights_held].load(static_cast<const Element*>(of.weight) + head * args.head_dim, lane);
         }
     };
-    const auto load_scale = [&](int j) {
-        return of.scale != nullptr && has_head(j) ? of.scale[heads.head(j) * of.scale_stride] : 1.0f;
-    };
-    const auto load_first = [&] {
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < held; ++j) load_head(j);
+    const auto load_first_weights = [&] {
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < weights_held; ++j) load_weights(j);
-        if constexpr (loads_scales_first) {
-            CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < HeadsPerThread; ++j) scales[j] = load_scale(j);
-        }
     };
-
-    // Issued first, since loads return in issue order: what leads to cos/sin.
-    CosSin<Real> by[Vector];
+    // As in qk_norm_rotary_kernel: over all heads, for many tokens, threads share cos/sin through shared memory.
+    constexpr bool shares_cos_sin = !over_head && HeadsPerThread == 4;
     __shared__ std::conditional_t<shares_cos_sin, SharedCosSin<Real, Vector>, std::monostate> shared_cos_sin;
-    LaneAngles<Vector, needs_lookup> angles;
-    if constexpr (!shares_cos_sin) {
-        if (place.rotates()) angles.load(args, lane, place.batch, place.token, heads.table);
-    }
-    int64_t slot = 0;
-    if (place.is_cached()) slot = load_position(launch.args.slots.of_tokens, token_slot);
-    load_first();
+    CosSin<Real> by[Vector];
     if constexpr (shares_cos_sin) {
         static_assert(!needs_lookup, "heads share cos/sin of one table only");
-        if (place.rotates()) {
-            shared_cos_sin.template compute<pairing>(args, place.batch, place.token, Real(1));
-        }
+        load_first_heads();
+        load_first_weights();
+        shared_cos_sin.template compute<pairing>(args, place.batch, place.token, Real(1));
     } else {
-        if (place.rotates()) angles.compute(by, args, lane, place.batch, place.token, Real(1));
+        // Issued first, since loads return in issue order.
+        LaneAngles<Vector, needs_lookup> angles;
+        angles.load(args, lane, place.batch, place.token, heads.table);
+        load_first_heads();
+        load_first_weights();
+        angles.compute(by, args, lane, place.batch, place.token, Real(1));
     }
     pdl_trigger();
-    // As in qk_norm_rotary_kernel: folding the weights into cos/sin pays off with eight heads per thread.
-    constexpr bool folds_weights = over_head && HeadsPerThread == 8;
-    WeightedRotation<Real> weighted[folds_weights ? Vector : 1];
-    if constexpr (folds_weights) {
-        if (place.rotates()) {
-            with_offset(weights[0], launch.offset_of_weights(of))
-                .template for_each_pair<Lane::crosses_vectors>(
-                    [&](int i, Real a, Real b) { weighted[i] = WeightedRotation<Real>(a, b, by[i]); });
-        }
-    }
 
-    const bool is_stored = !place.is_cached() || launch.has_slot(slot);
-    const bool stores_float8 = is_float8(of.stored_as);
-    const int64_t out_offset = launch.out_offset(of, place.is_cached(), place.batch, place.token, slot) +
-                               heads.first * of.view.out_strides.head;
-    const int64_t out_step = heads.step * of.view.out_strides.head;
-    const bool computes_q_scale = launch.args.q_scale_out != nullptr;
-    CUTLASS_PRAGMA_UNROLL
-    for (int first = 0; first < HeadsPerThread; first += held) {
-        Real sums[held];
-        if (over_head || place.rotates()) {
-            CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < held; ++j) {
-                const Wide wide = fragments[j].widened();
-                sums[j] = sum_of_products(wide, wide);
-            }
+    Real sums[held];
+    const auto sums_of_squares = [&] {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < held; ++j) {
+            const Wide wide = fragments[j].widened();
+            // Over a head, heads that do not exist have sums of their own.
+            const bool counts = over_head ? place.active : has_head(j);
+            sums[j] = counts ? sum_of_products(wide, wide) : Real(0);
         }
-        if constexpr (over_head) {
+    };
+    const Real offset = launch.offset_of_weights(of);
+    if constexpr (over_head) {
+        const auto reduce = [&] {
+            sums_of_squares();
             sum_over_team(sums, launch.map.plan.team);
-        } else if (place.rotates()) {  // the same for the whole block
+        };
+        if constexpr (HeadsPerThread == 8) {
+            // As in qk_norm_rotary_kernel: folding the weights into cos/sin pays off with eight heads per thread.
+            WeightedRotation<Real> weighted[Vector];
+            with_offset(weights[0], offset).template for_each_pair<Lane::crosses_vectors>([&](int i, Real a, Real b) {
+                weighted[i] = WeightedRotation<Real>(a, b, by[i]);
+            });
+            // The tail has no partner: the sum's other term would turn its infinity into NaN. So does the norm.
+            const bool keeps_tail = of.weight == nullptr && args.rotary_dim < args.head_dim;
+            const auto norm_and_rotate = [&](int j, Wide& wide) {
+                wide.template for_each_pair<Lane::crosses_vectors>([&](int i, Real& a, Real& b) {
+                    const bool rotates = !keeps_tail || lane.rotates();
+                    const Pair<Real> rotated =
+                        rotates ? weighted[i](a, b) : Pair<Real>{a * weighted[i].first.cos, b * weighted[i].second.cos};
+                    a = rotated.first;
+                    b = rotated.second;
+                });
+                return launch.inverse_rms(sums[j % held], of);
+            };
+            store_heads(reduce, NormedAndRotated{norm_and_rotate});
+        } else {
+            const auto norm_and_rotate = [&](int j, Wide& wide) {
+                wide.multiply(with_offset(weights[0], offset));
+                rotate_within(lane, wide, by);
+                return launch.inverse_rms(sums[j % held], of);
+            };
+            store_heads(reduce, NormedAndRotated{norm_and_rotate});
+        }
+    } else {
+        const auto reduce = [&] {
+            sums_of_squares();
             Real all[1] = {0};
             CUTLASS_PRAGMA_UNROLL
             for (int j = 0; j < held; ++j) all[0] += sums[j];
@@ -223,70 +350,15 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
                     by[i] = lane.rotates() ? shared_cos_sin[lane.pair(i)] : CosSin<Real>{1, 0};
                 by[i] = {by[i].cos * scale, by[i].sin * scale};
             }
-        }
-
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = first; j < first + held; ++j) {
-            // The whole warp takes part in the maximum of a head.
-            if (!has_head(j) && !computes_q_scale) break;
-            Wide wide = fragments[j % held].widened();
-            if (place.rotates()) {
-                if constexpr (folds_weights) {
-                    const Real scale = launch.inverse_rms(sums[j % held], of);
-                    wide.template for_each_pair<Lane::crosses_vectors>([&](int i, Real& a, Real& b) {
-                        // The tail has no partner: the sum's other term would turn its infinity into NaN.
-                        const Pair<Real> rotated =
-                            lane.rotates() ? weighted[i](a, b)
-                                           : Pair<Real>{a * weighted[i].first.cos, b * weighted[i].second.cos};
-                        a = scale * rotated.first;
-                        b = scale * rotated.second;
-                    });
-                } else {
-                    const Wide weight = with_offset(weights[j % weights_held], launch.offset_of_weights(of));
-                    if constexpr (over_head) {
-                        wide.multiply(weight, launch.inverse_rms(sums[j % held], of));
-                    } else {
-                        if (j + weights_held < HeadsPerThread) load_weights(j + weights_held);
-                        wide.multiply(weight);
-                    }
-                    wide.template for_each_pair<Lane::crosses_vectors>([&](int i, Real& a, Real& b) {
-                        const Pair<Real> rotated =
-                            lane.rotates() ? rotate<Real>({a, b}, by[i]) : Pair<Real>{a * by[i].cos, b * by[i].cos};
-                        a = rotated.first;
-                        b = rotated.second;
-                    });
-                }
-            } else if (place.kind == HeadKind::gate) {
-                CUTLASS_PRAGMA_UNROLL
-                for (int i = 0; i < Vector; ++i) {
-                    wide.first[i] = sigmoid<Element>(wide.first[i]);
-                    wide.second[i] = sigmoid<Element>(wide.second[i]);
-                }
-            }
-            float scale = loads_scales_first ? scales[loads_scales_first ? j : 0] : load_scale(j);
-            if (computes_q_scale) {
-                const bool is_query = place.kind == HeadKind::query;
-                const float largest = max_over_team(has_head(j) ? largest_magnitude(wide) : 0.0f, launch.map.plan.team);
-                if (is_query) scale = float8_scale_of(largest, of.stored_as);
-                if (is_query && has_head(j) && place.lane == 0) {
-                    launch.store_q_scale(scale, place.batch, place.token, heads.head(j));
-                }
-            }
-
-            if (is_stored && has_head(j)) {
-                const int64_t head = out_offset + j * out_step;
-                if (stores_float8) {
-                    Float8Fragment<Vector> narrowed;
-                    narrowed.narrow(wide, scale, of.stored_as);
-                    narrowed.store(static_cast<uint8_t*>(of.view.out) + head, lane);
-                } else {
-                    Fragment narrowed = fragments[j % held];
-                    if (place.kind != HeadKind::value) narrowed.narrow(wide);  // values keep their bits
-                    narrowed.store(static_cast<Element*>(of.view.out) + head, lane);
-                }
-            }
-            if (j + held < HeadsPerThread) load_head(j + held);
-        }
+        };
+        const auto norm_and_rotate = [&](int j, Wide& wide) {
+            const Wide weight = with_offset(weights[j % weights_held], offset);
+            if (j + weights_held < HeadsPerThread) load_weights(j + weights_held);
+            wide.multiply(weight);
+            rotate_within(lane, wide, by);
+            return Real(1);  // by[] has it
+        };
+        store_heads(reduce, NormedAndRotated{norm_and_rotate});
     }
 }
 
@@ -419,30 +491,43 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     RowOfHeads<Element, pairing>(launch, row).store();
 }
 
-template <class Element, Pairing pairing>
+template <class Element, Pairing pairing, bool has_float8>
 auto store_kernel(const QkNormRotaryAndCachePlan& plan, NormOver over) {
     constexpr NormOver head = NormOver::head;
     constexpr NormOver all_heads = NormOver::all_heads;
+    const auto plan_is = [&](NormOver plan_over, int heads_per_thread, bool finds_table) {
+        return over == plan_over && plan.heads_per_thread == heads_per_thread && plan.finds_table == finds_table;
+    };
+    if (plan_is(head, 1, false)) {
+        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 1, pairing, head, false, has_float8>>;
+    }
+    if (plan_is(head, 2, false)) {
+        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 2, pairing, head, false, has_float8>>;
+    }
+    if (plan_is(head, 8, false)) {
+        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 8, pairing, head, false, has_float8>>;
+    }
+    if (plan_is(head, 2, true)) {
+        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 2, pairing, head, true, has_float8>>;
+    }
+    if (plan_is(all_heads, 4, false)) {
+        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 4, pairing, all_heads, false, has_float8>>;
+    }
+    if (plan_is(all_heads, 2, true)) {
+        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 2, pairing, all_heads, true, has_float8>>;
+    }
+    throw std::logic_error("mrrope: no kernel norms and caches that many heads a thread");
+}
+
+template <class Element, Pairing pairing>
+auto store_kernel(const QkNormRotaryAndCacheArgs& args, const QkNormRotaryAndCachePlan& plan) {
     if constexpr (sizeof(Element) <= 4) {
-        const auto plan_is = [&](NormOver plan_over, int heads_per_thread, bool finds_table) {
-            return plan.in_registers && over == plan_over && plan.heads_per_thread == heads_per_thread &&
-                   plan.finds_table == finds_table;
-        };
-        if (plan_is(head, 1, false))
-            return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 1, pairing, head, false>>;
-        if (plan_is(head, 2, false))
-            return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 2, pairing, head, false>>;
-        if (plan_is(head, 8, false))
-            return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 8, pairing, head, false>>;
-        if (plan_is(head, 2, true)) return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 2, pairing, head, true>>;
-        if (plan_is(all_heads, 4, false)) {
-            return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 4, pairing, all_heads, false>>;
-        }
-        if (plan_is(all_heads, 2, true)) {
-            return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 2, pairing, all_heads, true>>;
+        if (plan.in_registers) {
+            const bool has_float8 = is_float8(args.q_stored_as) || is_float8(args.cached_as);
+            return has_float8 ? store_kernel<Element, pairing, true>(plan, args.over)
+                              : store_kernel<Element, pairing, false>(plan, args.over);
         }
     }
-    if (plan.in_registers) throw std::logic_error("mrrope: no kernel norms and caches that many heads a thread");
     return pdl_kernel<qk_norm_rotary_and_cache_row_kernel<Element, pairing>>;
 }
 
@@ -471,7 +556,7 @@ template <class Element>
 void launch_qk_norm_rotary_and_cache(const QkNormRotaryAndCacheArgs& args, const QkNormRotaryAndCachePlan& plan,
                                      cudaStream_t stream) {
     using Real = RealOf<Element>;
-    const auto blocks = static_cast<int>(blocks_of(plan, args.over, args.rotary.batch * args.rotary.tokens));
+    const auto blocks = static_cast<int>(blocks_of(plan, args.rotary.batch * args.rotary.tokens));
     QkNormRotaryAndCacheLaunch<Real> launch{
         .args = args,
         .kinds = {},
@@ -483,8 +568,8 @@ void launch_qk_norm_rotary_and_cache(const QkNormRotaryAndCacheArgs& args, const
     };
     fill_kinds(launch.kinds, args);
     const auto kernel = args.rotary.pairing == Pairing::halves
-                            ? store_kernel<Element, Pairing::halves>(plan, args.over)
-                            : store_kernel<Element, Pairing::interleaved>(plan, args.over);
+                            ? store_kernel<Element, Pairing::halves>(args, plan)
+                            : store_kernel<Element, Pairing::interleaved>(args, plan);
     launch_with_pdl(kernel, dim3(blocks), plan.block_threads, stream, launch);
 }
 

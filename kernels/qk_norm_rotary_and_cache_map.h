@@ -50,25 +50,24 @@ struct StoreRow {
     int row;  // of this kind: the head, or 0 over all heads
 };
 
+// A block takes one unit of plan.tokens_per_block tokens; neighbouring blocks take the units of the same tokens.
 template <class Divmod>
 struct QkNormRotaryAndCacheMap {
     QkNormRotaryAndCachePlan plan;
-    Divmod members;  // by plan.lanes; over a head: by plan.team
+    Divmod members;  // of a block: by plan.team, over a head; by plan.lanes, over all heads
     Divmod units;    // per token
     Divmod tokens;
-    int threads;  // over a head, in registers: of the launch
+    int all_tokens;  // of the launch
     HeadTablesMap<Divmod> q_tables;
     HeadTablesMap<Divmod> k_tables;
 
     static QkNormRotaryAndCacheMap of(const QkNormRotaryAndCachePlan& plan, const QkNormRotaryAndCacheShape& shape) {
-        const bool by_team = plan.in_registers && shape.over == NormOver::head;
-        const int64_t teams = shape.batch * shape.tokens * plan.units.count();
         return {
             .plan = plan,
-            .members = Divmod{by_team ? plan.team : plan.lanes},
+            .members = Divmod{shape.over == NormOver::head ? plan.team : plan.lanes},
             .units = Divmod{plan.units.count()},
             .tokens = Divmod{static_cast<int>(shape.tokens)},
-            .threads = by_team ? static_cast<int>(teams * plan.team) : 0,
+            .all_tokens = static_cast<int>(shape.batch * shape.tokens),
             .q_tables = HeadTablesMap<Divmod>::of(shape.q_heads, plan.groups.queries, shape.table_heads),
             .k_tables = HeadTablesMap<Divmod>::of(shape.kv_heads, plan.groups.keys, shape.table_heads),
         };
@@ -94,28 +93,25 @@ struct QkNormRotaryAndCacheMap {
     }
 
     template <NormOver over>
-    MRROPE_HOST_DEVICE StorePlace place(int block, int thread_in_block) const {
+    MRROPE_HOST_DEVICE StorePlace place(int block, int thread) const {
         StorePlace place;
-        int member, unit, sequence_token;
-        if constexpr (over == NormOver::head) {
-            const int thread = block * norm_block_threads + thread_in_block;
-            int team;
-            members(team, member, thread < threads - 1 ? thread : threads - 1);
-            units(sequence_token, unit, team);
-            const UnitOfKind group = UnitOfKind::of(unit, plan.units);
-            place.kind = group.kind;
-            place.group = group.number;
-            place.groups = groups_of(place.kind);
-            place.active = thread < threads && member < plan.lanes;
-        } else {
-            members(place.group, member, thread_in_block);
-            units(sequence_token, unit, block);
-            place.kind = UnitOfKind::of(unit, plan.units).kind;
-            place.groups = groups_of(place.kind);
-            place.active = place.group < place.groups;
-            if (!place.active) place.group = 0;
-        }
+        int tile, unit, number, member;
+        units(tile, unit, block);
+        members(number, member, thread);
+        const UnitOfKind found = UnitOfKind::of(unit, plan.units);
+        place.kind = found.kind;
+        place.groups = groups_of(place.kind);
         place.lane = member < plan.lanes - 1 ? member : plan.lanes - 1;
+        int sequence_token = tile;
+        if constexpr (over == NormOver::head) {
+            place.group = found.number;
+            sequence_token = tile * plan.tokens_per_block + number;
+            place.active = sequence_token < all_tokens && member < plan.lanes;
+            if (sequence_token >= all_tokens) sequence_token = all_tokens - 1;
+        } else {
+            place.active = number < place.groups;
+            place.group = place.active ? number : 0;
+        }
         tokens(place.batch, place.token, sequence_token);
         return place;
     }

@@ -23,11 +23,11 @@ bool starts_aligned(const void* weights) {
 }
 
 // Lanes per head where it is made of whole vectors, two per lane, and a warp can hold it; else 0.
-int lanes_per_head(const QkNormRotaryAndCacheShape& shape) {
+int lanes_per_head(const QkNormRotaryAndCacheShape& shape, int heads_per_thread) {
     if (shape.element_size > 4) return 0;  // float64 serves tests, where speed does not matter
     const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
     if (split.vector == 1 || shape.head_dim % (2 * split.vector) != 0) return 0;
-    const int lanes = shape.head_dim / (2 * split.vector);
+    const int lanes = shape.head_dim / (2 * norm_and_cache_vector(shape.element_size, heads_per_thread));
     if (lanes > warp) return 0;
     // Over all heads, lanes of a head that are no power of two may lie in two warps, which share no maximum.
     const bool splits_heads = shape.over == NormOver::all_heads && !std::has_single_bit(static_cast<unsigned>(lanes));
@@ -43,19 +43,28 @@ int64_t threads_over_all_heads(const QkNormRotaryAndCacheShape& shape, int lanes
     return ceil_div(lanes * groups, warp) * warp;
 }
 
-// The thresholds of qk_norm_rotary's plan, whose kernel has the same loads and reductions.
-int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape, int lanes) {
-    constexpr int64_t threads_for_two = 1 << 12;
-    constexpr int64_t threads_for_eight = 1 << 20;
+// Microseconds on an H200 by heads per thread, and of a copy of as many bytes; bfloat16, 32 + 8 heads of 128.
+//     tokens           1       2       8     copy
+//         16        1.76    1.98    3.96     1.53
+//         64        2.16    2.26    4.20     1.84
+//        256        3.76    3.62    4.90     2.99
+//       1024        11.4    9.26    9.29     7.68
+//       2048        21.1    16.5    16.1     13.7
+//       8192        79.7    61.4    54.1     50.0
+// Rounding to float8 moves no threshold.
+int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape) {
+    constexpr int64_t threads_for_two = 1 << 16;
+    constexpr int64_t threads_for_eight = 3 << 17;
     constexpr int64_t max_threads_for_two_over_all_heads = 1 << 17;
     if (shape.needs_lookup) return norm_heads_per_thread_with_lookup;
     const int64_t heads = shape.q_heads + 2 * shape.kv_heads + shape.gate_heads;
+    const int lanes = lanes_per_head(shape, 2);
     const int64_t threads = shape.batch * shape.tokens * heads * lanes;
     if (shape.over == NormOver::all_heads) {
         const bool two_fit = threads_over_all_heads(shape, lanes, 2) <= norm_max_block_threads;
         return two_fit && (max_heads(shape) <= 2 || threads <= max_threads_for_two_over_all_heads) ? 2 : 4;
     }
-    if (max_heads(shape) == 1 || threads < threads_for_two) return 1;
+    if (threads < threads_for_two && lanes_per_head(shape, 1) > 0) return 1;
     return max_heads(shape) > 2 && threads >= threads_for_eight ? 8 : 2;
 }
 
@@ -63,11 +72,6 @@ int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape, int lanes) {
 HeadGroups rows_of(const QkNormRotaryAndCacheShape& shape, NormOver over) {
     const auto rows = [&](int heads) { return over == NormOver::head ? heads : std::min(heads, 1); };
     return {rows(shape.q_heads), rows(shape.kv_heads), rows(shape.kv_heads), rows(shape.gate_heads)};
-}
-
-int64_t threads_per_token(const QkNormRotaryAndCachePlan& plan, NormOver over) {
-    const bool by_team = plan.in_registers && over == NormOver::head;
-    return static_cast<int64_t>(plan.units.count()) * (by_team ? plan.team : plan.block_threads);
 }
 
 }  // namespace
@@ -96,25 +100,25 @@ QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args) {
         .table_heads = rotary.choice.heads};
 }
 
-int64_t blocks_of(const QkNormRotaryAndCachePlan& plan, NormOver over, int64_t tokens) {
-    return ceil_div(tokens * threads_per_token(plan, over), plan.block_threads);
+int64_t blocks_of(const QkNormRotaryAndCachePlan& plan, int64_t tokens) {
+    return ceil_div(tokens, plan.tokens_per_block) * plan.units.count();
 }
 
 QkNormRotaryAndCachePlan plan(const QkNormRotaryAndCacheShape& shape, const Device& device) {
-    const int lanes = lanes_per_head(shape);
-    return plan_with(shape, device, lanes == 0 ? 1 : choose_heads_per_thread(shape, lanes));
+    return plan_with(shape, device, choose_heads_per_thread(shape));
 }
 
 // Independent of the device so far: the thresholds are those of an H200.
 QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const Device&, int heads_per_thread) {
     QkNormRotaryAndCachePlan plan;
-    const int lanes = lanes_per_head(shape);
+    const int lanes = lanes_per_head(shape, heads_per_thread);
     const bool over_head = shape.over == NormOver::head;
     const int64_t threads_of_row = threads_over_all_heads(shape, lanes, heads_per_thread);
     if (lanes > 0 && (over_head || threads_of_row <= norm_max_block_threads)) {
         plan.in_registers = true;
         // Over all heads with two heads per thread, one kernel serves calls with and without a lookup.
         plan.finds_table = shape.needs_lookup || (!over_head && heads_per_thread == norm_heads_per_thread_with_lookup);
+        plan.vector = norm_and_cache_vector(shape.element_size, heads_per_thread);
         plan.lanes = lanes;
         plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
         plan.heads_per_thread = heads_per_thread;
@@ -122,7 +126,12 @@ QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const
         plan.groups.gates = groups_of(shape.gate_heads, heads_per_thread);
         plan.block_threads = norm_block_threads;
         plan.units = plan.groups;
-        if (!over_head) {
+        if (over_head) {
+            const int64_t all_tokens = std::max<int64_t>(1, shape.batch * shape.tokens);
+            const int64_t threads = ceil_div(all_tokens * plan.team, warp) * warp;
+            plan.block_threads = static_cast<int>(std::min<int64_t>(threads, norm_block_threads));
+            plan.tokens_per_block = plan.block_threads / plan.team;
+        } else {
             // All blocks have the same size; kinds with fewer heads spread them over all threads.
             const int groups = groups_of(max_heads(shape), heads_per_thread, shape.table_heads);
             plan.groups = {std::min(shape.q_heads, groups), std::min(shape.kv_heads, groups),
@@ -133,8 +142,11 @@ QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const
     } else {
         plan.units = rows_of(shape, shape.over);
     }
+    const int64_t threads_of_units = int64_t{plan.units.count()} * plan.block_threads;
+    // The last block of each unit may have idle threads.
     plan.tokens_per_launch =
-        tokens_per_launch(shape.batch, shape.tokens, threads_per_token(plan, shape.over), plan.block_threads);
+        tokens_per_launch(shape.batch, shape.tokens, ceil_div(threads_of_units, plan.tokens_per_block),
+                          static_cast<int>(threads_of_units));
     return plan;
 }
 

@@ -30,7 +30,7 @@ QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args);
 
 // Minimum blocks per SM for __launch_bounds__: as many as nothing spills with. The same code needs more registers for
 // float16, and before sm_90.
-constexpr int norm_and_cache_min_blocks_per_sm(NormOver over, int heads_per_thread, bool needs_lookup,
+constexpr int norm_and_cache_min_blocks_per_sm(NormOver over, int heads_per_thread, bool needs_lookup, bool has_float8,
                                                bool is_float16) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
     constexpr bool is_old = true;
@@ -38,10 +38,15 @@ constexpr int norm_and_cache_min_blocks_per_sm(NormOver over, int heads_per_thre
     constexpr bool is_old = false;
 #endif
     if (over == NormOver::all_heads) return 2;
-    if (heads_per_thread == 8) return is_old || is_float16 ? 3 : 4;
-    if (heads_per_thread == 2) return is_old || needs_lookup ? 4 : 5;
-    if (is_float16) return is_old ? 5 : 6;
-    return 7;
+    if (heads_per_thread == 8) return is_old || (has_float8 && is_float16) ? 3 : 4;
+    if (heads_per_thread == 2) return is_old || has_float8 || needs_lookup ? 4 : 5;
+    return 6;
+}
+
+// Components of a vector. A thread of a small launch, which is bound by latency, has one head, and half vectors: it
+// computes half as many cos/sin.
+constexpr int norm_and_cache_vector(int element_size, int heads_per_thread) {
+    return (heads_per_thread == 1 ? 8 : 16) / element_size;
 }
 
 // As QkNormRotaryPlan, for four kinds of heads: those of q, k, v and the gate. Those of v and the gate are neither
@@ -49,19 +54,22 @@ constexpr int norm_and_cache_min_blocks_per_sm(NormOver over, int heads_per_thre
 struct QkNormRotaryAndCachePlan {
     bool in_registers = false;
     bool finds_table = false;  // runs the kernel with needs_lookup
+    int vector = 1;
     int lanes = 1;
     int team = 1;  // threads that reduce a head: a power of two
     int heads_per_thread = 1;
     HeadGroups groups;  // of up to heads_per_thread heads; two passes: none
-    // What a token is divided into: over a head, in registers, the groups, a team each; otherwise rows, a block each.
+    // What a token is divided into: over a head, in registers, the groups; otherwise rows. A block takes one unit.
     HeadGroups units;
     int block_threads = norm_row_block_threads;
+    int tokens_per_block = 1;       // a team each
     int64_t tokens_per_launch = 0;  // as in RotaryPlan
 };
 
 QkNormRotaryAndCachePlan plan(const QkNormRotaryAndCacheShape& shape, const Device& device);
 
-// plan() with a given maximum of heads per thread: 1, 2 or 8; over all heads 2 or 4; with a lookup 2.
+// plan() with a given maximum of heads per thread: 1, 2 or 8; over all heads 2 or 4; with a lookup 2. Heads that no
+// warp can hold take two passes.
 QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const Device& device, int heads_per_thread);
 
 // qk_norm_rotary_and_cache_cuda by a given plan.
@@ -69,6 +77,6 @@ void qk_norm_rotary_and_cache_cuda(const QkNormRotaryAndCacheArgs& args, const Q
                                    CUstream_st* stream);
 
 // The number of blocks of a launch of `tokens` tokens.
-int64_t blocks_of(const QkNormRotaryAndCachePlan& plan, NormOver over, int64_t tokens);
+int64_t blocks_of(const QkNormRotaryAndCachePlan& plan, int64_t tokens);
 
 }  // namespace mrrope

@@ -1,6 +1,10 @@
 #pragma once
 
+#include <cutlass/arch/memory_sm80.h>
 #include <cutlass/fast_math.h>
+
+#include <type_traits>
+#include <variant>
 
 #include "device/column_sums.cuh"
 #include "device/dependent_launch.cuh"
@@ -55,14 +59,48 @@ struct RowGradient {
     }
 };
 
+// 16 bytes at a time: stores of single components that lie 32 bytes apart take 8 us for the 6 MB of a backward pass
+// over 32 + 32 heads on an H200.
+template <class Real, int Vector>
+__device__ void store_vectors(Real* to, const cutlass::Array<Real, Vector>& values) {
+    using Stored = cutlass::AlignedArray<Real, 16 / sizeof(Real)>;
+    CUTLASS_PRAGMA_UNROLL
+    for (int first = 0; first < Vector; first += Stored::kElements) {
+        Stored part;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Stored::kElements; ++i) part[i] = values[first + i];
+        *reinterpret_cast<Stored*>(to + first) = part;
+    }
+}
+
+// Where the threads of a block leave their parts of the next row while they work on this one. A thread reads only what
+// it has copied itself, so that nothing need be synchronized.
+template <class Fragment, int HeadsPerThread>
+struct StagedRow {
+    using Stored = typename Fragment::Stored;
+    using Vectors = Stored[HeadsPerThread][2][norm_gradient_max_block_threads];
+
+    Vectors heads;
+    Vectors gradients;
+
+    // Starts the copy.
+    template <class Element, class Lane>
+    __device__ static void copy(Vectors& to, int j, const Element* head, const Lane& lane) {
+        using cutlass::arch::CacheOperation;
+        cutlass::arch::cp_async<sizeof(Stored), CacheOperation::Global>(&to[j][0][threadIdx.x], head + lane.first());
+        cutlass::arch::cp_async<sizeof(Stored), CacheOperation::Global>(&to[j][1][threadIdx.x], head + lane.second());
+    }
+
+    __device__ static Fragment read(const Vectors& from, int j) {
+        return {from[j][0][threadIdx.x], from[j][1][threadIdx.x]};
+    }
+};
+
 // A thread holds two vectors of two heads and of their gradients, all of q or all of k. Over a head, each team of a
-// block takes one group of heads at a time; over all heads, the block takes one token at a time.
-template <class Element, Pairing pairing, NormOver over>
-__global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_threads
-                                                         : norm_gradient_max_block_threads,
-                                  norm_gradient_threads_per_sm(over) / (over == NormOver::head
-                                                                            ? norm_gradient_block_threads
-                                                                            : norm_gradient_max_block_threads))
+// block takes one group of heads at a time; over all heads, the block takes one token at a time, whose cos/sin its
+// threads share unless there are several head tables.
+template <class Element, Pairing pairing, NormOver over, bool shares_cos_sin>
+__global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_sin))
     qk_norm_rotary_gradient_kernel(const __grid_constant__ QkNormRotaryGradientLaunch<RealOf<Element>> launch) {
     using Real = RealOf<Element>;
     constexpr int Vector = 16 / sizeof(Element);
@@ -105,7 +143,9 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
             if (has_head(j)) x[j].load(view.in + offset_of(view.in_strides, row.batch, row.token, heads.head(j)), lane);
         }
     };
-    const auto load_angles = [&] { angles.load(args, lane, row.batch, row.token, heads.table); };
+    const auto load_angles = [&] {
+        if constexpr (!shares_cos_sin) angles.load(args, lane, row.batch, row.token, heads.table);
+    };
     const auto load_weights = [&](Fragment& weights, int64_t head) {
         weights.load(view.weight + head * args.head_dim, lane);
     };
@@ -115,34 +155,78 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
     if constexpr (keeps_weights) load_weights(weights[0], 0);
     const auto weight_of = [&](int j) {
         if constexpr (over_head && !keeps_weights) load_weights(weights[0], 0);
-        return with_offset(weights[over_head ? 0 : j], launch.constants.weight_offset);
+        return with_offset</*skips_zero=*/!over_head>(weights[over_head ? 0 : j], launch.constants.weight_offset);
     };
     Wide weight_gradients[weight_sets];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < weight_sets; ++j) weight_gradients[j] = Wide{};
-    // Over a head, each row is loaded while the previous one is reduced and written: first its gradients, whose
-    // registers are free, then the rest. Over all heads, whose weights take more registers, that costs 9 % at 8192 x
-    // 32/32 heads on an H200.
+    // Each row is loaded while the previous one is reduced and written. Over a head, to registers: first its gradients,
+    // whose registers are free, then the rest. Over all heads, whose weights take more registers, to shared memory.
     constexpr bool loads_ahead = over_head;
+    using Staged = StagedRow<Fragment, HeadsPerThread>;
+    __shared__ std::conditional_t<loads_ahead, std::monostate, Staged> staged;
+    const auto stage_row = [&] {
+        if constexpr (!loads_ahead) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < HeadsPerThread; ++j) {
+                if (!has_head(j)) continue;
+                const int64_t gradient = offset_of(mine.gradient_strides, row.batch, row.token, heads.head(j));
+                const int64_t head = offset_of(view.in_strides, row.batch, row.token, heads.head(j));
+                Staged::copy(staged.gradients, j, mine.gradient + gradient, lane);
+                Staged::copy(staged.heads, j, view.in + head, lane);
+            }
+            cutlass::arch::cp_async_fence();
+        }
+    };
+    const auto read_staged_row = [&] {
+        if constexpr (!loads_ahead) {
+            cutlass::arch::cp_async_wait<0>();
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < HeadsPerThread; ++j) {
+                output_gradient[j] = has_head(j) ? Staged::read(staged.gradients, j) : Fragment{};
+                x[j] = has_head(j) ? Staged::read(staged.heads, j) : Fragment{};
+            }
+        }
+    };
     if (loads_ahead && first_row < thread.rows) {
         load_angles();
         load_gradients();
         load_heads();
     }
+    // As the row, so its cos/sin: those of the next one are computed while this one's are in use.
+    __shared__ std::conditional_t<shares_cos_sin, SharedCosSin<Real, Vector>, std::monostate> shared_cos_sin[2];
+    [[maybe_unused]] int current = 0;
+    const auto share_cos_sin = [&](int number) {
+        if constexpr (shares_cos_sin) {
+            shared_cos_sin[number].template compute<pairing, /*needs_lookup=*/true>(args, row.batch, row.token,
+                                                                                    direction);
+        }
+    };
+    if (!loads_ahead && first_row < thread.rows) {
+        stage_row();
+        share_cos_sin(current);
+        if constexpr (shares_cos_sin) __syncthreads();
+    }
     CUTLASS_PRAGMA_NO_UNROLL
     while (first_row < thread.rows) {
         if constexpr (!loads_ahead) {
             load_angles();
-            load_gradients();
-            load_heads();
             CUTLASS_PRAGMA_UNROLL
             for (int j = 0; j < weight_sets; ++j) {
                 weights[j] = Fragment{};
                 if (has_head(j)) load_weights(weights[j], heads.head(j));
             }
+            read_staged_row();
         }
         CosSin<Real> by[Vector];
-        angles.compute(by, args, lane, row.batch, row.token, direction);
+        if constexpr (shares_cos_sin) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < Vector; ++i) {
+                by[i] = lane.rotates() ? shared_cos_sin[current][lane.pair(i)] : CosSin<Real>{1, 0};
+            }
+        } else {
+            angles.compute(by, args, lane, row.batch, row.token, direction);
+        }
 
         Real sums[2 * HeadsPerThread];  // of squares, and of products
         Wide rotated[HeadsPerThread];
@@ -167,6 +251,11 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
         row = launch.map.template row<over>(mine.block, thread, first_row);
         heads = launch.map.heads_of(mine.block, row.group);
         if constexpr (loads_ahead) load_gradients();
+        if (!loads_ahead && first_row < thread.rows) {
+            stage_row();
+            current = 1 - current;
+            share_cos_sin(current);  // seen by all after the sum over the block
+        }
         if constexpr (over_head) {
             sum_over_team(sums, launch.map.plan.team);
         } else {
@@ -224,12 +313,9 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_gradient_block_t
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) {
             if (!thread.has_lane || !heads.exists(j)) break;
-            const int64_t head = heads.head(j);
-            CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < Vector; ++i) {
-                mine.weight_sums[head * args.head_dim + lane.first() + i] = weight_gradients[j].first[i];
-                mine.weight_sums[head * args.head_dim + lane.second() + i] = weight_gradients[j].second[i];
-            }
+            Real* of_head = mine.weight_sums + int64_t{heads.head(j)} * args.head_dim;
+            store_vectors(of_head + lane.first(), weight_gradients[j].first);
+            store_vectors(of_head + lane.second(), weight_gradients[j].second);
         }
     }
 }
@@ -356,9 +442,14 @@ template <class Element, Pairing pairing>
 auto norm_gradient_kernel(const QkNormRotaryGradientPlan& plan, NormOver over) {
     if constexpr (sizeof(Element) <= 4) {
         if (plan.in_registers && over == NormOver::head) {
-            return pdl_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::head>>;
+            return pdl_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::head, false>>;
         }
-        if (plan.in_registers) return pdl_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::all_heads>>;
+        if (plan.in_registers && plan.shares_cos_sin) {
+            return pdl_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::all_heads, true>>;
+        }
+        if (plan.in_registers) {
+            return pdl_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::all_heads, false>>;
+        }
     }
     return pdl_kernel<qk_norm_rotary_gradient_row_kernel<Element, pairing>>;
 }

@@ -160,12 +160,14 @@ QkNormRotaryGradientPlan plan_gradient(const QkNormRotaryShape& shape, const Dev
             rows_per_block = plan.block_threads / plan.team;
         } else {
             plan.block_threads = static_cast<int>(threads_over_all_heads(shape, lanes, heads_per_thread));
+            plan.shares_cos_sin = shape.table_heads == 1;
         }
     } else {
         plan.q_groups = rows_of(shape, shape.q_heads);
         plan.k_groups = rows_of(shape, shape.k_heads);
     }
-    const int64_t one_wave = int64_t{device.sms} * (norm_gradient_threads_per_sm(shape.over) / plan.block_threads);
+    const int threads_per_sm = norm_gradient_threads_per_sm(shape.over, plan.shares_cos_sin);
+    const int64_t one_wave = int64_t{device.sms} * (threads_per_sm / plan.block_threads);
     const int64_t heads = shape.q_heads + shape.k_heads;
     const auto blocks = [&](int view_heads, int groups) {
         if (view_heads == 0) return 0;

@@ -85,14 +85,15 @@ int64_t blocks_of(const QkNormRotaryPlan& plan, NormOver over, int64_t tokens);
 inline constexpr int norm_gradient_block_threads = 128;
 inline constexpr int norm_gradient_max_block_threads = 256;
 // Resident threads per SM, as limited by register use.
-constexpr int norm_gradient_threads_per_sm(NormOver over) {
-    return over == NormOver::head ? 384 : 256;
+constexpr int norm_gradient_threads_per_sm(NormOver over, bool shares_cos_sin) {
+    return over == NormOver::head || shares_cos_sin ? 384 : 256;
 }
 
 // The backward pass: a persistent grid. Each block takes rows of q or rows of k, and writes one row of partial sums for
 // the gradient of the weights.
 struct QkNormRotaryGradientPlan {
     bool in_registers = false;
+    bool shares_cos_sin = false;  // over all heads, by one table
     int lanes = 1;
     int team = 1;
     int q_groups = 0;

@@ -4,6 +4,8 @@
 #include <cutlass/float8.h>
 #include <cutlass/numeric_conversion.h>
 
+#include <cfloat>
+
 #include "device/head_fragment.cuh"
 #include "mrrope/float8.h"
 
@@ -24,10 +26,7 @@ __device__ Float8Vector<Vector> convert_to_float8(const cutlass::Array<float, Ve
 }
 
 template <int Vector>
-__device__ Float8Vector<Vector> to_float8(cutlass::Array<float, Vector> x, float scale, StoredAs format) {
-    const Float8Scale by{scale, __fdividef(1.0f, scale)};
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Vector; ++j) x[j] = by.divide(x[j]);
+__device__ Float8Vector<Vector> to_float8(const cutlass::Array<float, Vector>& x, StoredAs format) {
 #if __CUDA_ARCH__ >= 890
     if (format == StoredAs::float8_e5m2) return convert_to_float8<cutlass::float_e5m2_t>(x);
     return convert_to_float8<cutlass::float_e4m3_t>(x);
@@ -39,6 +38,21 @@ __device__ Float8Vector<Vector> to_float8(cutlass::Array<float, Vector> x, float
 #endif
 }
 
+// x / scale, correctly rounded before it is rounded to float8.
+template <int Vector>
+__device__ Float8Vector<Vector> to_float8(cutlass::Array<float, Vector> x, float scale, StoredAs format) {
+    const Float8Scale by{scale, __fdividef(1.0f, scale)};
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < Vector; ++j) x[j] = by.divide(x[j]);
+    return to_float8(x, format);
+}
+
+// factor / scale, finite for the smallest scales, too: 0 must not become NaN. NaN stays.
+__device__ inline float finite_ratio(float factor, float scale) {
+    const float ratio = __fdividef(factor, scale);
+    return ratio > FLT_MAX ? FLT_MAX : ratio;
+}
+
 // A lane's two vectors as float8.
 template <int Vector>
 struct Float8Fragment {
@@ -48,6 +62,14 @@ struct Float8Fragment {
     __device__ void narrow(const WideFragment<float, Vector>& wide, float scale, StoredAs format) {
         first = to_float8(wide.first, scale, format);
         second = to_float8(wide.second, scale, format);
+    }
+
+    // wide * factor, for results of float32 arithmetic: an exact quotient would cost three more instructions per
+    // component, and change one in a million.
+    __device__ void narrow_product(WideFragment<float, Vector> wide, float factor, StoredAs format) {
+        wide.scale(factor);
+        first = to_float8(wide.first, format);
+        second = to_float8(wide.second, format);
     }
 
     template <class Layout>

@@ -60,6 +60,14 @@ struct WideFragment {
         }
     }
 
+    __device__ void scale(Real by) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Vector; ++j) {
+            first[j] *= by;
+            second[j] *= by;
+        }
+    }
+
     template <bool crosses_vectors>
     __device__ void rotate(const CosSin<Real> (&by)[Vector]) {
         for_each_pair<crosses_vectors>([&](int j, Real& a, Real& b) {

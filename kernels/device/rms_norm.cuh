@@ -81,12 +81,12 @@ struct SharedCosSin {
 
     __device__ CosSin<Real>& operator[](int pair) { return of[pair + pair / Vector * 2]; }
 
-    template <Pairing pairing>
+    template <Pairing pairing, bool needs_lookup = false>
     __device__ void compute(const RotaryArgs& args, int batch, int token, Real direction) {
         const int pairs = args.rotary_dim / 2;
         for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
             const WholeHeadLayout<pairing, 1> lane(pair, pairs);
-            LaneAngles<1, false> angles;
+            LaneAngles<1, needs_lookup> angles;
             angles.load(args, lane, batch, token, /*table_head=*/0);
             CosSin<Real> cos_sin[1];
             angles.compute(cos_sin, args, lane, batch, token, direction);

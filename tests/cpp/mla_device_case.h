@@ -68,6 +68,8 @@ public:
 
     MlaRotaryAndCacheArgs args() {
         MlaRotaryAndCacheArgs args = host_.args();
+        // The parts of a row lie beyond a cache without slots.
+        if (args.slots.count() == 0) args.rotary.k.out = args.latent.view.out = nullptr;
         move_to_device(buffers_, args.rotary);
         move_to_device(buffers_, args.latent.view);
         args.scale = buffers_.on_device(args.scale);

@@ -40,7 +40,7 @@ std::string describe(const MlaRotaryShape& s) {
     return std::to_string(s.element_size) + " bytes, batch " + std::to_string(s.batch) + " tokens " +
            std::to_string(s.tokens) + " heads " + std::to_string(s.q_heads) + "+" + std::to_string(s.k_heads) +
            " rotary_dim " + std::to_string(s.rotary_dim) + " copied " + std::to_string(s.q_copied) + "+" +
-           std::to_string(s.k_copied) + (s.aligned ? "" : " misaligned");
+           std::to_string(s.k_copied) + (s.aligned ? "" : " misaligned") + (s.to_cache ? " to a cache" : "");
 }
 
 // Calls f for training shapes, cache rows and odd ones.
@@ -54,9 +54,13 @@ void for_each_shape(int64_t batch, int64_t tokens, F&& f) {
                         MlaRotaryShape s =
                             shape(element_size, batch, tokens, q_heads, k_heads, rotary_dim, q_copied, k_copied);
                         s.aligned = aligned;
-                        SCOPED_TRACE(describe(s));
-                        f(s);
-                        if (::testing::Test::HasFailure()) return;
+                        for (const bool to_cache : {false, true}) {
+                            if (to_cache && (k_heads != 1 || q_copied > 0)) continue;
+                            s.to_cache = to_cache;
+                            SCOPED_TRACE(describe(s));
+                            f(s);
+                            if (::testing::Test::HasFailure()) return;
+                        }
                     }
                 }
             }
@@ -73,7 +77,9 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
             const int full = 16 / s.element_size;
             const bool fits =
                 s.aligned && s.rotary_dim / 2 % full == 0 && s.q_copied % full == 0 && s.k_copied % full == 0;
-            for (const MlaRotaryPlan& p : {plan(s, h200), gradient_plan(s, h200)}) {
+            MlaRotaryShape with_gradient = s;  // a cache has none
+            with_gradient.to_cache = false;
+            for (const MlaRotaryPlan& p : {plan(s, h200), gradient_plan(with_gradient, h200)}) {
                 const bool is_full = p.vector == full;
                 EXPECT_TRUE(fits ? is_full || p.vector == full / 2 : p.vector == 1);
                 EXPECT_EQ(p.rotating_lanes * p.vector, s.rotary_dim / 2);
@@ -81,8 +87,8 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
                 EXPECT_TRUE(p.heads_per_thread == 1 || (p.heads_per_thread == 2 && is_full && fits));
                 EXPECT_GE(p.q_groups * p.heads_per_thread, s.q_heads);
                 EXPECT_LT((p.q_groups - 1) * p.heads_per_thread, s.q_heads);
-                EXPECT_LE(p.tokens_per_launch * (p.threads_per_token() + p.sum_threads_per_token()) + mla_block_threads,
-                          max_threads);
+                const int64_t threads = p.threads_per_token() + p.sum_threads_per_token() + p.latent_lanes;
+                EXPECT_LE(p.tokens_per_launch * threads + mla_block_threads, max_threads);
                 if (p.tokens_per_launch < s.batch * s.tokens) {
                     EXPECT_LE(p.tokens_per_launch, s.tokens) << "a slice lies in one sequence";
                 }
@@ -142,8 +148,8 @@ void take(const MlaRotaryMap<PlainDivmod>& map, const MlaRotaryPlan& plan, const
     const MlaRotaryPlace place = map.place(thread);
     Coverage& heads = place.is_query ? queries : keys;
     const int half = s.rotary_dim / 2;
-    const MlaLaneLayout<pairing, Vector> layout(place.lane, half, place.is_query ? plan.q_lanes : plan.k_lanes,
-                                                heads.copied());
+    const int lanes = place.is_query ? plan.q_lanes : plan.k_lanes;
+    const MlaLaneLayout<pairing, Vector> layout(place.lane, half, lanes, s.to_cache ? 0 : heads.copied());
     ASSERT_LT(place.group * plan.heads_per_thread, heads.heads()) << "an idle thread";
     for (int j = 0; j < plan.heads_per_thread; ++j) {
         const int head = place.group * plan.heads_per_thread + j;
@@ -157,6 +163,17 @@ void take(const MlaRotaryMap<PlainDivmod>& map, const MlaRotaryPlan& plan, const
             touch(layout.first() + i);
             if (layout.second() != layout.first()) touch(layout.second() + i);
         }
+    }
+}
+
+// The vectors of a thread that copies the latent part of a cache row.
+void copy(const MlaLatentMap<PlainDivmod>& map, const MlaRotaryPlan& plan, int thread, Coverage& rows) {
+    int batch, token, lane;
+    map.place(batch, token, lane, thread);
+    const CopyLayout layout{lane, plan.latent_lanes, rows.copied(), plan.vector};
+    for (int i = 0; i < plan.vector; ++i) {
+        rows.touch(batch, token, 0, layout.first() + i);
+        if (layout.second() != layout.first()) rows.touch(batch, token, 0, layout.second() + i);
     }
 }
 
@@ -178,6 +195,10 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
                         if (::testing::Test::HasFailure()) return;
                     }
                 });
+                const auto latent = MlaLatentMap<PlainDivmod>::of(planned, s.tokens);
+                for (int64_t thread = 0; thread < s.batch * s.tokens * planned.latent_lanes; ++thread) {
+                    copy(latent, planned, static_cast<int>(thread), keys);
+                }
                 queries.expect_each_component_once();
                 keys.expect_each_component_once();
                 if (::testing::Test::HasFailure()) return;

@@ -107,7 +107,8 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
                 EXPECT_TRUE(fits_registers(shape));
                 EXPECT_TRUE(has_kernel(planned, shape.over));
                 EXPECT_TRUE(planned.finds_table || !shape.needs_lookup);
-                EXPECT_EQ(planned.lanes * 2 * (16 / shape.element_size), shape.head_dim);
+                EXPECT_EQ(planned.vector * shape.element_size, planned.heads_per_thread == 1 ? 8 : 16);
+                EXPECT_EQ(planned.lanes * 2 * planned.vector, shape.head_dim);
                 EXPECT_EQ(planned.team, static_cast<int>(std::bit_ceil(static_cast<unsigned>(planned.lanes))));
                 EXPECT_EQ(planned.block_threads % warp, 0);
                 EXPECT_LE(planned.block_threads, over_head ? norm_block_threads : norm_max_block_threads);
@@ -116,7 +117,7 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
                 }
             }
             // Kernels count threads and blocks in 32 bits.
-            EXPECT_LE(blocks_of(planned, shape.over, planned.tokens_per_launch) * planned.block_threads,
+            EXPECT_LE(blocks_of(planned, planned.tokens_per_launch) * planned.block_threads,
                       int64_t{std::numeric_limits<int32_t>::max()});
             const int64_t all_tokens = shape.batch * shape.tokens;
             EXPECT_EQ(planned.tokens_per_launch == 0, all_tokens == 0);
@@ -135,7 +136,7 @@ TEST(Plan, GivesThreadsMoreHeadsInLargeLaunches) {
                                     .rotary_dim = 128,
                                     .element_size = 2,
                                     .aligned = true};
-    for (const auto& [tokens, heads_per_thread] : {std::pair{1, 1}, {64, 2}, {1024, 2}, {8192, 8}, {131072, 8}}) {
+    for (const auto& [tokens, heads_per_thread] : {std::pair{1, 1}, {64, 1}, {256, 2}, {1024, 8}, {131072, 8}}) {
         shape.tokens = tokens;
         EXPECT_EQ(plan(shape, h200).heads_per_thread, heads_per_thread) << tokens;
     }
@@ -151,7 +152,7 @@ public:
 
     void run(const QkNormRotaryAndCachePlan& plan) {
         const auto map = QkNormRotaryAndCacheMap<PlainDivmod>::of(plan, shape_);
-        const int64_t blocks = blocks_of(plan, shape_.over, shape_.batch * shape_.tokens);
+        const int64_t blocks = blocks_of(plan, shape_.batch * shape_.tokens);
         for (int block = 0; block < blocks; ++block) {
             if (!plan.in_registers) {
                 run_row(map.row(block), block);
@@ -229,7 +230,7 @@ private:
         const int heads_per_thread = map.plan.heads_per_thread;
         ASSERT_TRUE(heads.exists(0)) << "an idle thread";
         ASSERT_FALSE(heads.exists(heads_per_thread)) << "heads left out";
-        with_pairing_and_vector(Pairing::interleaved, 16 / shape_.element_size, [&]<Pairing pairing, int Vector>() {
+        with_pairing_and_vector(Pairing::interleaved, map.plan.vector, [&]<Pairing pairing, int Vector>() {
             const int half = shape_.rotary_dim / 2;
             const WholeHeadLayout<pairing, Vector> lane(place.lane, half);
             for (int j = 0; heads.exists(j); ++j) {
