@@ -121,14 +121,8 @@ int64_t checked_scale_stride(NamedTensor scale, int heads, const char* heads_nam
     const bool is_one = x.numel() == 1;
     TORCH_CHECK_VALUE(is_one || (x.dim() == 1 && x.size(0) == heads), scale.name, " must have one element, or [", heads,
                       "], one a head of ", heads_name, ", got ", x.sizes());
-    const int64_t stride = is_one ? 0 : stride_or_zero(x, 0);
-    // CPU scales only: CUDA kernels multiply by the inverse, finite or not.
-    for (int64_t i = 0; x.is_cpu() && i < x.numel(); ++i) {
-        const float value = static_cast<const float*>(x.const_data_ptr())[i * stride];
-        TORCH_CHECK_VALUE(std::isfinite(value) && std::isfinite(1.0f / value), scale.name,
-                          " must be finite, and so large that its inverse is, got ", value, " at index ", i);
-    }
-    return stride;
+    check_scales_are_finite(scale);
+    return is_one ? 0 : stride_or_zero(x, 0);
 }
 
 RotaryAndCacheArgs cache_args(const CacheCall& call) {

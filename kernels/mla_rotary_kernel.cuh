@@ -199,7 +199,7 @@ __device__ __forceinline__ void rotate_and_copy(const MlaRotaryLaunch& launch, i
             auto wide = fragments[j].widened();
             if (layout.rotates()) wide.template rotate<Layout::crosses_vectors>(by);
             Float8Fragment<Vector> rounded;
-            rounded.narrow_product(wide, finite_ratio(1.0f, scale), launch.cached_as);
+            rounded.narrow(wide, scale, launch.cached_as);
             rounded.store(static_cast<uint8_t*>(view.out) + head, layout);
         }
     }

@@ -45,13 +45,14 @@ int64_t threads_over_all_heads(const QkNormRotaryAndCacheShape& shape, int lanes
 
 // Microseconds on an H200 by heads per thread, and of a copy of as many bytes; bfloat16, 32 + 8 heads of 128.
 //     tokens           1       2       8     copy
-//         16        1.76    1.98    3.96     1.53
-//         64        2.16    2.26    4.20     1.84
-//        256        3.76    3.62    4.90     2.99
-//       1024        11.4    9.26    9.29     7.68
-//       2048        21.1    16.5    16.1     13.7
-//       8192        79.7    61.4    54.1     50.0
-// Rounding to float8 moves no threshold.
+//          1        1.35    1.64    3.40     0.91
+//         16        1.79    2.05    3.94     1.49
+//         64        2.20    2.36    4.18     1.80
+//        256        4.61    3.63    4.83     2.96
+//       1024        14.0    9.23    9.12     7.64
+//       2048        26.8    16.3    16.0     13.6
+//       8192         103    60.6    53.7     49.3
+// With float8, two heads are up to 4 % faster than eight at 1024 tokens; the other thresholds are the same.
 int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape) {
     constexpr int64_t threads_for_two = 1 << 16;
     constexpr int64_t threads_for_eight = 3 << 17;

@@ -126,11 +126,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
             auto wide = fragments[j].widened();
             if (rotates) wide.template rotate<Layout::crosses_vectors>(by);
             Float8Fragment<Vector> narrowed;
-            if (rotates) {
-                narrowed.narrow_product(wide, finite_ratio(1.0f, scales[j]), args.cached_as);
-            } else {
-                narrowed.narrow(wide, scales[j], args.cached_as);
-            }
+            narrowed.narrow(wide, scales[j], args.cached_as);
             narrowed.store(out_in_cache + j * out_step, layout);
         }
     }
