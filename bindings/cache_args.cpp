@@ -2,7 +2,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <cmath>
 #include <limits>
 
 #include "cache_slots.h"

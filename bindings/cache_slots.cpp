@@ -36,7 +36,7 @@ const float* one_scale(const OptionalTensor& scale) {
 }
 
 void check_scales_are_finite(NamedTensor scale) {
-    const Tensor& x = scale.tensor;
+    const at::Tensor& x = scale.tensor;
     const int64_t stride = x.numel() == 1 ? 0 : stride_or_zero(x, 0);
     for (int64_t i = 0; x.is_cpu() && i < x.numel(); ++i) {
         const float value = static_cast<const float*>(x.const_data_ptr())[i * stride];
