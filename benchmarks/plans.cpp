@@ -14,13 +14,15 @@
 #include "device_properties.h"
 #include "mrrope/frequency_table.h"
 #include "mrrope/qk_norm_rotary.h"
+#include "mrrope/qk_norm_rotary_and_cache.h"
 #include "mrrope/rotary.h"
+#include "qk_norm_rotary_and_cache_plan.h"
 #include "qk_norm_rotary_plan.h"
 #include "rotary_plan.h"
 
 // Times every launch plan of a kernel, and a copy of as many bytes: the measurements behind the heuristics in
 // kernels/*_plan.cpp. bfloat16, heads of 128, in place; needs a GPU.
-//     plans_benchmark [rotary | rotary_by_head | norm]
+//     plans_benchmark [rotary | rotary_by_head | norm | norm_and_cache]
 
 namespace mrrope {
 namespace {
@@ -160,6 +162,11 @@ public:
         }
     }
 
+    void norm_and_cache() const {
+        std::printf("\nnorm, rotation and cache write, 32/8 heads: heads per thread\n");
+        for (const int64_t tokens : {1, 16, 64, 256, 1024, 2048, 8192, 32768}) norm_and_cache({tokens, 32, 16});
+    }
+
     void norm(NormOver over) const {
         std::printf("\nnorm over %s: heads per thread\n", over == NormOver::head ? "a head" : "all heads");
         for (const int k_heads : {8, 32}) {
@@ -282,6 +289,58 @@ private:
         std::fflush(stdout);
     }
 
+    // k and v are the two halves of the geometry's k heads; slot i of the cache is token i's.
+    QkNormRotaryAndCacheArgs cache_args(const Geometry& geometry, int set) const {
+        constexpr int64_t block_size = 16;
+        const int kv_heads = geometry.k_heads / 2;
+        const int64_t token_stride = int64_t{kv_heads} * head_dim;
+        const int64_t heads_bytes = geometry.tokens * token_stride * element_size;  // of k, and of v
+        const int64_t blocks = (geometry.tokens + block_size - 1) / block_size;
+        const int64_t cache_bytes = blocks * block_size * token_stride * element_size;
+        QkNormRotaryAndCacheArgs found;
+        found.rotary = args(geometry, set, {});
+        found.rotary.k = {};
+        CachedHeads* both[] = {&found.k, &found.v};
+        for (int i = 0; i < 2; ++i) {
+            HeadsView& heads = both[i]->view;
+            heads = view((set + 1) * geometry.bytes() - (2 - i) * heads_bytes, kv_heads);
+            heads.out = copies_.data() + (2 * set + i) * cache_bytes;
+            heads.out_strides = {.batch = block_size * token_stride, .token = token_stride, .head = head_dim};
+        }
+        found.slots.of_tokens = found.rotary.positions;
+        found.slots.blocks = blocks;
+        found.slots.block_size = block_size;
+        found.q_weight = found.k_weight = weights_.data();
+        found.eps = 1e-6;
+        return found;
+    }
+
+    void norm_and_cache(const Geometry& geometry) const {
+        RoundRobin timing;
+        const size_t copy = add_copy(timing, geometry);
+        const QkNormRotaryAndCacheShape shape = shape_of(cache_args(geometry, 0));
+        std::vector<std::pair<int, size_t>> timed;
+        for (const int heads : {1, 2, 8}) {
+            const QkNormRotaryAndCachePlan forced = plan_with(shape, device_, heads);
+            timed.emplace_back(heads, timing.add(geometry.sets(), [&](int i, cudaStream_t stream) {
+                qk_norm_rotary_and_cache_cuda(cache_args(geometry, i), forced, stream);
+            }));
+        }
+        timing.run();
+        begin(geometry, timing.microseconds(copy));
+        print_heads_per_thread(timed, plan(shape, device_).heads_per_thread, timing);
+    }
+
+    // Ends the line.
+    static void print_heads_per_thread(const std::vector<std::pair<int, size_t>>& timed, int chosen,
+                                       const RoundRobin& timing) {
+        for (const auto& [heads, graph] : timed) {
+            std::printf(" | %s%d: %8.3f", chosen == heads ? "*" : "", heads, timing.microseconds(graph));
+        }
+        std::printf("\n");
+        std::fflush(stdout);
+    }
+
     void norm(const Geometry& geometry, NormOver over) const {
         const auto norm_args = [&](int set) {
             QkNormRotaryArgs found;
@@ -303,12 +362,7 @@ private:
         }
         timing.run();
         begin(geometry, timing.microseconds(copy));
-        for (const auto& [heads, graph] : timed) {
-            std::printf(" | %s%d: %8.3f", plan(shape, device_).heads_per_thread == heads ? "*" : "", heads,
-                        timing.microseconds(graph));
-        }
-        std::printf("\n");
-        std::fflush(stdout);
+        print_heads_per_thread(timed, plan(shape, device_).heads_per_thread, timing);
     }
 
     DeviceMemory heads_, copies_, weights_;
@@ -332,6 +386,7 @@ int main(int count, char** arguments) {
     std::printf("microseconds; * marks the chosen plan\n");
     if (wanted("rotary")) benchmark.rotary();
     if (wanted("rotary_by_head")) benchmark.rotary_by_head();
+    if (wanted("norm_and_cache")) benchmark.norm_and_cache();
     if (wanted("norm")) {
         benchmark.norm(mrrope::NormOver::head);
         benchmark.norm(mrrope::NormOver::all_heads);
