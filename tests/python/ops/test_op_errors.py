@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 from markers import needs_cuda
-from op_errors import assert_refused
-from rotary_cases import table_of, whole_memory
+from op_errors import assert_refused, assert_refused_untouched
+from rotary_cases import table_of
 
 import mrrope
 from mrrope import FrequencyTable, frequency_table
@@ -28,16 +28,6 @@ def good_call() -> dict:
         "layout": "bhsd",
         "pairing": "halves",
     }
-
-
-def assert_refused_untouched(op, arguments: dict, error: type[Exception], *texts: str) -> None:
-    tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor) and not x.is_meta]
-    memory = [whole_memory(x.detach()) for x in tensors]
-    before = [x.clone() for x in memory]
-    versions = [x._version for x in tensors]
-    assert_refused(lambda: op(**arguments), error, *texts)
-    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(memory, before, strict=True))
-    assert [x._version for x in tensors] == versions
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from rotary_cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, Case, cases, table_of, whole_memory
+from op_errors import assert_refused_untouched
+from rotary_cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, Case, cases, table_of
 from rotary_reference import TOLERANCES, assert_rotated, components_of, pairs_of, rotated
 from table_stacks import METHODS, index_of, stack_of, tables_of
 from tensor_bits import bytes_outside, same_bits
@@ -452,23 +453,10 @@ CALLS = {
 }  # fmt: skip
 
 
-def assert_refused_untouched(call, keys, error, texts) -> None:
-    tensors = [x for x in keys if isinstance(x, torch.Tensor) and not x.is_meta] if isinstance(keys, list) else []
-    before = [whole_memory(x).clone() for x in tensors]
-    versions = [x._version for x in tensors]
-    with pytest.raises(error) as caught:
-        call()
-    assert type(caught.value) is error
-    for text in texts:
-        assert text in str(caught.value)
-    assert all(torch.equal(whole_memory(x), y) for x, y in zip(tensors, before, strict=True))
-    assert [x._version for x in tensors] == versions
-
-
 @pytest.mark.parametrize(("changes", "error", "texts"), CALLS.values(), ids=CALLS.keys())
 def test_errors(changes, error, texts):
     arguments = {**good_call(), **changes}
-    assert_refused_untouched(lambda: mrrope.rescale_cache_(**arguments), arguments["keys"], error, texts)
+    assert_refused_untouched(mrrope.rescale_cache_, arguments, error, *texts)
 
 
 def test_the_good_call_is_good():
@@ -499,7 +487,7 @@ def raw_call() -> dict:
 @pytest.mark.parametrize(("changes", "error", "texts"), RAW.values(), ids=RAW.keys())
 def test_raw_op(changes, error, texts):
     arguments = {**raw_call(), **changes}
-    assert_refused_untouched(lambda: RESCALE_(**arguments), arguments["keys"], error, texts)
+    assert_refused_untouched(RESCALE_, arguments, error, *texts)
 
 
 @pytest.mark.parametrize("heads", [(2, 4), (4, 2)])
@@ -520,7 +508,7 @@ def test_layers_that_share_memory(second):
     whole = torch.randn(3, 2, 4, 8)
     arguments = {**raw_call(), "keys": [whole[:2], whole[second]]}
     texts = ["keys[0]", "keys[1]", "must not share memory"]
-    assert_refused_untouched(lambda: RESCALE_(**arguments), arguments["keys"], RuntimeError, texts)
+    assert_refused_untouched(RESCALE_, arguments, RuntimeError, *texts)
 
 
 def test_raw_op_with_inference_tensors_outside_of_inference_mode():
