@@ -296,7 +296,7 @@ private:
         const int64_t token_stride = int64_t{kv_heads} * head_dim;
         const int64_t heads_bytes = geometry.tokens * token_stride * element_size;  // of k, and of v
         const int64_t blocks = (geometry.tokens + block_size - 1) / block_size;
-        const int64_t cache_bytes = blocks * block_size * token_stride * element_size;
+        const int64_t bytes = blocks * block_size * token_stride * element_size;  // of a cache
         QkNormRotaryAndCacheArgs found;
         found.rotary = args(geometry, set, {});
         found.rotary.k = {};
@@ -304,7 +304,7 @@ private:
         for (int i = 0; i < 2; ++i) {
             HeadsView& heads = both[i]->view;
             heads = view((set + 1) * geometry.bytes() - (2 - i) * heads_bytes, kv_heads);
-            heads.out = copies_.data() + (2 * set + i) * cache_bytes;
+            heads.out = copies_.data() + (2 * set + i) * bytes;
             heads.out_strides = {.batch = block_size * token_stride, .token = token_stride, .head = head_dim};
         }
         found.slots.of_tokens = found.rotary.positions;

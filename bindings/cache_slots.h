@@ -17,7 +17,7 @@ CacheSlots cache_slots(NamedTensor slots, bool paged, int64_t blocks, int64_t bl
 // A scale of one element, or nullptr without one. Its value is checked on a CPU only.
 const float* one_scale(const OptionalTensor& scale);
 
-// Checks scales on a CPU: kernels on a GPU multiply by the inverse, finite or not.
+// Checks scales on a CPU. On a GPU they are not read before the launch.
 void check_scales_are_finite(NamedTensor scale);
 
 }  // namespace mrrope

@@ -93,7 +93,7 @@ __device__ float largest_magnitude(const WideFragment<float, Vector>& wide) {
     return largest;
 }
 
-// What becomes of values.
+// What becomes of the components of v.
 struct Unchanged {
     static constexpr bool keeps_bits = true;  // unless they are rounded to float8
     static constexpr bool may_be_float8 = true;
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     if (place.is_cached()) slot = load_position(launch.args.slots.of_tokens, token_slot);
 
     // Calls reduce() for every `held` heads, and results(j, wide) for each of them, which replaces the loaded
-    // components by those to store, divided by a factor that it returns.
+    // components, and returns the factor that they are still to be multiplied by.
     const auto store_heads_as = [&]<bool to_float8, class Results>(auto&& reduce, const Results& results) {
         // Over all heads, threads of a warp may differ in their heads, and all take part in the maximum of a head.
         constexpr bool takes_all = to_float8 && !over_head;
@@ -218,7 +218,9 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
                 if (!has_all_scales && of.scale_stride != 0) scale = load_scale(j);
                 if (place.kind == HeadKind::query && launch.args.q_scale_out != nullptr) {
                     const float largest = place.active ? largest_magnitude(wide) : 0.0f;
-                    scale = float8_scale_of(factor * max_over_team(largest, launch.map.plan.team), of.stored_as);
+                    // Infinity times a factor of 0 is NaN, which no scale is.
+                    const float of_head = fmaxf(factor * max_over_team(largest, launch.map.plan.team), 0.0f);
+                    scale = float8_scale_of(of_head, of.stored_as);
                     if (has_head(j) && place.lane == 0) {
                         launch.store_q_scale(scale, place.batch, place.token, heads.head(j));
                     }
@@ -315,11 +317,11 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
             with_offset(weights[0], offset).template for_each_pair<Lane::crosses_vectors>([&](int i, Real a, Real b) {
                 weighted[i] = WeightedRotation<Real>(a, b, by[i]);
             });
-            // The tail has no partner: the sum's other term would turn its infinity into NaN. So does the norm.
-            const bool keeps_tail = of.weight == nullptr && args.rotary_dim < args.head_dim;
+            // The tail has no partner: the sum's other term would turn its infinity into NaN.
+            const bool has_tail = args.rotary_dim < args.head_dim;
             const auto norm_and_rotate = [&](int j, Wide& wide) {
                 wide.template for_each_pair<Lane::crosses_vectors>([&](int i, Real& a, Real& b) {
-                    const bool rotates = !keeps_tail || lane.rotates();
+                    const bool rotates = !has_tail || lane.rotates();
                     const Pair<Real> rotated =
                         rotates ? weighted[i](a, b) : Pair<Real>{a * weighted[i].first.cos, b * weighted[i].second.cos};
                     a = rotated.first;

@@ -54,7 +54,7 @@ constexpr int norm_and_cache_vector(int element_size, int heads_per_thread) {
 struct QkNormRotaryAndCachePlan {
     bool in_registers = false;
     bool finds_table = false;  // runs the kernel with needs_lookup
-    int vector = 1;
+    int vector = 1;            // components per load: norm_and_cache_vector
     int lanes = 1;
     int team = 1;  // threads that reduce a head: a power of two
     int heads_per_thread = 1;
@@ -62,7 +62,7 @@ struct QkNormRotaryAndCachePlan {
     // What a token is divided into: over a head, in registers, the groups; otherwise rows. A block takes one unit.
     HeadGroups units;
     int block_threads = norm_row_block_threads;
-    int tokens_per_block = 1;       // a team each
+    int tokens_per_block = 1;       // over a head, in registers, a team each
     int64_t tokens_per_launch = 0;  // as in RotaryPlan
 };
 

@@ -73,6 +73,11 @@ __device__ void store_vectors(Real* to, const cutlass::Array<Real, Vector>& valu
     }
 }
 
+// cp_async and its wait say nothing to the compiler about memory: elsewhere __syncthreads does.
+__device__ inline void keep_order_of_accesses() {
+    asm volatile("" ::: "memory");
+}
+
 // Where the threads of a block leave their parts of the next row while they work on this one. A thread reads only what
 // it has copied itself, so that nothing need be synchronized.
 template <class Fragment, int HeadsPerThread>
@@ -167,6 +172,7 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
     __shared__ std::conditional_t<loads_ahead, std::monostate, Staged> staged;
     const auto stage_row = [&] {
         if constexpr (!loads_ahead) {
+            keep_order_of_accesses();
             CUTLASS_PRAGMA_UNROLL
             for (int j = 0; j < HeadsPerThread; ++j) {
                 if (!has_head(j)) continue;
@@ -181,6 +187,7 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
     const auto read_staged_row = [&] {
         if constexpr (!loads_ahead) {
             cutlass::arch::cp_async_wait<0>();
+            keep_order_of_accesses();
             CUTLASS_PRAGMA_UNROLL
             for (int j = 0; j < HeadsPerThread; ++j) {
                 output_gradient[j] = has_head(j) ? Staged::read(staged.gradients, j) : Fragment{};

@@ -167,7 +167,11 @@ QkNormRotaryGradientPlan plan_gradient(const QkNormRotaryShape& shape, const Dev
         plan.k_groups = rows_of(shape, shape.k_heads);
     }
     const int threads_per_sm = norm_gradient_threads_per_sm(shape.over, plan.shares_cos_sin);
-    const int64_t one_wave = int64_t{device.sms} * (threads_per_sm / plan.block_threads);
+    int blocks_per_sm = threads_per_sm / plan.block_threads;
+    if (plan.in_registers && shape.over == NormOver::all_heads) {
+        blocks_per_sm = std::min(blocks_per_sm, norm_gradient_max_blocks_over_all_heads);
+    }
+    const int64_t one_wave = int64_t{device.sms} * blocks_per_sm;
     const int64_t heads = shape.q_heads + shape.k_heads;
     const auto blocks = [&](int view_heads, int groups) {
         if (view_heads == 0) return 0;

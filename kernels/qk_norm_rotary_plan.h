@@ -84,6 +84,8 @@ int64_t blocks_of(const QkNormRotaryPlan& plan, NormOver over, int64_t tokens);
 
 inline constexpr int norm_gradient_block_threads = 128;
 inline constexpr int norm_gradient_max_block_threads = 256;
+// Over all heads, a block has 38 KB of shared memory, and an SM of an H200 holds five.
+inline constexpr int norm_gradient_max_blocks_over_all_heads = 5;
 // Resident threads per SM, as limited by register use.
 constexpr int norm_gradient_threads_per_sm(NormOver over, bool shares_cos_sin) {
     return over == NormOver::head || shares_cos_sin ? 384 : 256;

@@ -47,10 +47,10 @@ __device__ Float8Vector<Vector> to_float8(cutlass::Array<float, Vector> x, float
     return to_float8(x, format);
 }
 
-// factor / scale, finite for the smallest scales, too: 0 must not become NaN. NaN stays.
+// factor / scale: finite where the factor is, for the smallest scales, too, since 0 must not become NaN.
 __device__ inline float finite_ratio(float factor, float scale) {
     const float ratio = __fdividef(factor, scale);
-    return ratio > FLT_MAX ? FLT_MAX : ratio;
+    return fabsf(ratio) > FLT_MAX && fabsf(factor) <= FLT_MAX ? copysignf(FLT_MAX, ratio) : ratio;
 }
 
 // A lane's two vectors as float8.

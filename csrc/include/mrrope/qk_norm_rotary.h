@@ -43,8 +43,8 @@ struct OutputGradient {
     HeadStrides strides;
     // Receives the gradient of the weights, of their dtype and size. nullptr: not wanted.
     void* weights = nullptr;
-    // Memory for weight_sum_rows_* rows of partial sums, added up in a fixed order; double for float64, else float.
-    // nullptr without `weights`.
+    // Memory for weight_sum_rows_* rows of partial sums, added up in a fixed order; double for float64, else float. At
+    // a multiple of 16 bytes on a GPU. nullptr without `weights`.
     void* weight_sums = nullptr;
 };
 
