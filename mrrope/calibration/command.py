@@ -47,7 +47,7 @@ DEFAULT_BUDGET = 10.0
 DEFAULT_DOCUMENTS = 6
 DEFAULT_RETRIEVAL = 0.1
 GRADIENT_DOCUMENTS = 64
-GRADIENT_RETRIEVAL = 0.3
+GRADIENT_RETRIEVAL = 0.4
 MAX_DECIDING = 4
 """Validation documents of a search by gradient, which reads them five times and more; the others are for the search."""
 BUDGET_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} s{postfix}"

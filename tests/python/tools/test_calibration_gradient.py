@@ -32,7 +32,7 @@ import mrrope
 from mrrope.calibration import descent as descent_module
 from mrrope.calibration.descent import Descent, learning_rate
 from mrrope.calibration.journal import Journal
-from mrrope.calibration.learnable_tables import SHARINGS, SLOW_WAVELENGTH, LearnableTables
+from mrrope.calibration.learnable_tables import FREE_SHARE, SHARINGS, LearnableTables
 from mrrope.calibration.objective import Readings, Rung, table_numbers
 from mrrope.calibration.pass_keys import KEYS_A_LENGTH, with_keys
 from mrrope.calibration.recomputation import Recomputation, decoder_layers, layers_to_recompute, recomputed
@@ -132,8 +132,9 @@ def test_fast_pairs_move_less() -> None:
         tables.moves.fill_(0.1)
     moved = tables.logarithms() - learnable(None, "model").logarithms()
     wavelengths = 2 * math.pi / table("rope").inv_freq
-    assert wavelengths[0] < SLOW_WAVELENGTH < wavelengths[-1]
-    expected = [0.1 * min(1.0, wavelength / SLOW_WAVELENGTH) for wavelength in wavelengths.tolist()]
+    free = FREE_SHARE * NATIVE
+    assert wavelengths[0] < free < wavelengths[-1]
+    expected = [0.1 * min(1.0, wavelength / free) for wavelength in wavelengths.tolist()]
     assert moved[0, 0, :-1].tolist() == pytest.approx(expected)
     assert moved[0, 0, -1].item() == pytest.approx(0.1 * 0.004 / 0.03)
 
