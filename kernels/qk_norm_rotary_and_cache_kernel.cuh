@@ -18,6 +18,14 @@
 
 namespace mrrope {
 
+// Keeps the compiler from deriving addresses of later heads from the first one's, which takes multiplications.
+template <class T>
+__device__ T* opaque(T* pointer) {
+    size_t address = __cvta_generic_to_global(pointer);  // without it, accesses would be generic
+    asm("" : "+l"(address));
+    return static_cast<T*>(__cvta_global_to_generic(address));
+}
+
 template <int Vector>
 __device__ float largest_magnitude(const WideFragment<float, Vector>& wide) {
     float largest = 0.0f;
@@ -77,8 +85,7 @@ __device__ void rotate_within(const Lane& lane, WideFragment<Real, Vector>& wide
 // has_float8: some heads are rounded to float8, which takes as much code as all the rest.
 template <class Element, int HeadsPerThread, Pairing pairing, NormOver over, bool needs_lookup, bool has_float8>
 __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : norm_max_block_threads,
-                                  norm_and_cache_min_blocks_per_sm(over, HeadsPerThread, needs_lookup, has_float8,
-                                                                   std::is_same_v<Element, cutlass::half_t>))
+                                  norm_and_cache_min_blocks_per_sm(over, HeadsPerThread, needs_lookup, has_float8))
     qk_norm_rotary_and_cache_kernel(const __grid_constant__ QkNormRotaryAndCacheLaunch<RealOf<Element>> launch) {
     using Real = RealOf<Element>;
     constexpr int Vector = norm_and_cache_vector(sizeof(Element), HeadsPerThread);
@@ -107,9 +114,18 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     }
     pdl_wait();
 
-    // Rounding to float8 needs the registers of one head.
-    constexpr int held = norm_heads_in_registers(HeadsPerThread) - (has_float8 && HeadsPerThread == 8 ? 1 : 0);
+    // Of eight heads three are in registers, and each is reduced alone: its loads are in flight during the arithmetic
+    // of the two before it, and five blocks fit on an SM. A loop instead of unrolled code takes a fifth longer with
+    // float8.
+    constexpr bool has_eight = HeadsPerThread == 8;
+    constexpr int held = has_eight ? 3 : HeadsPerThread;
+    constexpr int reduced_at_once = has_eight ? 1 : held;
     Fragment fragments[held];
+    if constexpr (over_head) {
+        // Zeros count for nothing where a thread has no head.
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < held; ++j) fragments[j] = Fragment{};
+    }
     const auto load_scale = [&](int j) {
         return of.scale == nullptr || !has_head(j) ? 1.0f : of.scale[heads.head(j) * of.scale_stride];
     };
@@ -117,46 +133,53 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     // scarce.
     constexpr bool has_all_scales = HeadsPerThread <= 2;
     float scales[has_float8 && has_all_scales ? held : 1];
-    const auto load_head = [&](int j) {
-        if (j >= HeadsPerThread || !has_head(j)) return;
-        fragments[j % held].load(in + j * in_step, lane);
-        if (has_float8 && (has_all_scales || j == 0)) scales[has_all_scales ? j % held : 0] = load_scale(j);
+    const auto load_next_head = [&](int j, Fragment& fragment) {
+        if (has_head(j)) fragment.load(in, lane);
+        in = opaque(in + in_step);
     };
     const auto load_first_heads = [&] {
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < held; ++j) load_head(j);
+        for (int j = 0; j < held; ++j) {
+            load_next_head(j, fragments[j]);
+            if (has_float8 && (has_all_scales || j == 0)) scales[has_all_scales ? j : 0] = load_scale(j);
+        }
     };
     int64_t slot = 0;
     if (place.is_cached()) slot = load_position(launch.args.slots.of_tokens, token_slot);
 
-    // Calls reduce() for every `held` heads, and results(j, wide) for each of them, which replaces the loaded
-    // components, and returns the factor that they are still to be multiplied by.
+    // Calls reduce(i) before the heads, in registers from i on, that are reduced at once, and results(j, wide) for each
+    // of them, which replaces the loaded components, and returns the factor that they are still to be multiplied by.
     const auto store_heads_as = [&]<bool to_float8, class Results>(auto&& reduce, const Results& results) {
         // Over all heads, threads of a warp may differ in their heads, and all take part in the maximum of a head.
         constexpr bool takes_all = to_float8 && !over_head;
         const bool is_stored = !place.is_cached() || launch.has_slot(slot);
-        const int64_t out = launch.out_offset(of, place.is_cached(), place.batch, place.token, slot) +
-                            heads.first * of.view.out_strides.head;
+        using Stored = std::conditional_t<to_float8, uint8_t, Element>;
+        Stored* out = static_cast<Stored*>(of.view.out) +
+                      launch.out_offset(of, place.is_cached(), place.batch, place.token, slot) +
+                      heads.first * of.view.out_strides.head;
         const int64_t out_step = heads.step * of.view.out_strides.head;
+        const bool computes_scale = place.kind == HeadKind::query && launch.args.q_scale_out != nullptr;
+        [[maybe_unused]] float* scale_out = launch.q_scale(place.batch, place.token, heads.first);
+        [[maybe_unused]] const int64_t scale_step = heads.step * launch.args.q_scale_out_strides.head;
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) {
-            if (!takes_all && !heads.exists(j)) break;
-            if (j % held == 0) reduce();
+            const int i = j % held;
+            if (!takes_all && !heads.exists(j)) return;
+            if (i % reduced_at_once == 0) reduce(i);
             const bool stores = is_stored && has_head(j);
-            const Fragment loaded = fragments[j % held];
+            const Fragment loaded = fragments[i];
             Wide wide = loaded.widened();
             const Real factor = results(j, wide);
             if constexpr (to_float8) {
-                float scale = scales[has_all_scales ? j % held : 0];
-                if (!has_all_scales && of.scale_stride != 0) scale = load_scale(j);
-                if (place.kind == HeadKind::query && launch.args.q_scale_out != nullptr) {
-                    const float largest = place.active ? largest_magnitude(wide) : 0.0f;
+                float scale = scales[has_all_scales ? i : 0];
+                if (computes_scale) {
                     // Infinity times a factor of 0 is NaN, which no scale is.
-                    const float of_head = fmaxf(factor * max_over_team(largest, launch.map.plan.team), 0.0f);
-                    scale = float8_scale_of(of_head, of.stored_as);
-                    if (has_head(j) && place.lane == 0) {
-                        launch.store_q_scale(scale, place.batch, place.token, heads.head(j));
-                    }
+                    const float largest = max_over_team(largest_magnitude(wide), launch.map.plan.team);
+                    scale = float8_scale_of(fmaxf(factor * largest, 0.0f), of.stored_as);
+                    if (has_head(j) && place.lane == 0) *scale_out = scale;
+                    scale_out = opaque(scale_out + scale_step);
+                } else if (!has_all_scales && of.scale_stride != 0) {
+                    scale = load_scale(j);
                 }
                 Float8Fragment<Vector> rounded;
                 if constexpr (Results::keeps_bits) {
@@ -164,17 +187,18 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
                 } else {
                     rounded.narrow_product(wide, finite_ratio(factor, scale), of.stored_as);
                 }
-                load_head(j + held);
-                if (stores) rounded.store(static_cast<uint8_t*>(of.view.out) + out + j * out_step, lane);
+                if (j + held < HeadsPerThread) load_next_head(j + held, fragments[i]);
+                if (stores) rounded.store(out, lane);
             } else {
                 Fragment narrowed = loaded;
                 if constexpr (!Results::keeps_bits) {
                     wide.scale(factor);
                     narrowed.narrow(wide);
                 }
-                load_head(j + held);
-                if (stores) narrowed.store(static_cast<Element*>(of.view.out) + out + j * out_step, lane);
+                if (j + held < HeadsPerThread) load_next_head(j + held, fragments[i]);
+                if (stores) narrowed.store(out, lane);
             }
+            out = opaque(out + out_step);
         }
     };
     const auto store_heads = [&]<class Results>(auto&& reduce, const Results& results) {
@@ -187,12 +211,12 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     if (place.kind == HeadKind::value) {
         load_first_heads();
         pdl_trigger();
-        return store_heads([] {}, Unchanged{});
+        return store_heads([](int) {}, Unchanged{});
     }
     if (place.kind == HeadKind::gate) {
         load_first_heads();
         pdl_trigger();
-        return store_heads([] {}, Sigmoid<Element>{});
+        return store_heads([](int) {}, Sigmoid<Element>{});
     }
 
     // As in qk_norm_rotary_kernel: more than two sets would cost too many registers during the reduction.
@@ -228,23 +252,24 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     }
     pdl_trigger();
 
-    Real sums[held];
-    const auto sums_of_squares = [&] {
+    Real sums[reduced_at_once];
+    const auto sums_of_squares = [&](int first) {
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < held; ++j) {
+        for (int j = first; j < first + reduced_at_once; ++j) {
             const Wide wide = fragments[j].widened();
-            // Over a head, heads that do not exist have sums of their own.
-            const bool counts = over_head ? place.active : has_head(j);
-            sums[j] = counts ? sum_of_products(wide, wide) : Real(0);
+            sums[j % reduced_at_once] = over_head || has_head(j) ? sum_of_products(wide, wide) : Real(0);
         }
     };
     const Real offset = launch.offset_of_weights(of);
     if constexpr (over_head) {
-        const auto reduce = [&] {
-            sums_of_squares();
-            sum_over_team(sums, launch.map.plan.team);
+        const auto reduce = [&](int first) {
+            sums_of_squares(first);
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < reduced_at_once; ++j) {
+                sums[j] = reduce_over_team(sums[j], launch.map.plan.team, [](Real a, Real b) { return a + b; });
+            }
         };
-        if constexpr (HeadsPerThread == 8) {
+        if constexpr (has_eight) {
             // As in qk_norm_rotary_kernel: folding the weights into cos/sin pays off with eight heads per thread.
             WeightedRotation<Real> weighted[Vector];
             with_offset(weights[0], offset).template for_each_pair<Lane::crosses_vectors>([&](int i, Real a, Real b) {
@@ -260,23 +285,23 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
                     a = rotated.first;
                     b = rotated.second;
                 });
-                return launch.inverse_rms(sums[j % held], of);
+                return launch.inverse_rms(sums[j % reduced_at_once], of);
             };
             store_heads(reduce, NormedAndRotated{norm_and_rotate});
         } else {
             const auto norm_and_rotate = [&](int j, Wide& wide) {
                 wide.multiply(with_offset(weights[0], offset));
                 rotate_within(lane, wide, by);
-                return launch.inverse_rms(sums[j % held], of);
+                return launch.inverse_rms(sums[j % reduced_at_once], of);
             };
             store_heads(reduce, NormedAndRotated{norm_and_rotate});
         }
     } else {
-        const auto reduce = [&] {
-            sums_of_squares();
+        const auto reduce = [&](int first) {
+            sums_of_squares(first);
             Real all[1] = {0};
             CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < held; ++j) all[0] += sums[j];
+            for (int j = 0; j < reduced_at_once; ++j) all[0] += sums[j];
             sum_over_block(all);
             const Real scale = launch.inverse_rms(all[0], of);
             CUTLASS_PRAGMA_UNROLL

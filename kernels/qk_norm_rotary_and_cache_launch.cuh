@@ -60,8 +60,9 @@ struct QkNormRotaryAndCacheLaunch {
         return offset_of(of.view.out_strides, outer, inner, 0);
     }
 
-    __device__ void store_q_scale(float scale, int batch, int token, int head) const {
-        args.q_scale_out[offset_of(args.q_scale_out_strides, batch, token, head)] = scale;
+    // Where the computed scale of a head of q is stored.
+    __device__ float* q_scale(int batch, int token, int head) const {
+        return args.q_scale_out + offset_of(args.q_scale_out_strides, batch, token, head);
     }
 };
 

@@ -28,17 +28,17 @@ struct QkNormRotaryAndCacheShape {
 
 QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args);
 
-// Minimum blocks per SM for __launch_bounds__: as many as nothing spills with. The same code needs more registers for
-// float16, and before sm_90.
-constexpr int norm_and_cache_min_blocks_per_sm(NormOver over, int heads_per_thread, bool needs_lookup, bool has_float8,
-                                               bool is_float16) {
+// Minimum blocks per SM for __launch_bounds__: as many as nothing spills with. The same code needs more registers
+// before sm_90, where float8 is rounded by integer arithmetic.
+constexpr int norm_and_cache_min_blocks_per_sm(NormOver over, int heads_per_thread, bool needs_lookup,
+                                               bool has_float8) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
     constexpr bool is_old = true;
 #else
     constexpr bool is_old = false;
 #endif
-    if (over == NormOver::all_heads) return 2;
-    if (heads_per_thread == 8) return is_old || (has_float8 && is_float16) ? 3 : 4;
+    if (over == NormOver::all_heads) return is_old && has_float8 ? 1 : 2;
+    if (heads_per_thread == 8) return !is_old ? 5 : has_float8 ? 3 : 4;
     if (heads_per_thread == 2) return is_old || has_float8 || needs_lookup ? 4 : 5;
     return 6;
 }

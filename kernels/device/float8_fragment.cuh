@@ -68,8 +68,19 @@ struct Float8Fragment {
     // component, and change one in a million.
     __device__ void narrow_product(WideFragment<float, Vector> wide, float factor, StoredAs format) {
         wide.scale(factor);
-        first = to_float8(wide.first, format);
-        second = to_float8(wide.second, format);
+        // One branch for both.
+        cutlass::Array<float, 2 * Vector> both;
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Vector; ++j) {
+            both[j] = wide.first[j];
+            both[Vector + j] = wide.second[j];
+        }
+        const Float8Vector<2 * Vector> rounded = to_float8(both, format);
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Vector; ++j) {
+            first[j] = rounded[j];
+            second[j] = rounded[Vector + j];
+        }
     }
 
     template <class Layout>

@@ -171,10 +171,26 @@ __device__ void sum_over_team(Real (&sums)[Count], int team) {
     }
 }
 
-// The same, of the largest.
+// All-reduce of one value by `combine`. Up to 8 threads, as for heads of 128, it is straight-line code, which the
+// scheduler can mix with other arithmetic.
+template <class Real, class F>
+__device__ Real reduce_over_team(Real value, int team, F&& combine) {
+    const auto combine_with = [&](int step) {
+        const Real other = __shfl_xor_sync(0xffffffffu, value, step);
+        if (step < team) value = combine(value, other);
+    };
+    combine_with(1);
+    combine_with(2);
+    combine_with(4);
+    if (team > 8) {
+        combine_with(8);
+        combine_with(16);
+    }
+    return value;
+}
+
 __device__ inline float max_over_team(float x, int team) {
-    for (int step = team / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
-    return x;
+    return reduce_over_team(x, team, [](float a, float b) { return fmaxf(a, b); });
 }
 
 __device__ inline float max_over_block(float x) {
