@@ -141,6 +141,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < held; ++j) {
             load_next_head(j, fragments[j]);
+            if (!has_head(j)) continue;  // not a predicate: the compiler would load the scale before the position
             if (has_float8 && (has_all_scales || j == 0)) scales[has_all_scales ? j : 0] = load_scale(j);
         }
     };
