@@ -3,7 +3,6 @@
 #include <cutlass/fast_math.h>
 
 #include <algorithm>
-#include <array>
 #include <stdexcept>
 #include <type_traits>
 #include <variant>
