@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <string>
 
 #include "mrrope/rotary.h"
 
@@ -11,7 +12,12 @@
 namespace mrrope::testing {
 
 inline constexpr StoredAs both_float8[] = {StoredAs::float8_e4m3, StoredAs::float8_e5m2};
-inline constexpr StoredAs every_storage[] = {StoredAs::heads_dtype, StoredAs::float8_e4m3, StoredAs::float8_e5m2};
+inline constexpr StoredAs every_stored_as[] = {StoredAs::heads_dtype, StoredAs::float8_e4m3, StoredAs::float8_e5m2};
+
+inline std::string name_of(StoredAs stored_as) {
+    const char* names[] = {"", " e4m3", " e5m2"};
+    return names[static_cast<int>(stored_as)];
+}
 
 struct Float8Format {
     int mantissa_bits;

@@ -40,8 +40,7 @@ struct MlaCacheOptions {
 };
 
 inline std::string describe(const MlaCacheOptions& o) {
-    return describe(o.rotary) + " latent_dim " + std::to_string(o.latent_dim) +
-           (is_float8(o.cached_as) ? o.cached_as == StoredAs::float8_e5m2 ? " e5m2" : " e4m3" : "") +
+    return describe(o.rotary) + " latent_dim " + std::to_string(o.latent_dim) + name_of(o.cached_as) +
            (o.has_scale ? " with a scale" : "") + (o.paged ? " paged" : " static") + " padding " +
            std::to_string(o.padding) + " misalignment " + std::to_string(o.misalignment) + " blocks " +
            std::to_string(o.blocks) + " of " + std::to_string(o.block_size) +
@@ -259,7 +258,7 @@ inline MlaCacheOptions random_mla_cache_options(uint64_t seed) {
 // Every kind of cache, for heads of one dtype.
 inline std::vector<MlaCacheOptions> every_mla_cache(DType dtype) {
     std::vector<MlaCacheOptions> all;
-    for (const StoredAs cached_as : every_storage) {
+    for (const StoredAs cached_as : every_stored_as) {
         if (is_float8(cached_as) && dtype == DType::float64) continue;
         for (const bool has_scale : {false, true}) {
             if (has_scale && !is_float8(cached_as)) continue;

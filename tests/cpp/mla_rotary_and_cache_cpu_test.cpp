@@ -51,7 +51,7 @@ TEST(MlaRotaryAndCacheCpu, EveryTokenHasItsTable) {
 
 TEST(MlaRotaryAndCacheCpu, ManyTokensOnAllCores) {
     for (const bool paged : {false, true}) {
-        for (const StoredAs cached_as : every_storage) {
+        for (const StoredAs cached_as : every_stored_as) {
             MlaCacheOptions o;
             o.rotary.dtype = DType::bfloat16;
             o.rotary.batch = 2;
@@ -68,7 +68,7 @@ TEST(MlaRotaryAndCacheCpu, ManyTokensOnAllCores) {
 }
 
 TEST(MlaRotaryAndCacheCpu, AllTokensLeftOut) {
-    for (const StoredAs cached_as : every_storage) {
+    for (const StoredAs cached_as : every_stored_as) {
         MlaCacheOptions o;
         o.cached_as = cached_as;
         MlaRotaryAndCacheCase cache(o);
@@ -123,7 +123,7 @@ TEST(Slice, OfAPagedCacheKeepsTheCache) {
 }
 
 TEST(Slice, OfAStaticCacheStepsThroughItsSequences) {
-    for (const StoredAs cached_as : every_storage) {
+    for (const StoredAs cached_as : every_stored_as) {
         MlaCacheOptions o;
         o.rotary.batch = 4;
         o.rotary.tokens = 5;

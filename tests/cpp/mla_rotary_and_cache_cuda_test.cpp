@@ -57,7 +57,7 @@ TEST_F(MlaRotaryAndCacheCuda, EveryCacheOfEveryDTypeAndPairing) {
 // several.
 TEST_F(MlaRotaryAndCacheCuda, EveryKernel) {
     for (const DType dtype : all_dtypes) {
-        for (const StoredAs cached_as : every_storage) {
+        for (const StoredAs cached_as : every_stored_as) {
             if (is_float8(cached_as) && dtype == DType::float64) continue;
             for (const Pairing pairing : both_pairings) {
                 for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
@@ -95,7 +95,7 @@ TEST_F(MlaRotaryAndCacheCuda, EveryKernel) {
 }
 
 TEST_F(MlaRotaryAndCacheCuda, RowsOfDeepSeek) {
-    for (const StoredAs cached_as : every_storage) {
+    for (const StoredAs cached_as : every_stored_as) {
         for (const int q_heads : {16, 128}) {
             for (const int64_t tokens : {1, 40}) {
                 MlaCacheOptions o;
@@ -266,7 +266,7 @@ TEST_F(MlaRotaryAndCacheCuda, SlotsOutOfRangeAreSkipped) {
 
 TEST_F(MlaRotaryAndCacheCuda, BlocksMoreThanTwoToThe31ElementsApart) {
     constexpr int64_t far_stride = (int64_t{1} << 31) + 64;
-    for (const StoredAs cached_as : every_storage) {
+    for (const StoredAs cached_as : every_stored_as) {
         MlaCacheOptions o;
         o.rotary.dtype = DType::bfloat16;
         o.rotary.tokens = 2;

@@ -271,7 +271,7 @@ TEST(Launches, TakeEveryTokenOfForwardAndGradientOnce) {
 // --- alignment
 
 TEST(Alignment, IsLostByOneElementOfAnyTensor) {
-    for (const StoredAs cached_as : every_storage) {
+    for (const StoredAs cached_as : every_stored_as) {
         MlaCacheOptions options;
         options.rotary.dtype = DType::bfloat16;
         options.rotary.head_dim = options.rotary.rotary_dim = 64;

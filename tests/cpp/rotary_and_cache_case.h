@@ -39,13 +39,6 @@ struct CacheOptions {
     bool leaves_some_out = true;
 };
 
-inline constexpr StoredAs every_stored_as[] = {StoredAs::heads_dtype, StoredAs::float8_e4m3, StoredAs::float8_e5m2};
-
-inline std::string name_of(StoredAs stored_as) {
-    const char* names[] = {"", " e4m3", " e5m2"};
-    return names[static_cast<int>(stored_as)];
-}
-
 inline std::string describe(const CacheOptions& o) {
     const char* scales[] = {"", " one scale", " a scale a head"};
     return describe(o.rotary) + name_of(o.cached_as) + scales[static_cast<int>(o.scale_for)] +
