@@ -276,7 +276,7 @@ TEST_F(MlaRotaryAndCacheCuda, BlocksMoreThanTwoToThe31ElementsApart) {
         o.block_size = 1;
         MlaRotaryAndCacheCase cache(o);
         cache.slots() = {1, 0};
-        RowCache& near = cache.cache();
+        CacheBuffer& near = cache.cache();
         const int64_t row_bytes = cache.row_dim() * near.element_size;
         const size_t bytes = far_stride * near.element_size + row_bytes;
         size_t available = 0;

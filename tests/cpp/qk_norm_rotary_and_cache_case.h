@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "cache_buffer.h"
 #include "elements.h"
 #include "float8_elements.h"
 #include "head_buffer.h"
@@ -117,7 +118,7 @@ public:
         SCOPED_TRACE(describe(options_));
         expect_q();
         expect_keys();
-        expect_values();
+        cache_.expect_values_cached();
         expect_gate();
     }
 
@@ -138,13 +139,11 @@ private:
     void make_float8_q() {
         if (!is_float8(options_.q_stored_as)) return;
         const CaseOptions& o = rotary_options();
+        float8_q_.head_dim = o.head_dim;
         float8_q_.element_size = 1;
         float8_q_.strides = {
             .batch = o.tokens * o.q_heads * o.head_dim, .token = int64_t{o.q_heads} * o.head_dim, .head = o.head_dim};
-        float8_q_.first_byte = guard_bytes + options_.q_out_misalignment;
-        float8_q_.bytes.resize(float8_q_.first_byte + o.batch * float8_q_.strides.batch + guard_bytes);
-        for (std::byte& byte : float8_q_.bytes) byte = static_cast<std::byte>(random_());
-        float8_q_.before = float8_q_.bytes;
+        float8_q_.allocate(o.batch * float8_q_.strides.batch, options_.q_out_misalignment, random_);
     }
 
     long double element(const HeadBuffer& heads, int64_t batch, int64_t token, int head, int at) const {
@@ -212,11 +211,6 @@ private:
         }
     }
 
-    static void expect_bytes(const std::vector<std::byte>& actual, const std::vector<std::byte>& expected) {
-        const auto changed = std::mismatch(actual.begin(), actual.end(), expected.begin()).first;
-        EXPECT_TRUE(changed == actual.end()) << "byte " << changed - actual.begin() << " was changed";
-    }
-
     void expect_q() {
         SCOPED_TRACE("q");
         const bool float8 = is_float8(options_.q_stored_as);
@@ -228,7 +222,7 @@ private:
             const Exact exact = exact_head(heads.in, weights, batch, token, head);
             if (!float8) return expect_head(exact, out.head(batch, token, head), options_.q_stored_as, 1.0f);
             const int64_t byte = float8_q_.byte_of(batch, token, head);
-            std::copy_n(float8_q_.bytes.begin() + byte, rotary_options().head_dim, expected_bytes.begin() + byte);
+            std::copy_n(float8_q_.bytes.begin() + byte, float8_q_.head_bytes(), expected_bytes.begin() + byte);
             float scale = options_.q_scale == QScale::none ? 1.0f : q_scales_[0];
             if (options_.q_scale == QScale::each_head) scale = q_scales_[head];
             if (options_.q_scale == QScale::computed) {
@@ -241,7 +235,7 @@ private:
         if (!float8) {
             out.expect_untouched_outside_heads();
         } else {
-            expect_bytes(float8_q_.bytes, expected_bytes);
+            float8_q_.expect_bytes(expected_bytes);
         }
         if (float8 || !rotary_options().in_place) heads.in.expect_untouched();
     }
@@ -258,54 +252,14 @@ private:
         ASSERT_LE(std::abs(scale - expected), slack + expected * 0x1p-22L) << scale;
     }
 
-    // Calls expect_slot(batch, token, head, bytes) for every head that was cached.
-    template <class F>
-    void expect_cache(const HeadBuffer& heads, const CacheBuffer& cache, F&& expect_slot) {
-        heads.expect_untouched();
-        std::vector<std::byte> expected_bytes = cache.before;
-        heads.for_each_head([&](int64_t batch, int64_t token, int head) {
-            const int64_t number = batch * rotary_options().tokens + token;
-            if (!cache_.is_kept(number)) return;
-            const int64_t byte = cache_.byte_of(cache, number, head);
-            std::copy_n(cache.bytes.begin() + byte, int64_t{rotary_options().head_dim} * cache.element_size,
-                        expected_bytes.begin() + byte);
-            expect_slot(batch, token, head, cache.bytes.data() + byte);
-        });
-        expect_bytes(cache.bytes, expected_bytes);
-    }
-
-    float cache_scale(const std::vector<float>& scales, int head) const {
-        switch (options_.cache.scale_for) {
-            case ScaleFor::none: return 1.0f;
-            case ScaleFor::all: return scales[0];
-            case ScaleFor::each_head: return scales[head];
-        }
-        return 1.0f;
-    }
-
     void expect_keys() {
         SCOPED_TRACE("key cache");
         const Weights* weights = options_.norms_k ? &k_weights_ : nullptr;
-        expect_cache(cache_.k(), cache_.key_cache(), [&](int64_t batch, int64_t token, int head, const std::byte* at) {
-            expect_head(exact_head(cache_.k(), weights, batch, token, head), at, options_.cache.cached_as,
-                        cache_scale(cache_.key_scales(), head));
-        });
-    }
-
-    void expect_values() {
-        SCOPED_TRACE("value cache");
-        const StoredAs cached_as = options_.cache.cached_as;
-        const HeadBuffer& v = cache_.v();
-        expect_cache(v, cache_.value_cache(), [&](int64_t batch, int64_t token, int head, const std::byte* actual) {
-            const float scale = cache_scale(cache_.value_scales(), head);
-            for (int at = 0; is_float8(cached_as) && at < rotary_options().head_dim; ++at) {
-                const float quotient = static_cast<float>(element(v, batch, token, head, at)) / scale;
-                ASSERT_EQ(static_cast<int>(actual[at]), static_cast<int>(nearest_float8(quotient, cached_as))) << at;
-            }
-            if (!is_float8(cached_as)) {
-                ASSERT_TRUE(std::equal(actual, actual + v.head_bytes(), v.head_before(batch, token, head)));
-            }
-        });
+        expect_only_cached(cache_.k(), cache_.token_slots(), cache_.key_cache(),
+                           [&](int64_t batch, int64_t token, int head, const std::byte* actual) {
+                               expect_head(exact_head(cache_.k(), weights, batch, token, head), actual,
+                                           options_.cache.cached_as, cache_.scale_of(cache_.key_scales(), head));
+                           });
     }
 
     void expect_gate() {

@@ -256,6 +256,12 @@ private:
     Heads k_;
 };
 
+// For ops that write keys elsewhere than to rotary's k.
+inline RotaryCase case_without_keys(CaseOptions options) {
+    options.k_heads = 0;
+    return RotaryCase(options);
+}
+
 struct RandomLimits {
     int64_t tokens = 9;
     int head_dim = 160;
