@@ -3,9 +3,12 @@
 #include <cstdint>
 #include <random>
 #include <string>
+#include <vector>
 
+#include "elements.h"
 #include "float8_elements.h"
 #include "mrrope/rotary.h"
+#include "rotary_case.h"
 
 // Options that all ops with a cache have.
 
@@ -42,6 +45,34 @@ inline void randomize_blocks_and_slots(StorageOptions& o, DType dtype, std::mt19
     o.block_size = upto(1, 20);
     o.slots_are_int64 = coin();
     o.leaves_some_out = coin();
+}
+
+template <class Options>
+std::vector<Options> of_both_pairings_in_place_and_not(const std::vector<Options>& all) {
+    std::vector<Options> varied;
+    for (Options o : all) {
+        for (const Pairing pairing : both_pairings) {
+            for (const bool in_place : {false, true}) {
+                o.rotary.pairing = pairing;
+                o.rotary.in_place = in_place;
+                varied.push_back(o);
+            }
+        }
+    }
+    return varied;
+}
+
+template <class Options>
+std::vector<Options> with_tables_by_sequence_and_by_index(const std::vector<Options>& all) {
+    std::vector<Options> varied;
+    for (Options o : all) {
+        for (const TableFor table_for : {TableFor::each_sequence, TableFor::each_index}) {
+            o.rotary.batch = 3;
+            o.rotary.tables = {.table_for = table_for, .count = 4};
+            varied.push_back(o);
+        }
+    }
+    return varied;
 }
 
 }  // namespace mrrope::testing

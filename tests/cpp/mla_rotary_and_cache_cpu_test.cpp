@@ -25,27 +25,17 @@ TEST(MlaRotaryAndCacheCpu, RandomCases) {
 
 TEST(MlaRotaryAndCacheCpu, EveryCacheOfEveryDTypeAndPairing) {
     for (const DType dtype : all_dtypes) {
-        for (MlaCacheOptions o : every_mla_cache(dtype)) {
-            for (const Pairing pairing : both_pairings) {
-                for (const bool in_place : {false, true}) {
-                    o.rotary.pairing = pairing;
-                    o.rotary.in_place = in_place;
-                    write_and_expect(o);
-                    if (HasFailure()) return;
-                }
-            }
+        for (const MlaCacheOptions& o : of_both_pairings_in_place_and_not(every_mla_cache(dtype))) {
+            write_and_expect(o);
+            if (HasFailure()) return;
         }
     }
 }
 
 TEST(MlaRotaryAndCacheCpu, EveryTokenHasItsTable) {
-    for (MlaCacheOptions o : every_mla_cache(DType::bfloat16)) {
-        for (const TableFor table_for : {TableFor::each_sequence, TableFor::each_index}) {
-            o.rotary.batch = 3;
-            o.rotary.tables = {.table_for = table_for, .count = 4};
-            write_and_expect(o);
-            if (HasFailure()) return;
-        }
+    for (const MlaCacheOptions& o : with_tables_by_sequence_and_by_index(every_mla_cache(DType::bfloat16))) {
+        write_and_expect(o);
+        if (HasFailure()) return;
     }
 }
 

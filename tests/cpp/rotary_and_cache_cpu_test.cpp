@@ -26,15 +26,9 @@ TEST(RotaryAndCacheCpu, RandomCases) {
 
 TEST(RotaryAndCacheCpu, EveryCacheOfEveryDTypeAndPairing) {
     for (const DType dtype : all_dtypes) {
-        for (CacheOptions o : every_cache(dtype)) {
-            for (const Pairing pairing : both_pairings) {
-                for (const bool in_place : {false, true}) {
-                    o.rotary.pairing = pairing;
-                    o.rotary.in_place = in_place;
-                    write_and_expect(o);
-                    if (HasFailure()) return;
-                }
-            }
+        for (const CacheOptions& o : of_both_pairings_in_place_and_not(every_cache(dtype))) {
+            write_and_expect(o);
+            if (HasFailure()) return;
         }
     }
 }
@@ -54,13 +48,9 @@ TEST(RotaryAndCacheCpu, PartialRotationWritesTheTail) {
 }
 
 TEST(RotaryAndCacheCpu, EveryTokenHasItsTable) {
-    for (CacheOptions o : every_cache(DType::bfloat16)) {
-        for (const TableFor table_for : {TableFor::each_sequence, TableFor::each_index}) {
-            o.rotary.batch = 3;
-            o.rotary.tables = {.table_for = table_for, .count = 4};
-            write_and_expect(o);
-            if (HasFailure()) return;
-        }
+    for (const CacheOptions& o : with_tables_by_sequence_and_by_index(every_cache(DType::bfloat16))) {
+        write_and_expect(o);
+        if (HasFailure()) return;
     }
 }
 
