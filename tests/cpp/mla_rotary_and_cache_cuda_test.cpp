@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <tuple>
 #include <vector>
 
@@ -15,6 +14,7 @@
 #include "mla_rotary_plan.h"
 #include "mrrope/mla_rotary_and_cache.h"
 #include "on_gpu.h"
+#include "token_slots.h"
 
 // Kept small: compute-sanitizer runs these, too.
 
@@ -250,10 +250,7 @@ TEST_F(MlaRotaryAndCacheCuda, SlotsOutOfRangeAreSkipped) {
             o.paged = paged;
             o.slots_are_int64 = wide;
             MlaRotaryAndCacheCase cache(o);
-            const int64_t count = paged ? o.blocks * o.block_size : o.block_size;
-            const int64_t huge = wide ? std::numeric_limits<int64_t>::max() : std::numeric_limits<int32_t>::max();
-            const int64_t wrapping = wide ? (int64_t{1} << 32) + 1 : -2;  // truncated to 32 bits, a slot that exists
-            cache.slots() = {-1, count, 0, count - 1, huge, -huge - 1, wrapping, 2};
+            cache.slots() = three_slots_among_five_out_of_range(o);
             MlaCacheDeviceCase device(cache);
             mla_rotary_and_cache_cuda(device.args(), nullptr);
             device.fetch();

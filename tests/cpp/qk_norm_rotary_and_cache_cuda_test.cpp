@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <tuple>
 #include <vector>
 
@@ -15,6 +14,7 @@
 #include "on_gpu.h"
 #include "qk_norm_rotary_and_cache_case.h"
 #include "qk_norm_rotary_and_cache_plan.h"
+#include "token_slots.h"
 
 // Kept small: compute-sanitizer runs these, too.
 
@@ -261,10 +261,7 @@ TEST_F(QkNormRotaryAndCacheCuda, SlotsOutOfRangeAreSkipped) {
             o.cache.rotary.head_dim = o.cache.rotary.rotary_dim = head_dim;
             o.cache.paged = paged;
             NormCacheCase norm(o);
-            const int64_t count = paged ? o.cache.blocks * o.cache.block_size : o.cache.block_size;
-            const int64_t huge = std::numeric_limits<int64_t>::max();
-            const int64_t wrapping = (int64_t{1} << 32) + 1;  // truncated to 32 bits, a slot that exists
-            norm.cache().slots() = {-1, count, 0, count - 1, huge, -huge - 1, wrapping, 2};
+            norm.cache().slots() = three_slots_among_five_out_of_range(o.cache);
             NormCacheOnDevice device(norm);
             qk_norm_rotary_and_cache_cuda(device.args(), nullptr);
             device.fetch();

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -17,6 +16,7 @@
 #include "on_gpu.h"
 #include "rotary_and_cache_case.h"
 #include "rotary_and_cache_plan.h"
+#include "token_slots.h"
 
 // Kept small: compute-sanitizer runs these, too.
 
@@ -291,10 +291,7 @@ TEST_F(RotaryAndCacheCuda, SlotsOutOfRangeAreSkipped) {
             o.paged = paged;
             o.slots_are_int64 = wide;
             RotaryAndCacheCase cache(o);
-            const int64_t count = paged ? o.blocks * o.block_size : o.block_size;
-            const int64_t huge = wide ? std::numeric_limits<int64_t>::max() : std::numeric_limits<int32_t>::max();
-            const int64_t wrapping = wide ? (int64_t{1} << 32) + 1 : -2;  // truncated to 32 bits, a slot that exists
-            cache.slots() = {-1, count, 0, count - 1, huge, -huge - 1, wrapping, 2};
+            cache.slots() = three_slots_among_five_out_of_range(o);
             CacheDeviceCase device(cache);
             rotary_and_cache_cuda(device.args(), nullptr);
             device.fetch();

@@ -14,6 +14,19 @@
 
 namespace mrrope::testing {
 
+// Of a sequence's tokens in a static cache, of all tokens in a paged one.
+inline int64_t slot_count(const StorageOptions& o) {
+    return o.paged ? o.blocks * o.block_size : o.block_size;
+}
+
+inline std::vector<int64_t> three_slots_among_five_out_of_range(const StorageOptions& o) {
+    const bool wide = o.slots_are_int64;
+    const int64_t count = slot_count(o);
+    const int64_t huge = wide ? std::numeric_limits<int64_t>::max() : std::numeric_limits<int32_t>::max();
+    const int64_t wrapping = wide ? (int64_t{1} << 32) + 1 : -2;  // truncated to 32 bits, a slot that exists
+    return {-1, count, 0, count - 1, huge, -huge - 1, wrapping, 2};
+}
+
 // The slots of a call's tokens. Tokens are numbered across the batch.
 class TokenSlots {
 public:
@@ -44,7 +57,7 @@ public:
 
     std::vector<int64_t>& of_tokens() { return of_tokens_; }
     int64_t blocks() const { return options_.paged ? options_.blocks : batch_; }
-    int64_t count() const { return options_.paged ? options_.blocks * options_.block_size : options_.block_size; }
+    int64_t count() const { return slot_count(options_); }
 
     bool is_kept(int64_t token) const { return of_tokens_[token] >= 0 && of_tokens_[token] < count(); }
     int64_t block_of(int64_t token) const {
