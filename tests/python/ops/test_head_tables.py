@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from op_errors import assert_refused
 from rotary_cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, onto, storage_of
-from rotary_reference import HEAD_AXIS, TOLERANCES, components_of, pairs_of, unit_rotations
+from rotary_reference import HEAD_AXIS, TOLERANCES, components_of, pair_norms, pairs_of, unit_rotations
 from tensor_bits import bytes_outside
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
@@ -130,10 +130,8 @@ class HeadCase:
 
     def assert_near(self, actual: torch.Tensor, expected: torch.Tensor, extra: float = 0.0) -> None:
         """Assert one rounding of the float64 result, plus an arithmetic error relative to the pair's norm."""
-        tolerance, dim = TOLERANCES[actual.dtype], self.rotary_dim
-        norms = np.abs(pairs_of(expected[..., :dim].numpy(), self.pairing))
-        norms = torch.from_numpy(components_of(norms + 1j * norms, self.pairing))
-        norms = torch.cat([norms, expected[..., dim:].abs()], dim=-1)
+        tolerance = TOLERANCES[actual.dtype]
+        norms = pair_norms(expected, self.rotary_dim, self.pairing)
         smallest = torch.finfo(actual.dtype).smallest_normal * torch.finfo(actual.dtype).eps
         allowed = (tolerance.arithmetic + extra) * norms + tolerance.rounding * expected.abs() + smallest
         excess = (actual.detach().cpu().double() - expected).abs() - allowed

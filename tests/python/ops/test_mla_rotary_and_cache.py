@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from op_errors import assert_refused_untouched
 from rotary_cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, Case, cases, onto, storage_of, table_of, whole_memory
-from rotary_reference import TOLERANCES, assert_rotated, components_of, pairs_of, rotated
+from rotary_reference import TOLERANCES, assert_rotated, pair_norms, rotated
 from tensor_bits import bits_of, bytes_outside, same_bits
 from torch.library import opcheck
 
@@ -157,8 +157,7 @@ class Call:
         nearest = (latent.float().cpu() / scale).clamp(-448, 448).to(FLOAT8)
         assert torch.equal(latent_rows.cpu(), nearest.view(torch.uint8))
         exact = rotated(keys[:, None], positions, table, "thd", case.pairing)[:, 0] / scale.double()
-        norms = np.abs(pairs_of(exact.numpy(), case.pairing))
-        norms = torch.from_numpy(components_of(norms + 1j * norms, case.pairing))
+        norms = pair_norms(exact, case.rotary_dim, case.pairing)
         expected = exact.clamp(-448, 448)
         error = (key_rows.contiguous().view(FLOAT8).float().cpu().double() - expected).abs()
         half_ulp = (expected.abs() * 2.0**-4).clamp(min=2.0**-10)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from norm_reference import EPS, OVERS, normed
 from op_errors import assert_refused_untouched
 from rotary_cases import DTYPES, OWN_MEMORY, PAIRINGS, Case, cases, onto, storage_of, table_of, whole_memory
-from rotary_reference import TOLERANCES, components_of, pairs_of, rotated, rotated_by, unit_rotations
+from rotary_reference import TOLERANCES, pair_norms, rotated, rotated_by, unit_rotations
 from tensor_bits import bits_of, bytes_outside, same_bits
 from torch.library import opcheck
 
@@ -147,14 +147,12 @@ class Call:
 
     def exact(self, x: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the float64 result by token, and for each component the magnitude that its error is relative to."""
-        case, options, dim = self.case, self.options, self.table.rotary_dim
+        case, options = self.case, self.options
         wide = x.detach().cpu().double()
         if weight is not None:
             wide = normed(wide, weight.detach().cpu().double(), options.over, case.layout, options.offset)
         value = rotated(wide, self.positions, self.table, case.layout, case.pairing)
-        norms = np.abs(pairs_of(value[..., :dim].numpy(), case.pairing))
-        norms = torch.from_numpy(components_of(norms + 1j * norms, case.pairing))
-        norms = torch.cat([norms, value[..., dim:].abs()], dim=-1)
+        norms = pair_norms(value, self.table.rotary_dim, case.pairing)
         return by_token(value, case.layout), by_token(norms, case.layout)
 
     def check(self, before: "Call") -> None:

@@ -1,9 +1,8 @@
 """RMSNorm of q and k followed by the rotation, in float64, and the error that every dtype may have."""
 
-import numpy as np
 import torch
 from rotary_cases import Case
-from rotary_reference import HEAD_AXIS, TOLERANCES, components_of, pairs_of, rotated
+from rotary_reference import HEAD_AXIS, TOLERANCES, pair_norms, rotated
 
 OVERS = ["head", "all_heads"]
 EPS = 1e-6
@@ -37,10 +36,7 @@ def assert_normed(actual, x, weight, positions, table, *, over="head", layout="b
     tolerance = TOLERANCES[x.dtype]
     exact = normed(x.detach().cpu().double(), weight.detach().cpu().double(), over, layout, offset)
     expected = rotated(exact, positions, table, layout, pairing)
-    dim = table.rotary_dim
-    norms = np.abs(pairs_of(expected[..., :dim].numpy(), pairing))
-    norms = torch.from_numpy(components_of(norms + 1j * norms, pairing))
-    norms = torch.cat([norms, expected[..., dim:].abs()], dim=-1)
+    norms = pair_norms(expected, table.rotary_dim, pairing)
     smallest = torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps
     # The sum of squares and the inverse root add to the rotation's own error.
     arithmetic = tolerance.arithmetic + 16 * torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps

@@ -51,6 +51,13 @@ def components_of(pairs: np.ndarray, pairing: str) -> np.ndarray:
     return np.stack([pairs.real, pairs.imag], axis=-1).reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
 
 
+def pair_norms(x: torch.Tensor, rotary_dim: int, pairing: str) -> torch.Tensor:
+    """Return for every component the norm of its pair; in the tail, its magnitude."""
+    norms = np.abs(pairs_of(x[..., :rotary_dim].numpy(), pairing))
+    norms = torch.from_numpy(components_of(norms + 1j * norms, pairing))
+    return torch.cat([norms, x[..., rotary_dim:].abs()], dim=-1)
+
+
 def rotated_by(x, by: np.ndarray, layout="bhsd", pairing="halves") -> torch.Tensor:
     """Return q or k with its pairs multiplied by complex numbers, [..., tokens, pairs], in float64."""
     whole, dim = x.detach().cpu().double().numpy(), 2 * by.shape[-1]
@@ -94,9 +101,7 @@ def assert_rotated_by(actual, x, by: np.ndarray, layout="bhsd", pairing="halves"
     assert torch.equal(actual[..., dim:], expected[..., dim:]), "the tail is not a copy"
 
     actual, expected = actual[..., :dim], expected[..., :dim]
-    norms = np.abs(pairs_of(expected.numpy(), pairing))
-    norms = torch.from_numpy(components_of(norms + 1j * norms, pairing))
     smallest = torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps
-    allowed = tolerance.arithmetic * norms + tolerance.rounding * expected.abs() + smallest
+    allowed = tolerance.arithmetic * pair_norms(expected, dim, pairing) + tolerance.rounding * expected.abs() + smallest
     excess = (actual - expected).abs() - allowed
     assert (excess <= 0).all(), f"{(excess > 0).sum()} components are off, by up to {excess.max():.3g} too much"
