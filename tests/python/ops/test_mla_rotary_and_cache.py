@@ -6,12 +6,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from cache_calls import (
+    CacheCall,
+    cache_storage,
+    cached_tokens,
+    near_and_far_blocks,
+    random_slots,
+    written_arguments,
+)
+from cache_reference import assert_other_slots_unchanged, assert_rotated_float8, by_slot, nearest_float8
 from hypothesis import example, given
 from hypothesis import strategies as st
 from op_errors import assert_refused_untouched
 from rotary_cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, Case, cases, onto, storage_of, table_of, whole_memory
-from rotary_reference import TOLERANCES, assert_rotated, pair_norms, rotated
-from tensor_bits import bits_of, bytes_outside, same_bits
+from rotary_reference import assert_rotated
+from tensor_bits import same_bits
 from torch.library import opcheck
 
 import mrrope
@@ -19,7 +28,6 @@ import mrrope
 IN_PLACE = torch.ops.mrrope.mla_rotary_and_cache_.default
 INTO = torch.ops.mrrope.mla_rotary_and_cache_.into
 FLOAT8 = torch.float8_e4m3fn
-LEFT_OUT = [-1, -9]
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,9 @@ def row_shape(case: Case, dim: int) -> tuple[int, ...]:
     return (case.tokens, dim) if case.layout == "thd" else (case.batch, case.tokens, dim)
 
 
-class Call:
-    """One call with everything it reads and writes."""
+class Call(CacheCall):
+    op = staticmethod(mrrope.mla_rotary_and_cache_)
+    inputs = ("q_rope", "k_rope", "latent")
 
     def __init__(self, case: Case, kept: Kept, device: str) -> None:
         self.case, self.kept = case, kept
@@ -61,29 +70,14 @@ class Call:
             self.k_rope = self.k_rope.unsqueeze({"bhsd": 1, "bshd": 2, "thd": 1}[case.layout])
         self.positions, self.table = case.positions(device), case.table()
         rng = np.random.default_rng([case.seed, 7])
-        sequences = 1 if case.layout == "thd" else case.batch
-        blocks, block_size = (-(-sequences * case.tokens // 4) + 2, 5) if kept.paged else (sequences, case.tokens + 3)
-        count = blocks * block_size if kept.paged else block_size
-        if kept.paged:
-            places = rng.permutation(count)[: sequences * case.tokens].reshape(sequences, case.tokens)
-        else:
-            places = np.stack([rng.permutation(count)[: case.tokens] for _ in range(max(1, sequences))])[:sequences]
-        places = np.where(rng.random(places.shape) < 0.2, rng.choice(LEFT_OUT, places.shape), places)
-        self.slots = torch.from_numpy(places.astype(np.int64)).to(device, kept.slot_dtype)
-        if case.layout == "thd":
-            self.slots = self.slots[0]
-        self.cache = self._cache((blocks, block_size, kept.latent_dim + rope), device)
+        blocks, block_size, slots = random_slots(case, kept.paged, rng)
+        self.slots = slots.to(device, kept.slot_dtype)
+        dtype = FLOAT8 if kept.float8 else case.dtype
+        self.cache = cache_storage((blocks, block_size, kept.latent_dim + rope), kept.memory, dtype, device)
         self.scale = torch.tensor(rng.uniform(0.004, 0.1), dtype=torch.float32, device=device)
         if not kept.has_scale:
             self.scale = None
         self.q_out = torch.full_like(self.q_rope, -5.0) if kept.q_out else None
-
-    def _cache(self, shape, device):
-        dtype = self.case.dtype if not self.kept.float8 else torch.float32
-        cache = onto(device, storage_of(shape, self.kept.memory, dtype))
-        if not self.kept.float8:
-            return cache
-        return whole_memory(cache).to(FLOAT8).as_strided(cache.shape, cache.stride(), cache.storage_offset())
 
     def arguments(self) -> dict:
         names = ("q_rope", "k_rope", "latent", "positions", "table", "cache", "scale", "q_out")
@@ -104,68 +98,29 @@ class Call:
     def written(self) -> list[torch.Tensor]:
         return [self.q_rope if self.q_out is None else self.q_out, self.cache]
 
-    def memories(self) -> list[torch.Tensor]:
-        names = ("q_rope", "q_out", "k_rope", "latent", "cache", "positions", "slots")
-        tensors = [x for x in (getattr(self, name) for name in names) if x is not None]
-        return [bits_of(whole_memory(x)).clone() for x in tensors]
-
-    def copied(self) -> "Call":
-        """Return the same call on copies of its tensors' memory."""
-        other = object.__new__(Call)
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
-                value = whole_memory(value).clone().as_strided(value.shape, value.stride(), value.storage_offset())
-            setattr(other, name, value)
-        return other
-
-    def run_and_check(self) -> None:
-        before = self.copied()
-        result = mrrope.mla_rotary_and_cache_(**self.arguments())
-        assert result is self.written()[0]
-        self.check(before)
-
     def each_slot(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which tokens are cached, and their slots, counted over all blocks."""
-        slots = self.slots.reshape(-1).long()
-        kept = slots >= 0
-        if not self.kept.paged:
-            sequence = torch.arange(len(slots), device=slots.device) // max(1, self.case.tokens)
-            slots = slots + self.cache.shape[1] * sequence
-        return kept, slots[kept]
+        return cached_tokens(self.slots, None if self.kept.paged else self.cache.shape[1])
 
     def check(self, before: "Call") -> None:
-        """Assert all results of the call, given the tensors before it."""
         case, table = self.case, self.table
         assert_rotated(self.written()[0], before.q_rope, self.positions, table, case.layout, case.pairing)
         for name in ("k_rope", "latent") + (() if self.q_out is None else ("q_rope",)):
             assert same_bits(whole_memory(getattr(self, name)), whole_memory(getattr(before, name)))
-        assert same_bits(bytes_outside(self.cache), bytes_outside(before.cache))
         kept, slots = self.each_slot()
+        assert_other_slots_unchanged(self.cache, before.cache, slots)
         positions = self.positions.expand(self.slots.shape).reshape(-1)[kept]
-        rows, old_rows = (bits_or_values(x.cache).flatten(0, 1) for x in (self, before))
-        others = torch.ones(len(rows), dtype=torch.bool, device=slots.device)
-        others[slots] = False
-        assert same_bits(rows[others], old_rows[others])
         latent = before.latent.reshape(self.slots.numel(), self.kept.latent_dim)[kept]
         keys = before.k_rope.reshape(self.slots.numel(), case.rotary_dim)[kept]
-        latent_rows, key_rows = rows[slots].split([self.kept.latent_dim, case.rotary_dim], dim=-1)
-        if not self.kept.float8:
+        rows = by_slot(self.cache, "nhd")[slots]
+        latent_rows, key_rows = rows.split([self.kept.latent_dim, case.rotary_dim], dim=-1)
+        if self.kept.float8:
+            assert same_bits(latent_rows, nearest_float8(latent.float(), self.scale, FLOAT8))
+            key_rows = key_rows.contiguous().view(FLOAT8)
+            assert_rotated_float8(key_rows[:, None], keys[:, None], positions, table, case.pairing, self.scale)
+        else:
             assert same_bits(latent_rows, latent)
             assert_rotated(key_rows[:, None], keys[:, None], positions, table, "thd", case.pairing)
-            return
-        scale = torch.ones(1) if self.scale is None else self.scale.cpu()
-        nearest = (latent.float().cpu() / scale).clamp(-448, 448).to(FLOAT8)
-        assert torch.equal(latent_rows.cpu(), nearest.view(torch.uint8))
-        exact = rotated(keys[:, None], positions, table, "thd", case.pairing)[:, 0] / scale.double()
-        norms = pair_norms(exact, case.rotary_dim, case.pairing)
-        expected = exact.clamp(-448, 448)
-        error = (key_rows.contiguous().view(FLOAT8).float().cpu().double() - expected).abs()
-        half_ulp = (expected.abs() * 2.0**-4).clamp(min=2.0**-10)
-        assert (error <= half_ulp + TOLERANCES[torch.float32].arithmetic * norms).all()
-
-
-def bits_or_values(cache: torch.Tensor) -> torch.Tensor:
-    return cache.view(torch.uint8) if cache.dtype == FLOAT8 else cache
 
 
 def kept_cases():
@@ -319,13 +274,8 @@ def test_empty_tensors(device, kept, empty):
 
 
 def test_blocks_more_than_two_to_the_31_elements_apart(device):
-    """On the CPU most of these pages are never touched, and so never allocated."""
     call = Call(Case(layout="thd", tokens=2), Kept(float8=True), device)
-    stride = 2**31 + 64
-    near = torch.zeros(2, 1, 40, device=device).to(FLOAT8)
-    far = (
-        torch.empty(stride + 64, dtype=torch.uint8, device=device).view(FLOAT8).as_strided(near.shape, (stride, 40, 1))
-    )
+    near, far = near_and_far_blocks((2, 1, 40), device)
     call.slots = torch.tensor([1, 0], device=device)
     for cache in (near, far):
         call.cache = cache
@@ -347,11 +297,8 @@ def test_opcheck(device, kept, q_out):
 
 
 def test_schemas_say_what_is_written():
-    def written(op):
-        return [argument.name for argument in op._schema.arguments if argument.is_write]
-
-    assert written(IN_PLACE) == ["q_rope", "cache"]
-    assert written(INTO) == ["q_out", "cache"]
+    assert written_arguments(IN_PLACE) == ["q_rope", "cache"]
+    assert written_arguments(INTO) == ["q_out", "cache"]
 
 
 def test_versions_count(device):
@@ -366,13 +313,7 @@ def test_versions_count(device):
 @pytest.mark.parametrize("name", ["q_rope", "k_rope", "latent", "cache", "q_out"])
 def test_gradients_are_refused(device, name):
     call = Call(Case(), Kept(q_out=name == "q_out"), device)
-    getattr(call, name).requires_grad_()
-    before = call.memories()
-    with pytest.raises(RuntimeError, match=f"{name} requires grad, and caches are written without gradients"):
-        mrrope.mla_rotary_and_cache_(**call.arguments())
-    assert all(torch.equal(x, y) for x, y in zip(call.memories(), before, strict=True))
-    with torch.no_grad():
-        call.run_and_check()
+    call.assert_gradient_refused(name)
 
 
 @pytest.mark.usefixtures("dynamo")
@@ -408,38 +349,12 @@ def test_compile(device, backend, q_out):
 @pytest.mark.parametrize("kept", EVERY_KEPT, ids=str)
 def test_graph_capture_with_other_slots(cuda, kept):
     case = Case(dtype=torch.bfloat16, rotary_dim=64)
-    call = Call(case, kept, cuda)
-    call.table.to(cuda)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mrrope.mla_rotary_and_cache_(**call.arguments())
-    for seed in (3, 4):
-        changed = Call(case.with_changes(seed=seed), kept, cuda)
-        for name in ("q_rope", "k_rope", "latent", "positions", "slots"):
-            getattr(call, name).copy_(getattr(changed, name))
-        before = call.copied()
-        graph.replay()
-        torch.cuda.synchronize()
-        call.check(before)
+    others = (Call(case.with_changes(seed=seed), kept, cuda) for seed in (3, 4))
+    Call(case, kept, cuda).assert_graph_replays(others)
 
 
 def test_runs_on_the_current_stream(cuda):
-    call = Call(Case(), Kept(), cuda)
-    call.table.to(cuda)
-    late = call.copied()
-    names = ("q_rope", "k_rope", "latent")
-    for name in names:
-        getattr(late, name).zero_()
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        # The heads are written late on this stream, so that a kernel on another stream would read zeros.
-        torch.cuda._sleep(200_000_000)
-        for name in names:
-            getattr(late, name).copy_(getattr(call, name))
-        mrrope.mla_rotary_and_cache_(**late.arguments())
-    stream.synchronize()
-    late.check(call)
+    Call(Case(), Kept(), cuda).assert_runs_on_the_current_stream()
 
 
 # --- errors ---

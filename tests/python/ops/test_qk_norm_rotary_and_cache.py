@@ -6,14 +6,32 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from cache_reference import FLOAT8, by_slot, by_token, divisor, half_ulp, nearest_float8, saturated
+from cache_calls import (
+    CacheCall,
+    assert_compiled_like_eager,
+    cache_storage,
+    cached_tokens,
+    near_and_far_blocks,
+    random_slots,
+    written_arguments,
+)
+from cache_reference import (
+    FLOAT8,
+    assert_other_slots_unchanged,
+    by_slot,
+    by_token,
+    divisor,
+    half_ulp,
+    nearest_float8,
+    saturated,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from norm_reference import EPS, OVERS, normed
 from op_errors import assert_refused_untouched
-from rotary_cases import DTYPES, OWN_MEMORY, PAIRINGS, Case, cases, onto, storage_of, table_of, whole_memory
+from rotary_cases import DTYPES, OWN_MEMORY, PAIRINGS, Case, cases, table_of, whole_memory
 from rotary_reference import TOLERANCES, pair_norms, rotated, rotated_by, unit_rotations
-from tensor_bits import bits_of, bytes_outside, same_bits
+from tensor_bits import bytes_outside, same_bits
 from torch.library import opcheck
 
 import mrrope
@@ -42,13 +60,9 @@ class Options:
     memory: str = "contiguous"
 
 
-def float8_storage(shape: tuple[int, ...], memory: str, dtype: torch.dtype, device: str) -> torch.Tensor:
-    view = onto(device, storage_of(shape, memory, torch.float32))
-    return whole_memory(view).to(dtype).as_strided(view.shape, view.stride(), view.storage_offset())
-
-
-class Call:
-    """One call with everything it reads and writes."""
+class Call(CacheCall):
+    op = staticmethod(mrrope.qk_norm_rotary_and_cache_)
+    inputs = ("q", "k", "v")
 
     def __init__(self, case: Case, options: Options, device: str) -> None:
         self.case, self.options = case, options
@@ -61,15 +75,8 @@ class Call:
             self._weight(rng, heads, device) if is_normed else None
             for heads, is_normed in zip(case.heads, options.norms, strict=True)
         )
-        sequences = 1 if case.layout == "thd" else case.batch
-        blocks, size = (-(-sequences * case.tokens // 4) + 2, 5) if options.paged else (sequences, case.tokens + 3)
-        rows = 1 if options.paged else sequences
-        places = np.stack([rng.permutation(blocks * size // rows) for _ in range(rows)] or [np.zeros(0, np.int64)])
-        places = places.reshape(-1)[: sequences * case.tokens] if options.paged else places[:, : case.tokens]
-        places = np.where(rng.random(places.shape) < 0.2, -1, places).reshape(sequences, case.tokens)
-        self.slots = torch.from_numpy(places.astype(np.int64)).to(device)
-        if case.layout == "thd":
-            self.slots = self.slots[0]
+        blocks, size, slots = random_slots(case, options.paged, rng)
+        self.slots = slots.to(device)
         shape = (blocks, size, case.heads[1]) if options.cache_layout == "nhd" else (blocks, case.heads[1], size)
         self.key_cache, self.value_cache = (
             self._storage((*shape, case.head_dim), options.cache_dtype, device) for _ in range(2)
@@ -89,9 +96,7 @@ class Call:
         return torch.from_numpy(rng.standard_normal(count)).to(device, self.case.dtype)
 
     def _storage(self, shape, dtype, device) -> torch.Tensor:
-        if dtype is None:
-            return onto(device, storage_of(shape, self.options.memory, self.case.dtype))
-        return float8_storage(shape, self.options.memory, dtype, device)
+        return cache_storage(shape, self.options.memory, dtype or self.case.dtype, device)
 
     def _scale(self, rng, kind: str, heads: int, device: str) -> torch.Tensor | None:
         count = {"one": (), "each": (heads,)}.get(kind)
@@ -126,25 +131,6 @@ class Call:
         q = self.q if self.q_out is None else self.q_out
         return [x for x in (q, self.key_cache, self.value_cache, self.gate, self.q_scale_out) if x is not None]
 
-    def copied(self) -> "Call":
-        """Return the same call on copies of its tensors' memory."""
-        copied = object.__new__(Call)
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
-                value = whole_memory(value).clone().as_strided(value.shape, value.stride(), value.storage_offset())
-            setattr(copied, name, value)
-        return copied
-
-    def memories(self) -> list[torch.Tensor]:
-        tensors = [x for x in (getattr(self, name) for name in TENSORS) if x is not None]
-        return [bits_of(whole_memory(x)).clone() for x in tensors]
-
-    def run_and_check(self) -> None:
-        before = self.copied()
-        result = mrrope.qk_norm_rotary_and_cache_(**self.arguments())
-        assert result is (self.q if self.q_out is None else self.q_out)
-        self.check(before)
-
     def exact(self, x: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the float64 result by token, and for each component the magnitude that its error is relative to."""
         case, options = self.case, self.options
@@ -156,7 +142,6 @@ class Call:
         return by_token(value, case.layout), by_token(norms, case.layout)
 
     def check(self, before: "Call") -> None:
-        """Assert all results of the call, given the tensors before it."""
         case = self.case
         unwritten = ["k", "v", "q_weight", "k_weight", "slots", "positions"] + ([] if self.q_out is None else ["q"])
         for name in unwritten:
@@ -172,20 +157,12 @@ class Call:
         self.assert_stored(by_token(q, case.layout), value, norms, scale)
         if self.gate is not None:
             self.assert_gate(before.gate)
-        slots = self.slots.reshape(-1).long()
-        kept = slots >= 0
-        if not self.options.paged:
-            length = self.key_cache.shape[1 if self.options.cache_layout == "nhd" else 2]
-            slots = slots + length * (torch.arange(len(slots), device=slots.device) // max(1, case.tokens))
-        slots = slots[kept]
-        others = torch.ones(by_slot(self.key_cache, self.options.cache_layout).shape[0], dtype=torch.bool)
-        others = others.to(slots.device).index_fill(0, slots, value=False)
+        length = self.key_cache.shape[1 if self.options.cache_layout == "nhd" else 2]
+        kept, slots = cached_tokens(self.slots, None if self.options.paged else length)
         for name in ("key_cache", "value_cache"):
-            cache, was = getattr(self, name), getattr(before, name)
-            rows, old_rows = (by_slot(x, self.options.cache_layout) for x in (cache, was))
-            assert same_bits(rows[others], old_rows[others])
-            assert same_bits(bytes_outside(cache), bytes_outside(was))
-            rows = rows[slots].view(cache.dtype)
+            cache = getattr(self, name)
+            assert_other_slots_unchanged(cache, getattr(before, name), slots, self.options.cache_layout)
+            rows = by_slot(cache, self.options.cache_layout)[slots].view(cache.dtype)
             if name == "key_cache":
                 value, norms = self.exact(before.k, self.k_weight)
                 self.assert_stored(rows, value[kept.cpu()], norms[kept.cpu()], self.key_scale)
@@ -392,13 +369,9 @@ def test_empty_tensors(device, options, empty):
 
 
 def test_blocks_more_than_two_to_the_31_elements_apart(device):
-    """On the CPU most of these pages are never touched, and so never allocated."""
     options = Options(cache_dtype=torch.float8_e4m3fn)
     call = Call(Case(batch=2, tokens=1, head_dim=32, rotary_dim=32), options, device)
-    stride = 2**31 + 64
-    near = [torch.zeros(2, 1, 2, 32, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
-    far = [torch.empty(stride + 64, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn) for _ in range(2)]
-    far = [x.as_strided((2, 1, 2, 32), (stride, 64, 32, 1)) for x in far]
+    near, far = zip(*(near_and_far_blocks((2, 1, 2, 32), device) for _ in range(2)), strict=True)
     call.slots = torch.tensor([[1], [0]], device=device)
     for key_cache, value_cache in (near, far):
         call.key_cache, call.value_cache = key_cache, value_cache
@@ -419,11 +392,8 @@ def test_opcheck(device, options):
 
 
 def test_schemas_say_what_is_written():
-    def written(op):
-        return [argument.name for argument in op._schema.arguments if argument.is_write]
-
-    assert written(IN_PLACE) == ["q", "key_cache", "value_cache", "gate"]
-    assert written(INTO) == ["q_out", "key_cache", "value_cache", "gate", "q_scale_out"]
+    assert written_arguments(IN_PLACE) == ["q", "key_cache", "value_cache", "gate"]
+    assert written_arguments(INTO) == ["q_out", "key_cache", "value_cache", "gate", "q_scale_out"]
     assert IN_PLACE._schema.returns == INTO._schema.returns == []
 
 
@@ -449,13 +419,7 @@ def test_versions_count(device, options):
 @pytest.mark.parametrize("name", ["q", "k", "v", "q_weight", "k_weight", "key_cache", "value_cache", "gate", "q_out"])
 def test_gradients_are_refused(device, name):
     call = Call(Case(), EVERY_OPTIONS[1] if name == "q_out" else Options(gate=True), device)
-    getattr(call, name).requires_grad_()
-    before = call.memories()
-    with pytest.raises(RuntimeError, match=f"{name} requires grad, and caches are written without gradients"):
-        mrrope.qk_norm_rotary_and_cache_(**call.arguments())
-    assert all(torch.equal(x, y) for x, y in zip(call.memories(), before, strict=True))
-    with torch.no_grad():
-        call.run_and_check()
+    call.assert_gradient_refused(name)
 
 
 @pytest.mark.usefixtures("dynamo")
@@ -474,55 +438,18 @@ def test_compile(device, backend, has_gate, has_q_out):
         )  # fmt: skip
         return (q * gate).sum(-1) + key_cache.sum()
 
-    compiled = torch.compile(attend, fullgraph=True, backend=backend, dynamic=True)
-    for tokens in (5, 9):
-        generator = torch.Generator().manual_seed(tokens)
-        x = torch.randn(tokens, 192, generator=generator, dtype=torch.float64).to(device)
-        slots = torch.randperm(16, generator=generator)[:tokens].to(device)
-        positions = torch.arange(tokens, device=device)
-        caches = [[torch.zeros(4, 4, 2, 16, dtype=torch.float64, device=device) for _ in range(2)] for _ in range(2)]
-        expected = attend(x, positions, slots, *caches[0])
-        actual = compiled(x, positions, slots, *caches[1])
-        torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-12)
-        for ours, theirs in zip(*caches, strict=True):
-            assert ours.abs().sum() > 0
-            torch.testing.assert_close(theirs, ours, rtol=1e-14, atol=1e-14)
+    assert_compiled_like_eager(attend, 192, backend, device)
 
 
 @pytest.mark.parametrize("options", EVERY_OPTIONS, ids=str)
 def test_graph_capture_with_other_slots(cuda, options):
     case = Case(dtype=torch.bfloat16, head_dim=64, rotary_dim=64)
-    call = Call(case, options, cuda)
-    call.table.to(cuda)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mrrope.qk_norm_rotary_and_cache_(**call.arguments())
-    for seed in (3, 4):
-        changed = Call(case.with_changes(seed=seed), options, cuda)
-        for name in ("q", "k", "v", "positions", "slots"):
-            getattr(call, name).copy_(getattr(changed, name))
-        before = call.copied()
-        graph.replay()
-        torch.cuda.synchronize()
-        call.check(before)
+    others = (Call(case.with_changes(seed=seed), options, cuda) for seed in (3, 4))
+    Call(case, options, cuda).assert_graph_replays(others)
 
 
 def test_runs_on_the_current_stream(cuda):
-    call = Call(Case(), Options(gate=True), cuda)
-    call.table.to(cuda)
-    late = call.copied()
-    for x in (late.q, late.k, late.v):
-        x.zero_()
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        # The heads are written late on this stream, so that a kernel on another stream would read zeros.
-        torch.cuda._sleep(200_000_000)
-        for name in ("q", "k", "v"):
-            getattr(late, name).copy_(getattr(call, name))
-        mrrope.qk_norm_rotary_and_cache_(**late.arguments())
-    stream.synchronize()
-    late.check(call)
+    Call(Case(), Options(gate=True), cuda).assert_runs_on_the_current_stream()
 
 
 # --- errors ---

@@ -6,13 +6,30 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from cache_reference import FLOAT8, by_slot, by_token, divisor, half_ulp, nearest_float8, saturated
+from cache_calls import (
+    CacheCall,
+    assert_compiled_like_eager,
+    cache_storage,
+    cached_tokens,
+    near_and_far_blocks,
+    random_slots,
+    written_arguments,
+)
+from cache_reference import (
+    FLOAT8,
+    assert_other_slots_unchanged,
+    assert_rotated_float8,
+    by_slot,
+    by_token,
+    nearest_float8,
+    saturated,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from op_errors import assert_refused_untouched
-from rotary_cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, Case, cases, onto, storage_of, table_of, whole_memory
-from rotary_reference import TOLERANCES, assert_rotated, pair_norms, rotated
-from tensor_bits import bits_of, bytes_outside, same_bits
+from rotary_cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, Case, cases, table_of, whole_memory
+from rotary_reference import TOLERANCES, assert_rotated, rotated
+from tensor_bits import same_bits
 from torch.library import opcheck
 
 import mrrope
@@ -21,7 +38,6 @@ from mrrope.tables import packed_stack
 IN_PLACE = torch.ops.mrrope.rotary_and_cache_.default
 INTO = torch.ops.mrrope.rotary_and_cache_.into
 CACHE_LAYOUTS = ["nhd", "hnd"]
-LEFT_OUT = [-1, -9]
 
 
 @dataclass(frozen=True)
@@ -37,8 +53,9 @@ class Kept:
     q_out: bool = False
 
 
-class Call:
-    """One call with everything it reads and writes."""
+class Call(CacheCall):
+    op = staticmethod(mrrope.rotary_and_cache_)
+    inputs = ("q", "k", "v")
 
     def __init__(self, case: Case, kept: Kept, device: str) -> None:
         self.case, self.kept = case, kept
@@ -46,34 +63,19 @@ class Call:
         self.v = case.with_changes(seed=case.seed + 1).heads_on(device)[1]
         self.positions, self.table = case.positions(device), case.table()
         rng = np.random.default_rng([case.seed, 7])
-        sequences = 1 if case.layout == "thd" else case.batch
         heads = case.heads[1]
-        blocks, block_size = (-(-sequences * case.tokens // 4) + 2, 5) if kept.paged else (sequences, case.tokens + 3)
-        slots = blocks * block_size if kept.paged else block_size
-        if kept.paged:
-            places = rng.permutation(slots)[: sequences * case.tokens].reshape(sequences, case.tokens)
-        else:
-            places = np.stack([rng.permutation(slots)[: case.tokens] for _ in range(max(1, sequences))])[:sequences]
-        places = np.where(rng.random(places.shape) < 0.2, rng.choice(LEFT_OUT, places.shape), places)
-        self.slots = torch.from_numpy(places.astype(np.int64)).to(device, kept.slot_dtype)
-        if case.layout == "thd":
-            self.slots = self.slots[0]
+        blocks, block_size, slots = random_slots(case, kept.paged, rng)
+        self.slots = slots.to(device, kept.slot_dtype)
         shape = (blocks, block_size, heads) if kept.cache_layout == "nhd" else (blocks, heads, block_size)
-        self.key_cache, self.value_cache = (self._cache((*shape, case.head_dim), device) for _ in range(2))
+        self.key_cache, self.value_cache = (
+            cache_storage((*shape, case.head_dim), kept.memory, kept.float8 or case.dtype, device) for _ in range(2)
+        )
         self.key_scale, self.value_scale = None, None
         if kept.scales != "none":
             count = {"one": (), "one in a row": (1,), "each": (heads,)}[kept.scales]
             values = torch.from_numpy(rng.uniform(0.004, 0.1, (2, *count)).astype(np.float32)).to(device)
             self.key_scale, self.value_scale = values
         self.q_out = torch.full_like(self.q, -5.0) if kept.q_out else None
-
-    def _cache(self, shape, device):
-        dtype = self.case.dtype if not self.kept.float8 else torch.float32
-        cache = onto(device, storage_of(shape, self.kept.memory, dtype))
-        if not self.kept.float8:
-            return cache
-        memory = whole_memory(cache).to(self.kept.float8)
-        return memory.as_strided(cache.shape, cache.stride(), cache.storage_offset())
 
     def arguments(self) -> dict:
         where = {"slots" if self.kept.paged else "cache_positions": self.slots}
@@ -98,41 +100,22 @@ class Call:
     def written(self) -> list[torch.Tensor]:
         return [self.q if self.q_out is None else self.q_out, self.key_cache, self.value_cache]
 
-    def memories(self) -> list[torch.Tensor]:
-        names = ("q", "q_out", "k", "v", "key_cache", "value_cache", "positions", "slots")
-        tensors = [x for x in (getattr(self, name) for name in names) if x is not None]
-        return [bits_of(whole_memory(x)).clone() for x in tensors]
-
     def each_slot(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which tokens are cached, and their slots, counted over all blocks."""
-        slots = self.slots.reshape(-1).long()
-        kept = slots >= 0
-        if not self.kept.paged:
-            length = self.key_cache.shape[1 if self.kept.cache_layout == "nhd" else 2]
-            slots = slots + length * (torch.arange(len(slots), device=slots.device) // max(1, self.case.tokens))
-        return kept, slots[kept]
-
-    def run_and_check(self) -> None:
-        before = replace_tensors(self)
-        result = mrrope.rotary_and_cache_(**self.arguments())
-        assert result is (self.q if self.q_out is None else self.q_out)
-        self.check(before)
+        length = self.key_cache.shape[1 if self.kept.cache_layout == "nhd" else 2]
+        return cached_tokens(self.slots, None if self.kept.paged else length)
 
     def check(self, before: "Call") -> None:
-        """Assert all results of the call, given the tensors before it."""
         case, table = self.case, self.table
         assert_rotated(self.written()[0], before.q, self.positions, table, case.layout, case.pairing)
         for name in ("k", "v") + (() if self.q_out is None else ("q",)):
             assert same_bits(whole_memory(getattr(self, name)), whole_memory(getattr(before, name)))
         kept, slots = self.each_slot()
         positions = self.positions.expand(self.slots.shape).reshape(-1)[kept]
-        others = torch.ones(self.slots_in_all(), dtype=torch.bool, device=slots.device)
-        others[slots] = False
         for name, heads, scale in (("key", before.k, self.key_scale), ("value", before.v, self.value_scale)):
             cache, was = (getattr(call, f"{name}_cache") for call in (self, before))
-            rows, old_rows = by_slot(cache, self.kept.cache_layout), by_slot(was, self.kept.cache_layout)
-            assert same_bits(rows[others], old_rows[others])
-            assert same_bits(bytes_outside(cache), bytes_outside(was))
+            assert_other_slots_unchanged(cache, was, slots, self.kept.cache_layout)
+            rows = by_slot(cache, self.kept.cache_layout)
             heads = by_token(heads, case.layout)[kept]
             if not self.kept.float8 and name == "key":
                 assert_rotated(rows[slots], heads, positions, table, "thd", case.pairing)
@@ -141,33 +124,10 @@ class Call:
             elif name == "value":
                 assert torch.equal(rows[slots], nearest_float8(heads.float(), scale, cache.dtype).view(torch.uint8))
             else:
-                self.assert_rotated_float8(rows[slots].view(cache.dtype), heads, positions, scale)
+                assert_rotated_float8(rows[slots].view(cache.dtype), heads, positions, table, case.pairing, scale)
 
     def slots_in_all(self) -> int:
         return by_slot(self.key_cache, self.kept.cache_layout).shape[0]
-
-    def assert_rotated_float8(self, actual, heads, positions, scale) -> None:
-        """Assert one rounding of the exact rotation, divided by the scale and saturated, for every component."""
-        dim, pairing = self.table.rotary_dim, self.case.pairing
-        exact = rotated(heads, positions, self.table, "thd", pairing) / divisor(scale).cpu().double()
-        norms = pair_norms(exact, dim, pairing)[..., :dim]
-        dtype, expected = actual.dtype, saturated(exact, actual.dtype)
-        actual = actual.float().cpu().double()
-        error = (actual - expected).abs()
-        rounding = half_ulp(expected, dtype)[..., :dim]
-        assert (error[..., :dim] <= rounding + TOLERANCES[torch.float32].arithmetic * norms).all()
-        tail = nearest_float8(heads.float(), scale, dtype)[..., dim:].float().cpu().double()
-        assert torch.equal(actual[..., dim:], tail)
-
-
-def replace_tensors(call: Call) -> Call:
-    """Return the same call on copies of its tensors' memory."""
-    copied = object.__new__(Call)
-    for name, value in vars(call).items():
-        if isinstance(value, torch.Tensor):
-            value = whole_memory(value).clone().as_strided(value.shape, value.stride(), value.storage_offset())
-        setattr(copied, name, value)
-    return copied
 
 
 def kept_cases():
@@ -391,12 +351,8 @@ def test_empty_tensors(device, kept, empty):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_blocks_more_than_two_to_the_31_elements_apart(device, paged):
-    """On the CPU most of these pages are never touched, and so never allocated."""
     call = Call(Case(batch=2, tokens=1, head_dim=32), Kept(paged=paged, float8=torch.float8_e4m3fn), device)
-    stride = 2**31 + 64
-    near = [torch.zeros(2, 1, 2, 32, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
-    far = [torch.empty(stride + 64, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn) for _ in range(2)]
-    far = [x.as_strided((2, 1, 2, 32), (stride, 64, 32, 1)) for x in far]
+    near, far = zip(*(near_and_far_blocks((2, 1, 2, 32), device) for _ in range(2)), strict=True)
     call.slots = torch.tensor([[1], [0]] if paged else [[0], [0]], device=device)
     for key_cache, value_cache in (near, far):
         call.key_cache, call.value_cache = key_cache, value_cache
@@ -419,11 +375,8 @@ def test_opcheck(device, kept, q_out):
 
 
 def test_schemas_say_what_is_written():
-    def written(op):
-        return [argument.name for argument in op._schema.arguments if argument.is_write]
-
-    assert written(IN_PLACE) == ["q", "key_cache", "value_cache"]
-    assert written(INTO) == ["q_out", "key_cache", "value_cache"]
+    assert written_arguments(IN_PLACE) == ["q", "key_cache", "value_cache"]
+    assert written_arguments(INTO) == ["q_out", "key_cache", "value_cache"]
     assert IN_PLACE._schema.returns == INTO._schema.returns == []
 
 
@@ -458,13 +411,7 @@ def test_versions_count_and_autograd_notices(device, q_out):
 @pytest.mark.parametrize("name", ["q", "k", "v", "key_cache", "value_cache", "q_out"])
 def test_gradients_are_refused(device, name):
     call = Call(Case(), Kept(q_out=name == "q_out"), device)
-    getattr(call, name).requires_grad_()
-    before = call.memories()
-    with pytest.raises(RuntimeError, match=f"{name} requires grad, and caches are written without gradients"):
-        mrrope.rotary_and_cache_(**call.arguments())
-    assert all(torch.equal(x, y) for x, y in zip(call.memories(), before, strict=True))
-    with torch.no_grad():
-        call.run_and_check()
+    call.assert_gradient_refused(name)
 
 
 def test_inference_mode(device):
@@ -488,54 +435,18 @@ def test_compile(device, backend, q_out):
         q = mrrope.rotary_and_cache_(q, k, v, positions, table, key_cache, value_cache, slots, layout="thd", q_out=out)
         return q.sum(-1) + key_cache.sum()
 
-    compiled = torch.compile(attend, fullgraph=True, backend=backend, dynamic=True)
-    for tokens in (5, 9):
-        generator = torch.Generator().manual_seed(tokens)
-        x = torch.randn(tokens, 128, generator=generator, dtype=torch.float64).to(device)
-        slots = torch.randperm(16, generator=generator)[:tokens].to(device)
-        positions = torch.arange(tokens, device=device)
-        caches = [[torch.zeros(4, 4, 2, 16, dtype=torch.float64, device=device) for _ in range(2)] for _ in range(2)]
-        expected = attend(x, positions, slots, *caches[0])
-        actual = compiled(x, positions, slots, *caches[1])
-        torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-12)
-        for ours, theirs in zip(*caches, strict=True):
-            assert ours.abs().sum() > 0
-            torch.testing.assert_close(theirs, ours, rtol=1e-14, atol=1e-14)
+    assert_compiled_like_eager(attend, 128, backend, device)
 
 
 @pytest.mark.parametrize("kept", EVERY_KEPT, ids=str)
 def test_graph_capture_with_other_slots(cuda, kept):
-    call = Call(Case(dtype=torch.bfloat16, head_dim=64, rotary_dim=64), kept, cuda)
-    call.table.to(cuda)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mrrope.rotary_and_cache_(**call.arguments())
-    for seed in (3, 4):
-        changed = Call(Case(dtype=torch.bfloat16, head_dim=64, rotary_dim=64, seed=seed), kept, cuda)
-        for name in ("q", "k", "v", "positions", "slots"):
-            getattr(call, name).copy_(getattr(changed, name))
-        before = replace_tensors(call)
-        graph.replay()
-        torch.cuda.synchronize()
-        call.check(before)
+    case = Case(dtype=torch.bfloat16, head_dim=64, rotary_dim=64)
+    others = (Call(case.with_changes(seed=seed), kept, cuda) for seed in (3, 4))
+    Call(case, kept, cuda).assert_graph_replays(others)
 
 
 def test_runs_on_the_current_stream(cuda):
-    call = Call(Case(), Kept(), cuda)
-    call.table.to(cuda)
-    late = replace_tensors(call)
-    for x in (late.q, late.k, late.v):
-        x.zero_()
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        # The heads are written late on this stream, so that a kernel on another stream would read zeros.
-        torch.cuda._sleep(200_000_000)
-        for name in ("q", "k", "v"):
-            getattr(late, name).copy_(getattr(call, name))
-        mrrope.rotary_and_cache_(**late.arguments())
-    stream.synchronize()
-    late.check(call)
+    Call(Case(), Kept(), cuda).assert_runs_on_the_current_stream()
 
 
 @pytest.mark.parametrize("kept", EVERY_KEPT, ids=str)
@@ -543,7 +454,7 @@ def test_slots_that_are_not_there_spoil_nothing_on_a_gpu(cuda, kept):
     call = Call(Case(memory="padded"), replace(kept, memory="padded"), cuda)
     limit = call.slots_in_all() if kept.paged else call.slots_in_all() // 2
     wrong = torch.tensor([limit, 2**31 - 1, 2**32 + 1, 2**63 - 1, -(2**63)], device=cuda)
-    before = replace_tensors(call)
+    before = call.copied()
     call.slots[0] = wrong
     mrrope.rotary_and_cache_(**call.arguments())
     torch.cuda.synchronize()
