@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
 
     // Of eight heads three are in registers, and each is reduced alone: its loads are in flight during the arithmetic
     // of the two before it, and five blocks fit on an SM. A loop instead of unrolled code takes a fifth longer with
-    // float8.
+    // float8 q.
     constexpr bool has_eight = HeadsPerThread == 8;
     constexpr int held = has_eight ? 3 : HeadsPerThread;
     constexpr int reduced_at_once = has_eight ? 1 : held;
@@ -140,7 +140,9 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < held; ++j) {
             load_next_head(j, fragments[j]);
-            if (!has_head(j)) continue;  // not a predicate: the compiler would load the scale before the position
+            // With two heads a branch, not a predicate, which lets the compiler load scales before the position: 13 %
+            // at 256 tokens.
+            if (HeadsPerThread == 2 && !has_head(j)) continue;
             if (has_float8 && (has_all_scales || j == 0)) scales[has_all_scales ? j : 0] = load_scale(j);
         }
     };

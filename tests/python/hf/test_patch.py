@@ -36,7 +36,7 @@ from patched_models import (
     unfused,
 )
 from safetensors.torch import load_file
-from tiny_models import tiny_model, tokens
+from tiny_models import random_model, tiny_config_of, tiny_model, tokens
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
@@ -574,3 +574,14 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     stock = logits(unfused(tiny_model("llama").to(dtype), ready()))
     assert found.dtype == dtype
     assert relative(found, exact) < max(1.25 * relative(stock, exact), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_other_dtypes_of_latent_attention(dtype: torch.dtype) -> None:
+    """No further off float32 than stock code is. All experts are active: otherwise rounding decides which."""
+    config = tiny_config_of("deepseek_v3")
+    config.num_experts_per_tok = config.n_routed_experts
+    model = random_model(config, dtype=dtype)
+    stock, found = logits(model), logits(mrrope.patch(copy.deepcopy(model), "rope"))
+    exact = logits(model.float())  # the experts have no float64
+    assert relative(found, exact) < relative(stock, exact)
