@@ -3,11 +3,15 @@
     python benchmarks/qk_norm_rotary_and_cache.py [--device cuda|cpu] [--no-compile] [--output benchmarks/results/NAME]
 
 q, k and v, and the gate where there is one, are views of one packed projection, bfloat16. Up to 256 tokens are a decode
-step, one token per sequence; more are the prefill of one sequence. Prints one table and writes NAME.json.
+step, one token per sequence; more are the prefill of one sequence. FlashInfer, where it is installed, takes part in the
+rows of shapes that it has kernels for. Prints one table and writes NAME.json.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +26,7 @@ from mrrope.benchmark import baseline
 EPS = 1e-6
 BLOCK_SIZE = 16
 MAX_DECODE_TOKENS = 256
+FIRST_POSITION = 8000
 TOKENS = {"cuda": (1, 16, 64, 256, 1024, 8192, 131072), "cpu": (1, 64)}
 
 
@@ -33,16 +38,20 @@ class Shape:
     kv_heads: int
     head_dim: int
     rotary_dim: int
-    weight_offset: float
-    has_gate: bool
+    weight_offset: float = 0.0
+    has_gate: bool = False
+    has_norms: bool = True
 
     def __str__(self) -> str:
         gate = " gate" if self.has_gate else ""
-        return f"{self.q_heads}/{self.kv_heads} x {self.head_dim}{gate}"
+        norms = "" if self.has_norms else " no norms"
+        return f"{self.q_heads}/{self.kv_heads} x {self.head_dim}{gate}{norms}"
 
 
-QWEN3 = Shape(32, 8, 128, 128, 0.0, has_gate=False)  # Qwen3-8B
-QWEN3_NEXT = Shape(16, 2, 256, 64, 1.0, has_gate=True)  # Qwen3-Next-80B-A3B
+QWEN3 = Shape(32, 8, 128, 128)  # Qwen3-8B
+QWEN3_NEXT = Shape(16, 2, 256, 64, weight_offset=1.0, has_gate=True)  # Qwen3-Next-80B-A3B
+QWEN3_32B = Shape(64, 8, 128, 128)
+LLAMA = Shape(32, 8, 128, 128, has_norms=False)  # Llama-3-8B
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ class Case:
     cache: str
     """Dtype of the cache."""
     q: str
-    """Dtype of the rotated q; float8 with a computed scale per token and head."""
+    """Dtype of the rotated q; float8 with a computed scale per token and head, without norms with a given one."""
 
     with_backward = False
 
@@ -64,7 +73,8 @@ class Case:
         s = self.shape
         q_size, cache_size = (getattr(torch, name).itemsize for name in (self.q, self.cache))
         per_component: int = (2 + q_size) * s.q_heads + 2 * (2 + cache_size) * s.kv_heads + 4 * s.q_heads * s.has_gate
-        return self.tokens * s.head_dim * per_component + 4 * self.tokens * s.q_heads * self.float8_q
+        scales = 4 * self.tokens * s.q_heads * (self.float8_q and s.has_norms)
+        return self.tokens * s.head_dim * per_component + scales
 
     @property
     def float8_q(self) -> bool:
@@ -89,6 +99,24 @@ CASES = {
     ]
     for device in TOKENS
 }
+CASES["cuda"] += [
+    Case(tokens, shape, cache, cache)
+    for shape, cache in (
+        (QWEN3_32B, "bfloat16"),
+        (QWEN3_32B, "float8_e4m3fn"),
+        (LLAMA, "float8_e4m3fn"),
+    )
+    for tokens in (1, 64, 256, 8192)
+]
+
+
+@functools.cache
+def table_of(rotary_dim: int, device: str) -> mrrope.FrequencyTable:
+    """One for all buffers, on the device: a first use would copy it, which no capture takes."""
+    # Attention factor 1: q is rotated in place over and over and must not grow.
+    return mrrope.frequency_table(
+        "mrrope_pro", rotary_dim=rotary_dim, base=1e6, original_max_position=32768, scale=4.0, attention_factor=1.0
+    ).to(device)
 
 
 class Buffers:
@@ -104,23 +132,15 @@ class Buffers:
         # The projection yields [q | gate] for each head.
         q_and_gate = packed[:, :q_size].view(tokens, s.q_heads, -1)
         k, v = packed[:, q_size : q_size + kv_size], packed[:, q_size + kv_size :]
-        self.shape, self.q = s, q_and_gate[..., : s.head_dim]
+        self.case, self.shape, self.packed, self.q = case, s, packed, q_and_gate[..., : s.head_dim]
         self.gate = q_and_gate[..., s.head_dim :] if s.has_gate else None
         self.k, self.v = (x.view(tokens, s.kv_heads, -1) for x in (k, v))
         weights = 1.0 - s.weight_offset + 0.1 * torch.randn(2, s.head_dim, device=device)
         self.q_weight, self.k_weight = weights.bfloat16()
-        # Attention factor 1: q is rotated in place over and over and must not grow.
-        self.table = mrrope.frequency_table(
-            "mrrope_pro",
-            rotary_dim=s.rotary_dim,
-            base=1e6,
-            original_max_position=32768,
-            scale=4.0,
-            attention_factor=1.0,
-        ).to(device)  # a first use would copy it, which no capture takes
+        self.table = table_of(s.rotary_dim, device)
         is_decoding = tokens <= MAX_DECODE_TOKENS
         numbers = torch.arange(tokens, device=device)
-        self.positions = 8000 + numbers
+        self.positions = FIRST_POSITION + numbers
         # Decode: one block per sequence. Prefill: consecutive tokens fill blocks in random order.
         blocks = 2 * (tokens if is_decoding else -(-tokens // BLOCK_SIZE))
         order = torch.randperm(blocks, device=device)
@@ -131,10 +151,14 @@ class Buffers:
         shape = (blocks, BLOCK_SIZE, s.kv_heads, s.head_dim)
         self.key_cache, self.value_cache = (torch.zeros(shape, device=device).to(dtype) for _ in range(2))
         self.scale = torch.full((1,), 0.02, device=device) if case.cache != "bfloat16" else None
-        self.q_out, self.q_scale_out = None, None
+        self.q_out, self.q_scale, self.q_scale_out = None, None, None
         if case.float8_q:
             self.q_out = torch.empty(self.q.shape, device=device, dtype=getattr(torch, case.q))
-            self.q_scale_out = torch.empty(self.q.shape[:-1], device=device)
+            if s.has_norms:
+                self.q_scale_out = torch.empty(self.q.shape[:-1], device=device)
+            else:
+                self.q_scale = self.scale
+        self.pages = FlashInferPages(self) if takes(case, FLASHINFER) else None
 
     @property
     def norm(self) -> dict[str, Any]:
@@ -143,10 +167,11 @@ class Buffers:
 
 def fused(buffers: Buffers) -> object:
     b = buffers
+    q_weight, k_weight = (b.q_weight, b.k_weight) if b.shape.has_norms else (None, None)
     return mrrope.qk_norm_rotary_and_cache_(
-        b.q, b.k, b.v, b.q_weight, b.k_weight, b.positions, b.table, b.key_cache, b.value_cache, b.slots,
+        b.q, b.k, b.v, q_weight, k_weight, b.positions, b.table, b.key_cache, b.value_cache, b.slots,
         **b.norm, layout="thd", key_scale=b.scale, value_scale=b.scale,
-        q_out=b.q_out, q_scale_out=b.q_scale_out, gate=b.gate,
+        q_out=b.q_out, q_scale=b.q_scale, q_scale_out=b.q_scale_out, gate=b.gate,
     )  # fmt: skip
 
 
@@ -195,22 +220,90 @@ def norms_then_rotary_and_cache(buffers: Buffers) -> None:
         b.gate.sigmoid_()
 
 
+@functools.cache
+def cos_sin_cache(table: mrrope.FrequencyTable, tokens: int, device: torch.device) -> torch.Tensor:
+    """Cosines, then sines, of all positions, which FlashInfer's ops read."""
+    angles = torch.arange(FIRST_POSITION + tokens, device=device).double()[:, None] * table.inv_freq.to(device)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1).float()
+
+
+class FlashInferPages:
+    """The slots, weights and scales of buffers as FlashInfer's ops take them."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        device, tokens = buffers.q.device, buffers.case.tokens
+        self.cos_sin = cos_sin_cache(buffers.table, tokens, device)
+        is_decoding = tokens <= MAX_DECODE_TOKENS
+        self.sequence = torch.arange(tokens, device=device) if is_decoding else torch.zeros_like(buffers.positions)
+        self.sequence, self.positions = self.sequence.int(), buffers.positions.int()
+        sequences = tokens if is_decoding else 1
+        ends = torch.arange(1, sequences + 1, device=device) * (tokens // sequences)
+        self.starts = torch.cat([torch.zeros_like(ends[:1]), ends]).int()
+        self.lengths = self.positions[(ends - 1)] + 1
+        page = self.positions // BLOCK_SIZE
+        self.table = torch.zeros(sequences, int(page.max()) + 1, device=device, dtype=torch.int32)
+        self.table[self.sequence.long(), page.long()] = buffers.block.int()
+        self.flat_table = self.table.flatten()
+        self.flat_starts = torch.arange(sequences + 1, device=device, dtype=torch.int32) * self.table.shape[1]
+        # Its norm kernels take weights in float32.
+        self.weights = {"q_norm_weight": buffers.q_weight.float(), "k_norm_weight": buffers.k_weight.float()}
+        self.inverse_scale = 1.0 if buffers.scale is None else 1.0 / float(buffers.scale)
+
+
+def flashinfer(buffers: Buffers) -> object:
+    ops, b, p = importlib.import_module("flashinfer.rope"), buffers, buffers.pages
+    assert p is not None
+    caches = (b.key_cache, b.value_cache)
+    if not b.shape.has_norms:
+        return ops.rope_quantize_fp8_append_paged_kv_cache(
+            b.q, b.k, None, None, b.v, p.cos_sin, p.positions, caches, p.flat_table, p.flat_starts, p.sequence,
+            p.positions, page_size=BLOCK_SIZE, quant_scale_q=p.inverse_scale, quant_scale_kv=p.inverse_scale,
+            q_rope_out=b.q_out, enable_pdl=True,
+        )  # fmt: skip
+    common = (b.packed, p.cos_sin, p.lengths, p.starts, p.table)
+    norm_before_rotation = 2
+    if b.q_out is None:
+        return ops.cake_fused_qk_rmsnorm_rope_append_paged_kv_cache(
+            *common, *caches, num_q_heads=b.shape.q_heads, num_kv_heads=b.shape.kv_heads, eps=EPS,
+            qk_norm_policy=norm_before_rotation, **p.weights, clear_unused_last_page_rows=False,
+        )  # fmt: skip
+    computed_q_scale, scales_by_sequence = 1, False
+    return ops.cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache(
+        *common, caches, scales_by_sequence, b.scale, b.scale, computed_q_scale,
+        qk_norm_policy=norm_before_rotation, **p.weights, out_q=b.q_out, q_scale=b.q_scale_out,
+    )  # fmt: skip
+
+
+OURS = "qk_norm_rotary_and_cache_"
 NORMS_THEN_CACHE = "compiled norms, rotary_and_cache_"
+FLASHINFER = "flashinfer"
 CONTENDERS: dict[str, Callable[[Buffers], object]] = {
-    "qk_norm_rotary_and_cache_": fused,
+    OURS: fused,
     "qk_norm_rotary_, compiled rest": norm_then_finish,
     NORMS_THEN_CACHE: norms_then_rotary_and_cache,
+    FLASHINFER: flashinfer,
 }
+
+
+def takes(case: Case, name: str) -> bool:
+    if name == FLASHINFER:
+        return case.shape in (QWEN3_32B, LLAMA) and importlib.util.find_spec("flashinfer") is not None
+    if name == NORMS_THEN_CACHE:
+        return not case.float8_q  # it does not quantize q
+    return case.shape.has_norms or name == OURS
 
 
 def relative_error(case: Case, run: Callable[[Buffers], object], device: str) -> float:
     """Relative error of the cached keys against their norm and rotation in float64, over the last 256 tokens."""
     buffers = Buffers(case, device)
     last = slice(-256, None)
-    exact, _ = mrrope.qk_norm_rotary(
-        buffers.k[last].double(), None, buffers.k_weight.double(), None, buffers.positions[last], buffers.table,
-        **buffers.norm, layout="thd",
-    )  # fmt: skip
+    k, positions = buffers.k[last].double(), buffers.positions[last]
+    if not buffers.shape.has_norms:
+        exact, _ = mrrope.rotary(k, None, positions, buffers.table, "thd")
+    else:
+        exact, _ = mrrope.qk_norm_rotary(
+            k, None, buffers.k_weight.double(), None, positions, buffers.table, **buffers.norm, layout="thd"
+        )
     run(buffers)
     rows = buffers.key_cache[buffers.block[last], buffers.offset[last]].to(torch.float32).double()
     return baseline.relative_error(rows * (1.0 if buffers.scale is None else buffers.scale.double()), exact)
@@ -222,8 +315,7 @@ BENCHMARK = OpBenchmark(
     make_buffers=Buffers,
     contenders=CONTENDERS,
     relative_error=relative_error,
-    # Only the other two quantize q.
-    takes=lambda case, name: not (case.float8_q and name == NORMS_THEN_CACHE),
+    takes=takes,
 )
 
 if __name__ == "__main__":

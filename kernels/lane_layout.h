@@ -67,6 +67,14 @@ struct WholeHeadLayout {
     MRROPE_HOST_DEVICE int pair(int j) const { return rotates() ? rotated.pair(j) : j; }
 };
 
+// A lane's two vectors, from the address of the first.
+struct VectorsFromFirst {
+    int distance;  // in components
+
+    static constexpr int first() { return 0; }
+    MRROPE_HOST_DEVICE int second() const { return distance; }
+};
+
 // Calls f(j, a, b) with the two components of every pair j of a lane's vectors.
 MRROPE_NO_EXEC_CHECK
 template <bool crosses_vectors, int Vector, class Components, class F>

@@ -10,6 +10,7 @@
 #include "device/dependent_launch.cuh"
 #include "device/float8_fragment.cuh"
 #include "device/rms_norm.cuh"
+#include "device/warp_rotations.cuh"
 #include "qk_norm_rotary_and_cache_launch.cuh"
 #include "qk_norm_rotary_and_cache_map.h"
 #include "qk_norm_rotary_and_cache_plan.h"
@@ -17,19 +18,36 @@
 
 namespace mrrope {
 
-// Keeps the compiler from deriving addresses of later heads from the first one's, which takes multiplications.
+// The pointer to a thread's next head, `step` bytes on. Keeps the compiler from deriving addresses of later heads from
+// the first one's, which takes multiplications.
 template <class T>
-__device__ T* opaque(T* pointer) {
-    size_t address = __cvta_generic_to_global(pointer);  // without it, accesses would be generic
+__device__ T* next_head(T* pointer, int64_t step) {
+    size_t address = __cvta_generic_to_global(pointer) + step;  // otherwise accesses would be generic
     asm("" : "+l"(address));
     return static_cast<T*>(__cvta_global_to_generic(address));
 }
 
+// Stores a vector at once; the compiler splits an assignment through a pointer of next_head.
+template <class Vector>
+__device__ void store_whole(void* address, const Vector& vector) {
+    const size_t global = __cvta_generic_to_global(address);
+    if constexpr (sizeof(Vector) == 16) {
+        const auto x = reinterpret_cast<const uint4&>(vector);
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                     : "memory");
+    } else if constexpr (sizeof(Vector) == 8) {
+        const auto x = reinterpret_cast<const uint2&>(vector);
+        asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(global), "r"(x.x), "r"(x.y) : "memory");
+    } else {
+        *static_cast<Vector*>(address) = vector;
+    }
+}
+
 template <int Vector>
 __device__ float largest_magnitude(const WideFragment<float, Vector>& wide) {
-    float largest = 0.0f;
+    float largest = fmaxf(fabsf(wide.first[0]), fabsf(wide.second[0]));
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Vector; ++i) largest = fmaxf(largest, fmaxf(fabsf(wide.first[i]), fabsf(wide.second[i])));
+    for (int i = 1; i < Vector; ++i) largest = fmaxf(largest, fmaxf(fabsf(wide.first[i]), fabsf(wide.second[i])));
     return largest;
 }
 
@@ -82,31 +100,38 @@ __device__ void rotate_within(const Lane& lane, WideFragment<Real, Vector>& wide
 // qk_norm_rotary_kernel for heads of four kinds: all heads of a block are of q, of k, of v or of the gate, and those of
 // k and v are stored to the tokens' cache slots. Over a head, a block takes the same heads of each of its tokens.
 // has_float8: some heads are rounded to float8, which takes as much code as all the rest.
-template <class Element, int HeadsPerThread, Pairing pairing, NormOver over, bool needs_lookup, bool has_float8>
+// FixedLanes: lanes of a head, all of which rotate, or 0 for any head. Constants in place of what every head would
+// compute from shape and lane are a third of the instructions.
+template <class Element, int HeadsPerThread, Pairing pairing, NormOver over, bool needs_lookup, bool has_float8,
+          int FixedLanes = 0>
 __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : norm_max_block_threads,
-                                  norm_and_cache_min_blocks_per_sm(over, HeadsPerThread, needs_lookup, has_float8))
+                                  norm_and_cache_min_blocks_per_sm(over, HeadsPerThread, needs_lookup, has_float8,
+                                                                   FixedLanes))
     qk_norm_rotary_and_cache_kernel(const __grid_constant__ QkNormRotaryAndCacheLaunch<RealOf<Element>> launch) {
     using Real = RealOf<Element>;
     constexpr int Vector = norm_and_cache_vector(sizeof(Element), HeadsPerThread);
-    using Lane = WholeHeadLayout<pairing, Vector>;
+    constexpr bool is_fixed = FixedLanes > 0;
+    using Lane = std::conditional_t<is_fixed, LaneLayout<pairing, Vector>, WholeHeadLayout<pairing, Vector>>;
     using Fragment = HeadFragment<Element, Vector>;
     using Wide = WideFragment<Real, Vector>;
     constexpr bool over_head = over == NormOver::head;
     const RotaryArgs& args = launch.args.rotary;
-    const StorePlace place = launch.map.template place<over>(blockIdx.x, threadIdx.x);
-    const Lane lane(place.lane, args.rotary_dim / 2);
+    const StorePlace place = launch.map.template place<over, HeadsPerThread == 8>(blockIdx.x, threadIdx.x);
+    const Lane lane{place.lane, is_fixed ? FixedLanes * Vector : args.rotary_dim / 2};
+    const int team = is_fixed ? FixedLanes : launch.map.plan.team;
     const HeadsOfKind<Real>& of = launch.heads(place.kind);
     const StridedHeads heads = launch.map.template heads_of<needs_lookup>(place, of.view.heads);
-    const Element* in =
-        static_cast<const Element*>(of.view.in) + offset_of(of.view.in_strides, place.batch, place.token, heads.first);
-    const int64_t in_step = heads.step * of.view.in_strides.head;
+    const VectorsFromFirst vectors{lane.second() - lane.first()};
+    const Element* in = static_cast<const Element*>(of.view.in) +
+                        offset_of(of.view.in_strides, place.batch, place.token, heads.first) + lane.first();
+    const int64_t in_step = heads.step * of.view.in_strides.head * int64_t{sizeof(Element)};
     const auto has_head = [&](int j) { return place.active && heads.exists(j); };
     const void* token_slot = position_address(launch.args.slots.of_tokens, 0, place.batch, place.token);
     // Small launches are latency-bound, so all addresses are computed before the wait.
     if constexpr (HeadsPerThread <= 2) {
         const bool always_false = launch.map.all_tokens < 0;
-        compute_before_wait(always_false, in + lane.first());
-        compute_before_wait(always_false, in + lane.second());
+        compute_before_wait(always_false, in + vectors.first());
+        compute_before_wait(always_false, in + vectors.second());
         compute_before_wait(always_false, position_address(args.positions, 0, place.batch, place.token));
         compute_before_wait(always_false, token_slot);
         compute_before_wait(always_false, args.table + lane.pair(0));
@@ -114,11 +139,9 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     pdl_wait();
 
     // Of eight heads three are in registers, and each is reduced alone: its loads are in flight during the arithmetic
-    // of the two before it, and five blocks fit on an SM. A loop instead of unrolled code takes a fifth longer with
-    // float8 q.
+    // of the two before it. A loop instead of unrolled code takes up to twice as long.
     constexpr bool has_eight = HeadsPerThread == 8;
     constexpr int held = has_eight ? 3 : HeadsPerThread;
-    constexpr int reduced_at_once = has_eight ? 1 : held;
     Fragment fragments[held];
     if constexpr (over_head) {
         // Zeros count for nothing where a thread has no head.
@@ -133,8 +156,8 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     constexpr bool has_all_scales = HeadsPerThread <= 2;
     float scales[has_float8 && has_all_scales ? held : 1];
     const auto load_next_head = [&](int j, Fragment& fragment) {
-        if (has_head(j)) fragment.load(in, lane);
-        in = opaque(in + in_step);
+        if (has_head(j)) fragment.load(in, vectors);
+        in = next_head(in, in_step);
     };
     const auto load_first_heads = [&] {
         CUTLASS_PRAGMA_UNROLL
@@ -158,39 +181,47 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         using Stored = std::conditional_t<to_float8, uint8_t, Element>;
         Stored* out = static_cast<Stored*>(of.view.out) +
                       launch.out_offset(of, place.is_cached(), place.batch, place.token, slot) +
-                      heads.first * of.view.out_strides.head;
-        const int64_t out_step = heads.step * of.view.out_strides.head;
+                      heads.first * of.view.out_strides.head + lane.first();
+        const int64_t out_step = heads.step * of.view.out_strides.head * int64_t{sizeof(Stored)};
+        const auto store = [&](const auto& fragment) {
+            store_whole(out + vectors.first(), fragment.first);
+            store_whole(out + vectors.second(), fragment.second);
+        };
         const bool computes_scale = place.kind == HeadKind::query && launch.args.q_scale_out != nullptr;
         [[maybe_unused]] float* scale_out = launch.q_scale(place.batch, place.token, heads.first);
-        [[maybe_unused]] const int64_t scale_step = heads.step * launch.args.q_scale_out_strides.head;
+        [[maybe_unused]] const int64_t scale_step =
+            heads.step * launch.args.q_scale_out_strides.head * int64_t{sizeof(float)};
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < HeadsPerThread; ++j) {
             const int i = j % held;
             if (!takes_all && !heads.exists(j)) return;
-            if (i % reduced_at_once == 0) reduce(i);
+            if (has_eight || j == 0) reduce(i);
             const bool stores = is_stored && has_head(j);
             const Fragment loaded = fragments[i];
             Wide wide = loaded.widened();
             const Real factor = results(j, wide);
             if constexpr (to_float8) {
-                float scale = scales[has_all_scales ? i : 0];
-                if (computes_scale) {
-                    // Infinity times a factor of 0 is NaN, which no scale is.
-                    const float largest = max_over_team(largest_magnitude(wide), launch.map.plan.team);
-                    scale = float8_scale_of(fmaxf(factor * largest, 0.0f), of.stored_as);
-                    if (has_head(j) && place.lane == 0) *scale_out = scale;
-                    scale_out = opaque(scale_out + scale_step);
-                } else if (!has_all_scales && of.scale_stride != 0) {
-                    scale = load_scale(j);
-                }
                 Float8Fragment<Vector> rounded;
+                const auto given_scale = [&] {
+                    return !has_all_scales && of.scale_stride != 0 ? load_scale(j) : scales[has_all_scales ? i : 0];
+                };
                 if constexpr (Results::keeps_bits) {
-                    rounded.narrow(wide, scale, of.stored_as);
+                    rounded.narrow(wide, given_scale(), of.stored_as);
                 } else {
-                    rounded.narrow_product(wide, finite_ratio(factor, scale), of.stored_as);
+                    float ratio;
+                    if (computes_scale) {
+                        const float largest = max_over_team(largest_magnitude(wide), team);
+                        const float scale = launch.q_range.scale_of(factor * largest);
+                        if (has_head(j) && place.lane == 0) *scale_out = scale;
+                        scale_out = next_head(scale_out, scale_step);
+                        ratio = ratio_to_computed_scale(factor, scale);
+                    } else {
+                        ratio = finite_ratio(factor, given_scale());
+                    }
+                    rounded.narrow_product(wide, ratio, of.stored_as);
                 }
                 if (j + held < HeadsPerThread) load_next_head(j + held, fragments[i]);
-                if (stores) rounded.store(out, lane);
+                if (stores) store(rounded);
             } else {
                 Fragment narrowed = loaded;
                 if constexpr (!Results::keeps_bits) {
@@ -198,9 +229,9 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
                     narrowed.narrow(wide);
                 }
                 if (j + held < HeadsPerThread) load_next_head(j + held, fragments[i]);
-                if (stores) narrowed.store(out, lane);
+                if (stores) store(narrowed);
             }
-            out = opaque(out + out_step);
+            out = next_head(out, out_step);
         }
     };
     const auto store_heads = [&]<class Results>(auto&& reduce, const Results& results) {
@@ -210,117 +241,116 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         store_heads_as.template operator()<false>(reduce, results);
     };
 
-    if (place.kind == HeadKind::value) {
+    if (!place.rotates()) {
         load_first_heads();
         pdl_trigger();
-        return store_heads([](int) {}, Unchanged{});
-    }
-    if (place.kind == HeadKind::gate) {
-        load_first_heads();
-        pdl_trigger();
+        if (place.kind == HeadKind::value) return store_heads([](int) {}, Unchanged{});
         return store_heads([](int) {}, Sigmoid<Element>{});
     }
 
-    // As in qk_norm_rotary_kernel: more than two sets would cost too many registers during the reduction.
-    constexpr int weights_held = over_head ? 1 : 2;
-    Fragment weights[weights_held];
-    const auto load_weights = [&](int j) {
-        weights[j % weights_held] = Fragment{};
-        const int64_t head = over_head ? 0 : heads.head(j);
-        if (of.weight != nullptr && has_head(j)) {
-            weights[j % weights_held].load(static_cast<const Element*>(of.weight) + head * args.head_dim, lane);
-        }
-    };
-    const auto load_first_weights = [&] {
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < weights_held; ++j) load_weights(j);
-    };
-    // As in qk_norm_rotary_kernel: over all heads, for many tokens, threads share cos/sin through shared memory.
-    constexpr bool shares_cos_sin = !over_head && HeadsPerThread == 4;
-    __shared__ std::conditional_t<shares_cos_sin, SharedCosSin<Real, Vector>, std::monostate> shared_cos_sin;
-    CosSin<Real> by[Vector];
-    if constexpr (shares_cos_sin) {
-        static_assert(!needs_lookup, "heads share cos/sin of one table only");
-        load_first_heads();
-        load_first_weights();
-        shared_cos_sin.template compute<pairing>(args, place.batch, place.token, Real(1));
-    } else {
-        // Issued first, since loads return in issue order.
-        LaneAngles<Vector, needs_lookup> angles;
-        angles.load(args, lane, place.batch, place.token, heads.table);
-        load_first_heads();
-        load_first_weights();
-        angles.compute(by, args, lane, place.batch, place.token, Real(1));
-    }
-    pdl_trigger();
-
-    Real sums[reduced_at_once];
-    const auto sums_of_squares = [&](int first) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = first; j < first + reduced_at_once; ++j) {
-            const Wide wide = fragments[j].widened();
-            sums[j % reduced_at_once] = over_head || has_head(j) ? sum_of_products(wide, wide) : Real(0);
-        }
-    };
     const Real offset = launch.offset_of_weights(of);
-    if constexpr (over_head) {
-        const auto reduce = [&](int first) {
-            sums_of_squares(first);
-            CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < reduced_at_once; ++j) {
-                sums[j] = reduce_over_team(sums[j], launch.map.plan.team, [](Real a, Real b) { return a + b; });
+    const auto sum_of_squares = [&](int i) {
+        const Wide wide = fragments[i].widened();
+        return sum_of_products(wide, wide);
+    };
+    const auto sum_over_lanes = [&](Real x) { return reduce_over_team(x, team, [](Real a, Real b) { return a + b; }); };
+    if constexpr (has_eight) {
+        static_assert(over_head && !needs_lookup);
+        constexpr int warp = 32;
+        __shared__ WarpRotations<Element, Vector> rotations_of_warps[norm_block_threads / warp];
+        auto& rotations = rotations_of_warps[threadIdx.x / warp];
+        const int thread_of_warp = threadIdx.x % warp;
+        const int column = thread_of_warp / (team * place.sharers) * team + thread_of_warp % team;
+        rotations.compute(args, lane, place, column, static_cast<const Element*>(of.weight), offset, load_first_heads);
+        pdl_trigger();
+        Real sum;
+        const auto reduce = [&](int i) { sum = sum_over_lanes(sum_of_squares(i)); };
+        // The tail has no partner: the sum's other term would turn its infinity into NaN.
+        const bool has_tail = args.rotary_dim < args.head_dim;
+        const auto norm_and_rotate = [&](int, Wide& wide) {
+            wide.template for_each_pair<Lane::crosses_vectors>([&](int i, Real& a, Real& b) {
+                const WeightedRotation<Real> by = rotations.of[i][column];
+                const Pair<Real> rotated =
+                    !has_tail || lane.rotates() ? by(a, b) : Pair<Real>{a * by.first.cos, b * by.second.cos};
+                a = rotated.first;
+                b = rotated.second;
+            });
+            return launch.inverse_rms(sum, of);
+        };
+        store_heads(reduce, NormedAndRotated{norm_and_rotate});
+        return;
+    } else {
+        // Over all heads every head has weights of its own. As in qk_norm_rotary_kernel: more than two sets would cost
+        // too many registers during the reduction.
+        constexpr int weights_held = over_head ? 1 : 2;
+        Fragment weights[weights_held];
+        const auto load_weights = [&](int j) {
+            weights[j % weights_held] = Fragment{};
+            const int64_t head = over_head ? 0 : heads.head(j);
+            if (of.weight != nullptr && has_head(j)) {
+                weights[j % weights_held].load(static_cast<const Element*>(of.weight) + head * args.head_dim, lane);
             }
         };
-        if constexpr (has_eight) {
-            // As in qk_norm_rotary_kernel: folding the weights into cos/sin pays off with eight heads per thread.
-            WeightedRotation<Real> weighted[Vector];
-            with_offset(weights[0], offset).template for_each_pair<Lane::crosses_vectors>([&](int i, Real a, Real b) {
-                weighted[i] = WeightedRotation<Real>(a, b, by[i]);
-            });
-            // The tail has no partner: the sum's other term would turn its infinity into NaN.
-            const bool has_tail = args.rotary_dim < args.head_dim;
-            const auto norm_and_rotate = [&](int j, Wide& wide) {
-                wide.template for_each_pair<Lane::crosses_vectors>([&](int i, Real& a, Real& b) {
-                    const bool rotates = !has_tail || lane.rotates();
-                    const Pair<Real> rotated =
-                        rotates ? weighted[i](a, b) : Pair<Real>{a * weighted[i].first.cos, b * weighted[i].second.cos};
-                    a = rotated.first;
-                    b = rotated.second;
-                });
-                return launch.inverse_rms(sums[j % reduced_at_once], of);
-            };
-            store_heads(reduce, NormedAndRotated{norm_and_rotate});
+        const auto load_first_weights = [&] {
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < weights_held; ++j) load_weights(j);
+        };
+        // As in qk_norm_rotary_kernel: over all heads, for many tokens, threads share cos/sin through shared memory.
+        constexpr bool shares_cos_sin = !over_head && HeadsPerThread == 4;
+        __shared__ std::conditional_t<shares_cos_sin, SharedCosSin<Real, Vector>, std::monostate> shared_cos_sin;
+        CosSin<Real> by[Vector];
+        if constexpr (shares_cos_sin) {
+            static_assert(!needs_lookup, "heads share cos/sin of one table only");
+            load_first_heads();
+            load_first_weights();
+            shared_cos_sin.template compute<pairing>(args, place.batch, place.token, Real(1));
         } else {
+            // Issued first, since loads return in issue order.
+            LaneAngles<Vector, needs_lookup> angles;
+            angles.load(args, lane, place.batch, place.token, heads.table);
+            load_first_heads();
+            load_first_weights();
+            angles.compute(by, args, lane, place.batch, place.token, Real(1));
+        }
+        pdl_trigger();
+
+        if constexpr (over_head) {
+            Real sums[held];
+            const auto reduce = [&](int) {
+                CUTLASS_PRAGMA_UNROLL
+                for (int j = 0; j < held; ++j) sums[j] = sum_of_squares(j);
+                CUTLASS_PRAGMA_UNROLL
+                for (int j = 0; j < held; ++j) sums[j] = sum_over_lanes(sums[j]);
+            };
             const auto norm_and_rotate = [&](int j, Wide& wide) {
                 wide.multiply(with_offset(weights[0], offset));
                 rotate_within(lane, wide, by);
-                return launch.inverse_rms(sums[j % reduced_at_once], of);
+                return launch.inverse_rms(sums[j], of);
+            };
+            store_heads(reduce, NormedAndRotated{norm_and_rotate});
+        } else {
+            const auto reduce = [&](int) {
+                Real sum[1] = {0};
+                CUTLASS_PRAGMA_UNROLL
+                for (int j = 0; j < held; ++j) sum[0] += has_head(j) ? sum_of_squares(j) : Real(0);
+                sum_over_block(sum);
+                const Real scale = launch.inverse_rms(sum[0], of);
+                CUTLASS_PRAGMA_UNROLL
+                for (int i = 0; i < Vector; ++i) {
+                    if constexpr (shares_cos_sin)
+                        by[i] = lane.rotates() ? shared_cos_sin[lane.pair(i)] : CosSin<Real>{1, 0};
+                    by[i] = {by[i].cos * scale, by[i].sin * scale};
+                }
+            };
+            const auto norm_and_rotate = [&](int j, Wide& wide) {
+                const Wide weight = with_offset(weights[j % weights_held], offset);
+                if (j + weights_held < HeadsPerThread) load_weights(j + weights_held);
+                wide.multiply(weight);
+                rotate_within(lane, wide, by);
+                return Real(1);  // by[] has it
             };
             store_heads(reduce, NormedAndRotated{norm_and_rotate});
         }
-    } else {
-        const auto reduce = [&](int first) {
-            sums_of_squares(first);
-            Real all[1] = {0};
-            CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < reduced_at_once; ++j) all[0] += sums[j];
-            sum_over_block(all);
-            const Real scale = launch.inverse_rms(all[0], of);
-            CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < Vector; ++i) {
-                if constexpr (shares_cos_sin)
-                    by[i] = lane.rotates() ? shared_cos_sin[lane.pair(i)] : CosSin<Real>{1, 0};
-                by[i] = {by[i].cos * scale, by[i].sin * scale};
-            }
-        };
-        const auto norm_and_rotate = [&](int j, Wide& wide) {
-            const Wide weight = with_offset(weights[j % weights_held], offset);
-            if (j + weights_held < HeadsPerThread) load_weights(j + weights_held);
-            wide.multiply(weight);
-            rotate_within(lane, wide, by);
-            return Real(1);  // by[] has it
-        };
-        store_heads(reduce, NormedAndRotated{norm_and_rotate});
     }
 }
 
@@ -336,6 +366,11 @@ auto store_kernel(const QkNormRotaryAndCachePlan& plan, NormOver over) {
     }
     if (plan_is(head, 2, false)) {
         return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 2, pairing, head, false, has_float8>>;
+    }
+    if constexpr (sizeof(Element) == 2) {
+        if (plan_is(head, 8, false) && plan.fixed_lanes == 8) {
+            return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 8, pairing, head, false, has_float8, 8>>;
+        }
     }
     if (plan_is(head, 8, false)) {
         return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 8, pairing, head, false, has_float8>>;
@@ -399,6 +434,7 @@ void launch_qk_norm_rotary_and_cache(const QkNormRotaryAndCacheArgs& args, const
         .block_size = cutlass::FastDivmod(static_cast<int>(std::max<int64_t>(1, args.slots.block_size))),
         .slots = static_cast<uint32_t>(args.slots.count()),
     };
+    if (is_float8(args.q_stored_as)) launch.q_range = Float8Range::of(args.q_stored_as);
     fill_kinds(launch.kinds, args);
     const auto kernel = args.rotary.pairing == Pairing::halves
                             ? store_kernel<Element, Pairing::halves>(args, plan)

@@ -4,6 +4,7 @@
 
 #include "device/head_fragment.cuh"
 #include "device/rms_norm.cuh"
+#include "mrrope/float8.h"
 #include "qk_norm_rotary_and_cache_map.h"
 
 // What both kernels that norm, rotate and write a cache get, and how they take the gate's sigmoid.
@@ -28,6 +29,7 @@ struct QkNormRotaryAndCacheLaunch {
     HeadsOfKind<Real> kinds[head_kinds];
     Real eps;
     Real weight_offset;
+    Float8Range q_range;  // where q is stored as float8
     QkNormRotaryAndCacheMap<cutlass::FastDivmod> map;
     cutlass::FastDivmod block_size;
     uint32_t slots;

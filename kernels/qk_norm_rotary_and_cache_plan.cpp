@@ -71,6 +71,13 @@ int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape) {
     return max_heads(shape) > 2 && threads >= threads_for_eight ? 8 : 2;
 }
 
+// As many as the groups divide into. Every sharer computes two rotations or more.
+int sharers_log2(int groups, const QkNormRotaryAndCachePlan& plan) {
+    int log2 = 0;
+    while (groups % (2 << log2) == 0 && (2 << log2) <= std::min(warp / plan.team, plan.vector / 2)) ++log2;
+    return log2;
+}
+
 // One row for each kind that has heads, or one for each head.
 HeadGroups rows_of(const QkNormRotaryAndCacheShape& shape, NormOver over) {
     const auto rows = [&](int heads) { return over == NormOver::head ? heads : std::min(heads, 1); };
@@ -134,6 +141,12 @@ QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const
             const int64_t threads = ceil_div(all_tokens * plan.team, warp) * warp;
             plan.block_threads = static_cast<int>(std::min<int64_t>(threads, norm_block_threads));
             plan.tokens_per_block = plan.block_threads / plan.team;
+            if (heads_per_thread == 8) {
+                const bool is_fixed = lanes == 8 && shape.rotary_dim == shape.head_dim && shape.element_size == 2;
+                plan.fixed_lanes = is_fixed ? lanes : 0;
+                plan.q_sharers_log2 = sharers_log2(plan.groups.queries, plan);
+                plan.k_sharers_log2 = sharers_log2(plan.groups.keys, plan);
+            }
         } else {
             // All blocks have the same size; kinds with fewer heads spread them over all threads.
             const int groups = groups_of(max_heads(shape), heads_per_thread, shape.table_heads);

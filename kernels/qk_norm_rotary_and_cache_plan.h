@@ -30,16 +30,17 @@ QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args);
 
 // Minimum blocks per SM for __launch_bounds__: as many as nothing spills with. The same code needs more registers
 // before sm_90, where float8 is rounded by integer arithmetic.
-constexpr int norm_and_cache_min_blocks_per_sm(NormOver over, int heads_per_thread, bool needs_lookup,
-                                               bool has_float8) {
+constexpr int norm_and_cache_min_blocks_per_sm(NormOver over, int heads_per_thread, bool needs_lookup, bool has_float8,
+                                               int fixed_lanes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
     constexpr bool is_old = true;
 #else
     constexpr bool is_old = false;
 #endif
     if (over == NormOver::all_heads) return is_old && has_float8 ? 1 : 2;
-    if (heads_per_thread == 8) return !is_old ? 5 : has_float8 ? 3 : 4;
-    if (heads_per_thread == 2) return is_old || has_float8 || needs_lookup ? 4 : 5;
+    if (heads_per_thread == 8 && fixed_lanes > 0) return is_old && has_float8 ? 4 : 6;
+    if (heads_per_thread == 8) return !has_float8 ? 5 : is_old ? 3 : 4;
+    if (heads_per_thread == 2) return is_old || needs_lookup ? 4 : 5;
     return 6;
 }
 
@@ -58,11 +59,15 @@ struct QkNormRotaryAndCachePlan {
     int lanes = 1;
     int team = 1;  // threads that reduce a head: a power of two
     int heads_per_thread = 1;
-    HeadGroups groups;  // of up to heads_per_thread heads; two passes: none
+    int fixed_lanes = 0;  // runs the kernel for heads of so many lanes that are rotated whole; 0: for all heads
+    HeadGroups groups;    // of up to heads_per_thread heads; two passes: none
     // What a token is divided into: over a head, in registers, the groups; otherwise rows. A block takes one unit.
     HeadGroups units;
     int block_threads = norm_row_block_threads;
-    int tokens_per_block = 1;       // over a head, in registers, a team each
+    int tokens_per_block = 1;  // over a head, in registers, a team each
+    // Teams of a warp that have the same token, and groups of q, or of k, of their own: 2 to this power.
+    int q_sharers_log2 = 0;
+    int k_sharers_log2 = 0;
     int64_t tokens_per_launch = 0;  // as in RotaryPlan
 };
 

@@ -112,7 +112,7 @@ private:
         }
         float largest = 0.0f;
         each_result(head, [&](int, float x) { largest = fmaxf(largest, fabsf(x)); });
-        const float scale = float8_scale_of(max_over_block(largest), of_.stored_as);
+        const float scale = launch_.q_range.scale_of(max_over_block(largest));
         if (threadIdx.x == 0) *launch_.q_scale(row_.batch, row_.token, head) = scale;
         return scale;
     }

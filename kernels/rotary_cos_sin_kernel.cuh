@@ -52,7 +52,8 @@ __device__ const Column* token_columns(const ColumnsView& view, int batch, int t
 // The rotary kernel with cosines and sines from memory: the same places, plans and vectors. Nothing is computed but the
 // rotation, so the heads' latency hides that of the columns, which are issued first.
 // Whole heads have one block fewer per SM, where they would spill.
-template <class Element, class Column, int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads>
+template <class Element, class Column, int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads,
+          bool tokens_inside>
 __global__ void __launch_bounds__(rotary_block_threads,
                                   rotary_min_blocks_per_sm(HeadsPerThread) - (whole_heads ? 1 : 0))
     rotary_cos_sin_kernel(const __grid_constant__ RotaryCosSinLaunch launch) {
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
     using Layout = LayoutOf<pairing, Vector, whole_heads>;
     const RotaryArgs& args = launch.args.rotary;
     const int thread = blockIdx.x * rotary_block_threads + threadIdx.x;
-    const auto [lane, group, batch, token] = launch.map.place(thread);
+    const auto [lane, group, batch, token] = launch.map.template place<tokens_inside>(thread);
     const HeadsOfTable all_heads{0, args.q.heads, args.k.heads};
     const HeadRange heads(group, HeadsPerThread, all_heads.count());
     const Layout layout{lane, args.rotary_dim / 2};
@@ -131,9 +132,15 @@ void launch_with_columns(const RotaryCosSinArgs& args, const RotaryPlan& plan, c
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
     with_plan<Element>(plan, rotary.pairing, [&]<int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads> {
-        launch_with_pdl(
-            pdl_kernel<rotary_cos_sin_kernel<Element, Column, Vector, HeadsPerThread, pairing, whole_heads>>,
-            dim3(blocks), rotary_block_threads, stream, launch);
+        const auto launch_kernel = [&]<bool tokens_inside> {
+            launch_with_pdl(pdl_kernel<rotary_cos_sin_kernel<Element, Column, Vector, HeadsPerThread, pairing,
+                                                             whole_heads, tokens_inside>>,
+                            dim3(blocks), rotary_block_threads, stream, launch);
+        };
+        if constexpr (takes_tokens_inside(Vector * static_cast<int>(sizeof(Element)), HeadsPerThread, whole_heads)) {
+            if (plan.tokens_inside) return launch_kernel.template operator()<true>();
+        }
+        launch_kernel.template operator()<false>();
     });
 }
 

@@ -142,7 +142,7 @@ void store_query(const QkNormRotaryAndCacheArgs& args, int64_t batch, int64_t to
                 float scale = args.q_scale == nullptr ? 1.0f : args.q_scale[head * args.q_scale_stride];
                 if (args.q_scale_out != nullptr) {
                     const HeadStrides& strides = args.q_scale_out_strides;
-                    scale = float8_scale_of(largest_magnitude(wide, head_dim), args.q_stored_as);
+                    scale = Float8Range::of(args.q_stored_as).scale_of(largest_magnitude(wide, head_dim));
                     args.q_scale_out[batch * strides.batch + token * strides.token + head * strides.head] = scale;
                 }
                 return store_float8(wide, head_dim, scale, args.q_stored_as, out.head(head));

@@ -53,6 +53,14 @@ __device__ inline float finite_ratio(float factor, float scale) {
     return fabsf(ratio) > FLT_MAX && fabsf(factor) <= FLT_MAX ? copysignf(FLT_MAX, ratio) : ratio;
 }
 
+// finite_ratio for a scale of Float8Range::scale_of, whose reciprocal is a normal number.
+__device__ inline float ratio_to_computed_scale(float factor, float scale) {
+    float reciprocal;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(scale));
+    const float ratio = factor * reciprocal;
+    return ratio > FLT_MAX && factor <= FLT_MAX ? FLT_MAX : ratio;
+}
+
 // A lane's two vectors as float8.
 template <int Vector>
 struct Float8Fragment {

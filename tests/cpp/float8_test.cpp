@@ -56,7 +56,7 @@ TEST_P(Float8, RoundsToTheNearestAndTiesToEven) {
 }
 
 TEST_P(Float8, SaturatesAndKeepsNaN) {
-    EXPECT_EQ(largest_float8(format()), largest_finite(format()));
+    EXPECT_EQ(Float8Range::of(format()).largest, largest_finite(format()));
     const auto largest = static_cast<float>(largest_finite(format()));
     for (const float x : {largest, largest * 1.035f, largest * 1.0625f, largest * 1.1f, 1e10f, FLT_MAX, infinity}) {
         EXPECT_EQ(bits_of(x), largest_bits()) << x;
@@ -73,7 +73,7 @@ TEST_P(Float8, ScalesAsDivisionDoes) {
     std::uniform_real_distribution<float> exponents(-8.0f, 8.0f);
     for (int i = 0; i < 200000; ++i) {
         const float scale = std::exp2(exponents(random));
-        const float any = scale * 1.4f * largest_float8(format()) * std::sin(static_cast<float>(i));
+        const float any = scale * 1.4f * Float8Range::of(format()).largest * std::sin(static_cast<float>(i));
         // The float nearest to the midpoint of two float8 values.
         const int bits = static_cast<int>(random() % largest_bits());
         const auto tie = static_cast<float>((value_of(bits) + value_of(bits + 1)) / 2 * scale);
@@ -102,7 +102,7 @@ TEST_P(Float8, TheComputedScaleMapsTheLargestMagnitudeToTheLargestValue) {
     for (int i = 0; i < 100000; ++i) {
         const float x = std::abs(std::bit_cast<float>(static_cast<uint32_t>(random())));
         if (!std::isfinite(x)) continue;
-        const float scale = float8_scale_of(x, format());
+        const float scale = Float8Range::of(format()).scale_of(x);
         const double exact = std::fmax(static_cast<double>(x) / largest_finite(format()), 0x1p-126);
         ASSERT_LE(std::abs(scale - exact), exact * 0x1p-23) << x;
         const Float8Scale by{scale, 1.0f / scale};
@@ -114,7 +114,7 @@ TEST_P(Float8, TheComputedScaleMapsTheLargestMagnitudeToTheLargestValue) {
 
 TEST_P(Float8, TheComputedScaleAndItsInverseAreFinite) {
     for (const float x : {0.0f, FLT_TRUE_MIN, FLT_MIN, FLT_MAX, infinity}) {
-        const float scale = float8_scale_of(x, format());
+        const float scale = Float8Range::of(format()).scale_of(x);
         EXPECT_TRUE(std::isfinite(scale) && std::isfinite(1.0f / scale)) << x;
         const Float8Scale by{scale, 1.0f / scale};
         EXPECT_EQ(bits_of(by.divide(0.0f)), 0);

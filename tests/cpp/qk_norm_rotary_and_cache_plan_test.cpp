@@ -127,6 +127,47 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
         });
 }
 
+TEST(Plan, SharesRotationsAmongTheGroupsOfAToken) {
+    QkNormRotaryAndCacheShape shape{.batch = 1,
+                                    .tokens = 8192,
+                                    .q_heads = 32,
+                                    .kv_heads = 8,
+                                    .head_dim = 128,
+                                    .rotary_dim = 128,
+                                    .element_size = 2,
+                                    .aligned = true};
+    const auto sharers = [&](int q_heads, int head_dim) {
+        shape.q_heads = q_heads;
+        shape.head_dim = shape.rotary_dim = head_dim;
+        return 1 << plan(shape, h200).q_sharers_log2;
+    };
+    EXPECT_EQ(sharers(32, 128), 4);  // four groups, and four teams of a warp
+    EXPECT_EQ(sharers(64, 128), 4);
+    EXPECT_EQ(sharers(48, 128), 2);  // six groups
+    EXPECT_EQ(sharers(40, 128), 1);  // five
+    EXPECT_EQ(sharers(32, 256), 2);  // two teams of a warp
+    EXPECT_EQ(sharers(64, 32), 4);   // four of eight groups, so that each computes two rotations
+    EXPECT_EQ(plan(shape, h200).k_sharers_log2, 0);
+}
+
+TEST(Plan, FixesTheLanesOfHeadsThatAreRotatedWhole) {
+    QkNormRotaryAndCacheShape shape{.batch = 1,
+                                    .tokens = 8192,
+                                    .q_heads = 32,
+                                    .kv_heads = 8,
+                                    .head_dim = 128,
+                                    .rotary_dim = 128,
+                                    .element_size = 2,
+                                    .aligned = true};
+    EXPECT_EQ(plan(shape, h200).fixed_lanes, 8);
+    shape.rotary_dim = 64;
+    EXPECT_EQ(plan(shape, h200).fixed_lanes, 0);
+    shape.head_dim = 64;
+    EXPECT_EQ(plan(shape, h200).fixed_lanes, 0);
+    shape.element_size = 4;  // eight lanes, but instantiated for 16 bits only
+    EXPECT_EQ(plan(shape, h200).fixed_lanes, 0);
+}
+
 TEST(Plan, GivesThreadsMoreHeadsInLargeLaunches) {
     QkNormRotaryAndCacheShape shape{.batch = 1,
                                     .tokens = 1,
@@ -161,13 +202,31 @@ public:
             for (int thread = 0; thread < plan.block_threads; ++thread) {
                 if (shape_.over == NormOver::head) {
                     const int64_t team = (int64_t{block} * plan.block_threads + thread) / plan.team;
-                    run_in_registers(map, map.place<NormOver::head>(block, thread), team);
+                    const StorePlace place = place_over_head(map, block, thread);
+                    run_in_registers(map, place, team);
+                    expect_one_token(place, place_over_head(map, block, first_sharer(plan, place, thread)));
+                    EXPECT_EQ(place.sharer, thread / plan.team % place.sharers);
                 } else {
-                    run_in_registers(map, map.place<NormOver::all_heads>(block, thread), block);
+                    run_in_registers(map, map.place<NormOver::all_heads, false>(block, thread), block);
                 }
                 if (::testing::Test::HasFatalFailure()) return;
             }
         }
+    }
+
+    static StorePlace place_over_head(const QkNormRotaryAndCacheMap<PlainDivmod>& map, int block, int thread) {
+        return map.plan.heads_per_thread == 8 ? map.place<NormOver::head, true>(block, thread)
+                                              : map.place<NormOver::head, false>(block, thread);
+    }
+
+    // Threads of a warp that share rotations: they are of the same lane, token and weights.
+    static int first_sharer(const QkNormRotaryAndCachePlan& plan, const StorePlace& place, int thread) {
+        EXPECT_EQ(warp % (plan.team * place.sharers), 0);
+        return thread - place.sharer * plan.team;
+    }
+    static void expect_one_token(const StorePlace& a, const StorePlace& b) {
+        EXPECT_EQ(std::tie(a.lane, a.kind, a.batch, a.token, a.sharers),
+                  std::tie(b.lane, b.kind, b.batch, b.token, b.sharers));
     }
 
     // Every component once, and all components of a row in one reduction.

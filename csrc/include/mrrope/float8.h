@@ -12,10 +12,6 @@
 
 namespace mrrope {
 
-MRROPE_HOST_DEVICE float largest_float8(StoredAs format) {
-    return format == StoredAs::float8_e5m2 ? 57344.0f : 448.0f;
-}
-
 // Rounds to nearest even and saturates: infinity, too, becomes the largest finite value. For processors without a
 // conversion instruction.
 MRROPE_HOST_DEVICE uint8_t float8_bits(float x, StoredAs format) {
@@ -52,13 +48,24 @@ struct Float8Scale {
     }
 };
 
-// The scale that maps the largest magnitude of a head to the largest float8. At least 2^-126, whose inverse is finite:
-// a head of zeros has that scale. Infinity counts as the largest float, and saturates. No division: on a GPU its slow
-// path would cost registers.
-MRROPE_HOST_DEVICE float float8_scale_of(float largest_magnitude, StoredAs format) {
-    const float largest = largest_float8(format);
-    const Float8Scale by{largest, format == StoredAs::float8_e5m2 ? 1.0f / 57344.0f : 1.0f / 448.0f};
-    return std::fmax(by.divide(std::fmin(largest_magnitude, FLT_MAX)), FLT_MIN);
-}
+// The largest magnitude of a format, for the scales of heads.
+struct Float8Range {
+    float largest;
+    float reciprocal;
+
+    MRROPE_HOST_DEVICE static Float8Range of(StoredAs format) {
+        return format == StoredAs::float8_e5m2 ? Float8Range{57344.0f, 1.0f / 57344.0f}
+                                               : Float8Range{448.0f, 1.0f / 448.0f};
+    }
+
+    // The scale that maps the largest magnitude of a head to the largest float8. At least 2^-126, whose inverse is
+    // finite: a head of zeros has that scale, and one of NaN. Infinity counts as the largest float, and saturates. No
+    // division: on a GPU its slow path would cost registers.
+    MRROPE_HOST_DEVICE float scale_of(float largest_magnitude) const {
+        const float x = std::fmin(std::fmax(largest_magnitude, largest * FLT_MIN), FLT_MAX);
+        const float quotient = x * reciprocal;
+        return std::fma(std::fma(-quotient, largest, x), reciprocal, quotient);
+    }
+};
 
 }  // namespace mrrope

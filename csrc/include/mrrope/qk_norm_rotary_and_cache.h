@@ -17,7 +17,7 @@ struct QkNormRotaryAndCacheArgs : RotaryAndCacheArgs, QkNorm {
     const float* q_scale = nullptr;
     int64_t q_scale_stride = 0;
     // If given, q_scale is unused: each token and head gets the scale that maps its largest magnitude to the largest
-    // float8, float8_scale_of, stored here.
+    // float8, Float8Range::scale_of, stored here.
     float* q_scale_out = nullptr;
     HeadStrides q_scale_out_strides;
     HeadsView gate;  // replaced by its sigmoid in place; 0 heads: none
