@@ -10,10 +10,10 @@
 #include "device/dependent_launch.cuh"
 #include "device/float8_fragment.cuh"
 #include "device/rms_norm.cuh"
-#include "device/warp_rotations.cuh"
 #include "qk_norm_rotary_and_cache_launch.cuh"
 #include "qk_norm_rotary_and_cache_map.h"
 #include "qk_norm_rotary_and_cache_plan.h"
+#include "qk_norm_rotary_and_cache_rotations.cuh"
 #include "qk_norm_rotary_and_cache_row_kernel.cuh"
 
 namespace mrrope {
@@ -172,8 +172,9 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     int64_t slot = 0;
     if (place.is_cached()) slot = load_position(launch.args.slots.of_tokens, token_slot);
 
-    // Calls reduce(i) before the heads, in registers from i on, that are reduced at once, and results(j, wide) for each
-    // of them, which replaces the loaded components, and returns the factor that they are still to be multiplied by.
+    // Calls reduce(i) before a head that is held at i, of eight, or once, before the first of fewer; and results(j,
+    // wide) for every head, which replaces the loaded components, and returns the factor that they are still to be
+    // multiplied by.
     const auto store_heads_as = [&]<bool to_float8, class Results>(auto&& reduce, const Results& results) {
         // Over all heads, threads of a warp may differ in their heads, and all take part in the maximum of a head.
         constexpr bool takes_all = to_float8 && !over_head;

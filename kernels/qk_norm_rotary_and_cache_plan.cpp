@@ -44,17 +44,17 @@ int64_t threads_over_all_heads(const QkNormRotaryAndCacheShape& shape, int lanes
 }
 
 // Microseconds on an H200 by heads per thread, and of a copy of as many bytes; bfloat16, 32 heads of q, and 8 each of k
-// and v, of 128. The thresholds count threads of one head with full vectors. Measured before heads were reduced alone,
-// which gained up to 8 % in bfloat16.
+// and v, of 128. The thresholds count threads of one head with full vectors.
 //     tokens           1       2       8     copy
-//          1        1.35    1.64    3.40     0.91
-//         16        1.79    2.05    3.94     1.49
-//         64        2.20    2.36    4.18     1.80
-//        256        4.61    3.63    4.83     2.96
-//       1024        14.0    9.23    9.12     7.64
-//       2048        26.8    16.3    16.0     13.6
-//       8192         103    60.6    53.7     49.3
-// With float8, two heads are up to 4 % faster than eight at 1024 tokens; the other thresholds are the same.
+//          1        1.37    1.66    3.05     0.89
+//         16        1.62    1.89    4.11     1.50
+//         64        2.01    2.11    4.36     1.79
+//        256        4.65    3.50    4.91     2.95
+//       1024        14.3    9.09    8.83     7.59
+//       2048        27.2    16.1    15.2     13.6
+//       8192         105    59.9    53.2     49.8
+//      32768         412     231     203      191
+// At 1024 tokens a float8 cache takes 9.5 us with two heads and 10.7 us with eight, with float8 q 10.0 and 9.8.
 int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape) {
     constexpr int64_t threads_for_two = 1 << 16;
     constexpr int64_t threads_for_eight = 3 << 17;

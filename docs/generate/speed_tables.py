@@ -121,7 +121,7 @@ def learnable_rotary() -> list[str]:
 
 def head_tables() -> list[str]:
     """Return the times in place with one table and with a table for each key head."""
-    rows = rows_of("head_tables_cuda.json")
+    rows = [row for row in rows_of("rotary_cuda.json") if "mrrope by head" in row["seconds"]]
     if not rows:
         return NOT_MEASURED
 
@@ -135,7 +135,24 @@ def head_tables() -> list[str]:
 
 def rotary_cos_sin() -> list[str]:
     """Return the times of rotary_cos_sin beside those of rotary and of transformers."""
-    return times("rotary_cos_sin_cuda.json", "tokens x q/k heads", lambda row: row["name"])
+    names = (
+        "copy",
+        "mrrope",
+        "mrrope by cos/sin",
+        "stock kernel's algorithm",
+        "transformers compiled",
+        "transformers eager",
+    )
+    rows = [row for row in rows_of("rotary_cuda.json") if row["head_dim"] == 128 and row["q_heads"] == 32]
+    if not rows:
+        return NOT_MEASURED
+    return table(
+        ["tokens x q/k heads", *(COLUMN_TITLES.get(name, name) for name in names)],
+        [
+            [row["name"], *(microseconds(row["seconds"][name]) if name in row["seconds"] else "" for name in names)]
+            for row in rows
+        ],
+    )
 
 
 def rescale_cache() -> list[str]:

@@ -120,6 +120,9 @@ TEST_P(Float8, TheComputedScaleAndItsInverseAreFinite) {
         EXPECT_EQ(bits_of(by.divide(0.0f)), 0);
         EXPECT_LE(bits_of(by.divide(x)), largest_bits()) << x;
     }
+    for (const float x : {0.0f, FLT_TRUE_MIN, std::numeric_limits<float>::quiet_NaN()}) {
+        EXPECT_EQ(Float8Range::of(format()).scale_of(x), FLT_MIN) << x;
+    }
 }
 
 }  // namespace
