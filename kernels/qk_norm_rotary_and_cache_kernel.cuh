@@ -98,7 +98,7 @@ __device__ void rotate_within(const Lane& lane, WideFragment<Real, Vector>& wide
 }
 
 // qk_norm_rotary_kernel for heads of four kinds: all heads of a block are of q, of k, of v or of the gate, and those of
-// k and v are stored to the tokens' cache slots. Over a head, a block takes the same heads of each of its tokens.
+// k and v are stored to the tokens' cache slots.
 // has_float8: some heads are rounded to float8, which takes as much code as all the rest.
 // FixedLanes: lanes of a head, all of which rotate, or 0 for any head. Constants in place of what every head would
 // compute from shape and lane are a third of the instructions.
@@ -172,11 +172,12 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     int64_t slot = 0;
     if (place.is_cached()) slot = load_position(launch.args.slots.of_tokens, token_slot);
 
-    // Calls reduce(i) before a head that is held at i, of eight, or once, before the first of fewer; and results(j,
-    // wide) for every head, which replaces the loaded components, and returns the factor that they are still to be
-    // multiplied by.
+    // Calls results(j, wide) for every head, which replaces the loaded components and returns the factor that they are
+    // still to be multiplied by. Before it, calls reduce(i) with the head's place in registers: eight heads are reduced
+    // one by one, fewer at once, before the first.
     const auto store_heads_as = [&]<bool to_float8, class Results>(auto&& reduce, const Results& results) {
-        // Over all heads, threads of a warp may differ in their heads, and all take part in the maximum of a head.
+        // Threads of a warp may differ in their heads. Over all heads, all take part in the maximum of a head. Over a
+        // head, those without another one exit; the shuffles of the others name them, which CUDA allows.
         constexpr bool takes_all = to_float8 && !over_head;
         const bool is_stored = !place.is_cached() || launch.has_slot(slot);
         using Stored = std::conditional_t<to_float8, uint8_t, Element>;
@@ -260,8 +261,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         constexpr int warp = 32;
         __shared__ WarpRotations<Element, Vector> rotations_of_warps[norm_block_threads / warp];
         auto& rotations = rotations_of_warps[threadIdx.x / warp];
-        const int thread_of_warp = threadIdx.x % warp;
-        const int column = thread_of_warp / (team * place.sharers) * team + thread_of_warp % team;
+        const int column = rotation_column(threadIdx.x, team, place.sharers);
         rotations.compute(args, lane, place, column, static_cast<const Element*>(of.weight), offset, load_first_heads);
         pdl_trigger();
         Real sum;

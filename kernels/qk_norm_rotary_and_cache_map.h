@@ -46,6 +46,12 @@ struct StorePlace {
     MRROPE_HOST_DEVICE bool is_cached() const { return kind == HeadKind::key || kind == HeadKind::value; }
 };
 
+// Where a warp keeps the rotations of a thread's lane: sharers keep theirs together.
+MRROPE_HOST_DEVICE int rotation_column(int thread, int team, int sharers) {
+    const int thread_of_warp = thread % 32;
+    return thread_of_warp / (team * sharers) * team + thread_of_warp % team;
+}
+
 // A block of the two-pass kernel: one row.
 struct StoreRow {
     int batch;
@@ -56,9 +62,12 @@ struct StoreRow {
 
 // A block takes one unit of a tile of plan.tokens_per_block tokens; neighbouring blocks take units of the same tile.
 //
-// is_large, over a head with eight heads per thread: units of v and the gate come after those of q and k of all tiles,
-// since they run other code, and are shorter, which leaves less idle at the end. With float8 q, 131072 tokens take
-// 590 us on an H200 so, with all units of a tile together 629. In small launches it would cost 0.1 us.
+// is_large: over a head, with eight heads per thread.
+// - Units of v and the gate come after those of q and k of all tiles. They run other code and are shorter, so that
+// fewer
+//   SMs idle at the end: 131072 tokens with float8 q take 590 us on an H200 instead of 629. Small launches would lose
+//   0.1 us.
+// - Sharers: a block takes as many groups, of as many times fewer tokens.
 template <class Divmod>
 struct QkNormRotaryAndCacheMap {
     QkNormRotaryAndCachePlan plan;
@@ -138,7 +147,7 @@ struct QkNormRotaryAndCacheMap {
             place.group = found.number;
             int token_of_tile = number;
             if constexpr (is_large) {
-                // Sharers take a group each in place of a token each, and as many units divide the tile's tokens.
+                // As many units divide the tile's tokens.
                 const int log2 = sharers_log2(place.kind);
                 place.sharers = 1 << log2;
                 place.sharer = number & (place.sharers - 1);

@@ -54,10 +54,10 @@ int64_t threads_over_all_heads(const QkNormRotaryAndCacheShape& shape, int lanes
 //       2048        27.2    16.1    15.2     13.6
 //       8192         105    59.9    53.2     49.8
 //      32768         412     231     203      191
-// At 1024 tokens a float8 cache takes 9.5 us with two heads and 10.7 us with eight, with float8 q 10.0 and 9.8.
+// At 1024 tokens a float8 cache takes 9.5 us with two heads and 10.7 us with eight; with float8 q too, 10.0 and 9.8.
 int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape) {
     constexpr int64_t threads_for_two = 1 << 16;
-    constexpr int64_t threads_for_eight = 3 << 17;
+    const int64_t threads_for_eight = shape.rounds_cache_only ? 3 << 18 : 3 << 17;
     constexpr int64_t max_threads_for_two_over_all_heads = 1 << 17;
     if (shape.needs_lookup) return norm_heads_per_thread_with_lookup;
     const int64_t heads = shape.q_heads + 2 * shape.kv_heads + shape.gate_heads;
@@ -107,6 +107,7 @@ QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args) {
                    starts_aligned(args.k_weight),
         .needs_lookup = rotary.positions.row_of_pair != nullptr || rotary.choice.count > 1 || rotary.choice.heads > 1,
         .computes_q_scale = args.q_scale_out != nullptr,
+        .rounds_cache_only = is_float8(args.cached_as) && !is_float8(args.q_stored_as),
         .table_heads = rotary.choice.heads};
 }
 

@@ -20,10 +20,11 @@ struct QkNormRotaryAndCacheShape {
     int rotary_dim = 0;
     int element_size = 0;
     NormOver over = NormOver::head;
-    bool aligned = false;           // every vector that is loaded or stored is aligned to its size
-    bool needs_lookup = false;      // several tables, or several positions per token
-    bool computes_q_scale = false;  // a scale per token and head of q
-    int table_heads = 1;            // TableChoice::heads
+    bool aligned = false;            // every vector that is loaded or stored is aligned to its size
+    bool needs_lookup = false;       // several tables, or several positions per token
+    bool computes_q_scale = false;   // a scale per token and head of q
+    bool rounds_cache_only = false;  // k and v are stored as float8, q is not
+    int table_heads = 1;             // TableChoice::heads
 };
 
 QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args);
@@ -61,11 +62,11 @@ struct QkNormRotaryAndCachePlan {
     int heads_per_thread = 1;
     int fixed_lanes = 0;  // runs the kernel for heads of so many lanes that are rotated whole; 0: for all heads
     HeadGroups groups;    // of up to heads_per_thread heads; two passes: none
-    // What a token is divided into: over a head, in registers, the groups; otherwise rows. A block takes one unit.
+    // What a token is divided into: over a head, in registers, the groups; otherwise rows.
     HeadGroups units;
     int block_threads = norm_row_block_threads;
-    int tokens_per_block = 1;  // over a head, in registers, a team each
-    // Teams of a warp that have the same token, and groups of q, or of k, of their own: 2 to this power.
+    int tokens_per_block = 1;  // over a head, in registers, as many as teams
+    // Sharers: teams of a warp that have one token and a group each, 2 to this power.
     int q_sharers_log2 = 0;
     int k_sharers_log2 = 0;
     int64_t tokens_per_launch = 0;  // as in RotaryPlan

@@ -120,6 +120,37 @@ TEST_F(QkNormRotaryAndCacheCuda, EveryPlan) {
     });
 }
 
+// Several tiles, four sharers of a token, and slices of the tokens.
+TEST_F(QkNormRotaryAndCacheCuda, ManyTokensWithEightHeadsPerThread) {
+    for (const int q_heads : {32, 30}) {
+        for (const StoredAs stored_as : every_stored_as) {
+            for (const int64_t tokens_per_launch : {86, 21}) {
+                NormCacheOptions o;
+                o.cache.rotary.dtype = DType::bfloat16;
+                o.cache.rotary.batch = 2;
+                o.cache.rotary.tokens = 43;
+                o.cache.rotary.q_heads = q_heads;
+                o.cache.rotary.k_heads = 12;
+                o.cache.rotary.head_dim = o.cache.rotary.rotary_dim = 128;
+                o.cache.rotary.in_place = true;
+                o.cache.cached_as = o.q_stored_as = stored_as;
+                if (is_float8(stored_as)) o.q_scale = QScale::computed;
+                o.has_gate = true;
+                NormCacheCase norm(o);
+                NormCacheOnDevice device(norm);
+                const QkNormRotaryAndCacheArgs args = device.args();
+                auto plan = plan_with(shape_of(args), current_device(), 8);
+                plan.tokens_per_launch = tokens_per_launch;
+                qk_norm_rotary_and_cache_cuda(args, plan, nullptr);
+                device.fetch();
+                SCOPED_TRACE(describe(o));
+                norm.expect_stored();
+                if (HasFailure()) return;
+            }
+        }
+    }
+}
+
 TEST_F(QkNormRotaryAndCacheCuda, HeadTablesAndRows) {
     for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
         for (const int64_t rows : {0, 3}) {

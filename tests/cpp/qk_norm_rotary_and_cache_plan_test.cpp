@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -111,6 +112,9 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
                 EXPECT_EQ(planned.lanes * 2 * planned.vector, shape.head_dim);
                 EXPECT_EQ(planned.team, static_cast<int>(std::bit_ceil(static_cast<unsigned>(planned.lanes))));
                 EXPECT_EQ(planned.block_threads % warp, 0);
+                EXPECT_EQ(planned.groups.queries % (1 << planned.q_sharers_log2), 0);
+                EXPECT_EQ(planned.groups.keys % (1 << planned.k_sharers_log2), 0);
+                EXPECT_LE(planned.team << std::max(planned.q_sharers_log2, planned.k_sharers_log2), warp);
                 EXPECT_LE(planned.block_threads, over_head ? norm_block_threads : norm_max_block_threads);
                 if (!over_head && shape.computes_q_scale) {
                     EXPECT_EQ(planned.team, planned.lanes);
@@ -127,15 +131,20 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
         });
 }
 
+// Of Qwen3-8B.
+QkNormRotaryAndCacheShape qwen3_shape(int64_t tokens) {
+    return {.batch = 1,
+            .tokens = tokens,
+            .q_heads = 32,
+            .kv_heads = 8,
+            .head_dim = 128,
+            .rotary_dim = 128,
+            .element_size = 2,
+            .aligned = true};
+}
+
 TEST(Plan, SharesRotationsAmongTheGroupsOfAToken) {
-    QkNormRotaryAndCacheShape shape{.batch = 1,
-                                    .tokens = 8192,
-                                    .q_heads = 32,
-                                    .kv_heads = 8,
-                                    .head_dim = 128,
-                                    .rotary_dim = 128,
-                                    .element_size = 2,
-                                    .aligned = true};
+    QkNormRotaryAndCacheShape shape = qwen3_shape(8192);
     const auto sharers = [&](int q_heads, int head_dim) {
         shape.q_heads = q_heads;
         shape.head_dim = shape.rotary_dim = head_dim;
@@ -151,14 +160,7 @@ TEST(Plan, SharesRotationsAmongTheGroupsOfAToken) {
 }
 
 TEST(Plan, FixesTheLanesOfHeadsThatAreRotatedWhole) {
-    QkNormRotaryAndCacheShape shape{.batch = 1,
-                                    .tokens = 8192,
-                                    .q_heads = 32,
-                                    .kv_heads = 8,
-                                    .head_dim = 128,
-                                    .rotary_dim = 128,
-                                    .element_size = 2,
-                                    .aligned = true};
+    QkNormRotaryAndCacheShape shape = qwen3_shape(8192);
     EXPECT_EQ(plan(shape, h200).fixed_lanes, 8);
     shape.rotary_dim = 64;
     EXPECT_EQ(plan(shape, h200).fixed_lanes, 0);
@@ -169,15 +171,13 @@ TEST(Plan, FixesTheLanesOfHeadsThatAreRotatedWhole) {
 }
 
 TEST(Plan, GivesThreadsMoreHeadsInLargeLaunches) {
-    QkNormRotaryAndCacheShape shape{.batch = 1,
-                                    .tokens = 1,
-                                    .q_heads = 32,
-                                    .kv_heads = 8,
-                                    .head_dim = 128,
-                                    .rotary_dim = 128,
-                                    .element_size = 2,
-                                    .aligned = true};
+    QkNormRotaryAndCacheShape shape = qwen3_shape(1);
     for (const auto& [tokens, heads_per_thread] : {std::pair{1, 1}, {64, 1}, {256, 2}, {1024, 8}, {131072, 8}}) {
+        shape.tokens = tokens;
+        EXPECT_EQ(plan(shape, h200).heads_per_thread, heads_per_thread) << tokens;
+    }
+    shape.rounds_cache_only = true;
+    for (const auto& [tokens, heads_per_thread] : {std::pair{256, 2}, {1024, 2}, {2048, 8}}) {
         shape.tokens = tokens;
         EXPECT_EQ(plan(shape, h200).heads_per_thread, heads_per_thread) << tokens;
     }
@@ -204,13 +204,12 @@ public:
                     const int64_t team = (int64_t{block} * plan.block_threads + thread) / plan.team;
                     const StorePlace place = place_over_head(map, block, thread);
                     run_in_registers(map, place, team);
-                    expect_one_token(place, place_over_head(map, block, first_sharer(plan, place, thread)));
-                    EXPECT_EQ(place.sharer, thread / plan.team % place.sharers);
                 } else {
                     run_in_registers(map, map.place<NormOver::all_heads, false>(block, thread), block);
                 }
                 if (::testing::Test::HasFatalFailure()) return;
             }
+            if (plan.heads_per_thread == 8) expect_rotations_of_every_lane(map, block);
         }
     }
 
@@ -219,14 +218,33 @@ public:
                                               : map.place<NormOver::head, false>(block, thread);
     }
 
-    // Threads of a warp that share rotations: they are of the same lane, token and weights.
-    static int first_sharer(const QkNormRotaryAndCachePlan& plan, const StorePlace& place, int thread) {
-        EXPECT_EQ(warp % (plan.team * place.sharers), 0);
-        return thread - place.sharer * plan.team;
-    }
-    static void expect_one_token(const StorePlace& a, const StorePlace& b) {
-        EXPECT_EQ(std::tie(a.lane, a.kind, a.batch, a.token, a.sharers),
-                  std::tie(b.lane, b.kind, b.batch, b.token, b.sharers));
+    // Every thread finds the rotations of its lane at its token in its warp's memory, each written by one thread.
+    static void expect_rotations_of_every_lane(const QkNormRotaryAndCacheMap<PlainDivmod>& map, int block) {
+        const QkNormRotaryAndCachePlan& plan = map.plan;
+        using Rotation = std::tuple<HeadKind, int, int, int>;
+        const auto rotation_of = [](const StorePlace& place) {
+            return Rotation{place.kind, place.batch, place.token, place.lane};
+        };
+        for (int first = 0; first < plan.block_threads; first += warp) {
+            std::map<std::pair<int, int>, Rotation> written;
+            const auto for_each_thread = [&](auto&& f) {
+                for (int thread = first; thread < first + warp; ++thread) {
+                    const StorePlace place = place_over_head(map, block, thread);
+                    f(place, rotation_column(thread, plan.team, place.sharers));
+                }
+            };
+            for_each_thread([&](const StorePlace& place, int column) {
+                ASSERT_LT(column, warp);
+                for (int pair = place.sharer; pair < plan.vector; pair += place.sharers) {
+                    ASSERT_TRUE(written.emplace(std::pair{pair, column}, rotation_of(place)).second) << "written twice";
+                }
+            });
+            for_each_thread([&](const StorePlace& place, int column) {
+                for (int pair = 0; pair < plan.vector; ++pair) {
+                    ASSERT_EQ(written.at({pair, column}), rotation_of(place));
+                }
+            });
+        }
     }
 
     // Every component once, and all components of a row in one reduction.
@@ -334,6 +352,30 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
                            if (::testing::Test::HasFailure()) return;
                        }
                    });
+}
+
+// Several tiles, four sharers, and sharers with different numbers of heads.
+TEST(Kernel, SharesRotationsOfManyTokens) {
+    for (const HeadCounts heads : {HeadCounts{32, 16, 32}, {30, 12, 0}, {64, 8, 0}, {40, 48, 40}}) {
+        for (const int head_dim : {32, 64, 128, 256}) {
+            for (const int64_t tokens : {1, 40, 131}) {
+                const QkNormRotaryAndCacheShape shape{.batch = 2,
+                                                      .tokens = tokens,
+                                                      .q_heads = heads.q_heads,
+                                                      .kv_heads = heads.kv_heads,
+                                                      .gate_heads = heads.gate_heads,
+                                                      .head_dim = head_dim,
+                                                      .rotary_dim = head_dim,
+                                                      .element_size = 2,
+                                                      .aligned = true};
+                SCOPED_TRACE(describe(shape));
+                Coverage kernel(shape);
+                kernel.run(plan_with(shape, h200, 8));
+                if (!HasFatalFailure()) kernel.expect_each_component_once();
+                if (HasFailure()) return;
+            }
+        }
+    }
 }
 
 // --- launches
