@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -250,8 +249,25 @@ class FlashInferPages:
         self.inverse_scale = 1.0 if buffers.scale is None else 1.0 / float(buffers.scale)
 
 
+FLASHINFER_OPS = (
+    "rope_quantize_fp8_append_paged_kv_cache",
+    "cake_fused_qk_rmsnorm_rope_append_paged_kv_cache",
+    "cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache",
+)
+
+
+@functools.cache
+def flashinfer_ops() -> Any:
+    """FlashInfer's module, or None where it is not installed or too old for these ops."""
+    try:
+        ops = importlib.import_module("flashinfer.rope")
+    except ImportError:
+        return None
+    return ops if all(hasattr(ops, name) for name in FLASHINFER_OPS) else None
+
+
 def flashinfer(buffers: Buffers) -> object:
-    ops, b, p = importlib.import_module("flashinfer.rope"), buffers, buffers.pages
+    ops, b, p = flashinfer_ops(), buffers, buffers.pages
     assert p is not None
     caches = (b.key_cache, b.value_cache)
     if not b.shape.has_norms:
@@ -287,7 +303,7 @@ CONTENDERS: dict[str, Callable[[Buffers], object]] = {
 
 def takes(case: Case, name: str) -> bool:
     if name == FLASHINFER:
-        return case.shape in (QWEN3_32B, LLAMA) and importlib.util.find_spec("flashinfer") is not None
+        return case.shape in (QWEN3_32B, LLAMA) and flashinfer_ops() is not None
     if name == OURS:
         return True
     # The unfused ops, which are compiled for every row, in some rows. NORMS_THEN_CACHE does not quantize q.

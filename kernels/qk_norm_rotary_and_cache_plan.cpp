@@ -44,7 +44,8 @@ int64_t threads_over_all_heads(const QkNormRotaryAndCacheShape& shape, int lanes
 }
 
 // Microseconds on an H200 by heads per thread, and of a copy of as many bytes; bfloat16, 32 heads of q, and 8 each of k
-// and v, of 128. The thresholds count threads of one head with full vectors.
+// and v, of 128. The thresholds count threads of one head with full vectors. Since then small launches have a simpler
+// map and less code: 0.1 us less up to 64 tokens.
 //     tokens           1       2       8     copy
 //          1        1.37    1.66    3.05     0.89
 //         16        1.62    1.89    4.11     1.50

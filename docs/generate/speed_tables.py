@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from measurements import NOT_MEASURED, Row, keys_in_order, microseconds, result, rows_of, short_exponent, table
@@ -69,12 +69,18 @@ def host() -> list[str]:
     return table(list(seconds), [[microseconds(value) for value in seconds.values()]]) if seconds else NOT_MEASURED
 
 
-def times(file: str, first_column: str, row_name: Callable[[Row], str]) -> list[str]:
-    """Return the times of all contenders of a results file, in microseconds."""
-    rows = rows_of(file)
+def times(
+    file: str,
+    first_column: str,
+    row_name: Callable[[Row], str],
+    takes: Callable[[Row], bool] = lambda row: True,
+    names: Sequence[str] = (),
+) -> list[str]:
+    """Return the times of a results file's contenders, by default all, in microseconds."""
+    rows = [row for row in rows_of(file) if takes(row)]
     if not rows:
         return NOT_MEASURED
-    names = keys_in_order(row["seconds"] for row in rows)
+    names = names or keys_in_order(row["seconds"] for row in rows)
 
     def cells(row: Row) -> list[str]:
         return [microseconds(row["seconds"][name]) if name in row["seconds"] else "" for name in names]
@@ -135,23 +141,14 @@ def head_tables() -> list[str]:
 
 def rotary_cos_sin() -> list[str]:
     """Return the times of rotary_cos_sin beside those of rotary and of transformers."""
-    names = (
-        "copy",
-        "mrrope",
-        "mrrope by cos/sin",
-        "stock kernel's algorithm",
-        "transformers compiled",
-        "transformers eager",
-    )
-    rows = [row for row in rows_of("rotary_cuda.json") if row["head_dim"] == 128 and row["q_heads"] == 32]
-    if not rows:
-        return NOT_MEASURED
-    return table(
-        ["tokens x q/k heads", *(COLUMN_TITLES.get(name, name) for name in names)],
-        [
-            [row["name"], *(microseconds(row["seconds"][name]) if name in row["seconds"] else "" for name in names)]
-            for row in rows
-        ],
+    ours = ("mrrope", "mrrope by cos/sin")
+    others = ("stock kernel's algorithm", "transformers compiled", "transformers eager")
+    return times(
+        "rotary_cuda.json",
+        "tokens x q/k heads",
+        lambda row: row["name"],
+        takes=lambda row: row["head_dim"] == 128 and row["q_heads"] == 32,
+        names=("copy", *ours, *others),
     )
 
 

@@ -172,7 +172,7 @@ __device__ void sum_over_team(Real (&sums)[Count], int team) {
 }
 
 // All-reduce of one value by `combine`. Up to 8 threads, as for heads of 128, it is straight-line code, which the
-// scheduler can mix with other arithmetic. All threads of the warp must call it.
+// scheduler can mix with other arithmetic. All threads of the warp that have not exited must call it.
 template <class Real, class F>
 __device__ Real reduce_over_team(Real value, int team, F&& combine) {
     const auto combine_with = [&](int step) {

@@ -359,15 +359,12 @@ TEST(Kernel, SharesRotationsOfManyTokens) {
     for (const HeadCounts heads : {HeadCounts{32, 16, 32}, {30, 12, 0}, {64, 8, 0}, {40, 48, 40}}) {
         for (const int head_dim : {32, 64, 128, 256}) {
             for (const int64_t tokens : {1, 40, 131}) {
-                const QkNormRotaryAndCacheShape shape{.batch = 2,
-                                                      .tokens = tokens,
-                                                      .q_heads = heads.q_heads,
-                                                      .kv_heads = heads.kv_heads,
-                                                      .gate_heads = heads.gate_heads,
-                                                      .head_dim = head_dim,
-                                                      .rotary_dim = head_dim,
-                                                      .element_size = 2,
-                                                      .aligned = true};
+                QkNormRotaryAndCacheShape shape = qwen3_shape(tokens);
+                shape.batch = 2;
+                shape.q_heads = heads.q_heads;
+                shape.kv_heads = heads.kv_heads;
+                shape.gate_heads = heads.gate_heads;
+                shape.head_dim = shape.rotary_dim = head_dim;
                 SCOPED_TRACE(describe(shape));
                 Coverage kernel(shape);
                 kernel.run(plan_with(shape, h200, 8));
