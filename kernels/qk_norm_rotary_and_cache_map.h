@@ -48,7 +48,7 @@ struct StorePlace {
 
 // Where a warp keeps the rotations of a thread's lane: sharers keep theirs together.
 MRROPE_HOST_DEVICE int rotation_column(int thread, int team, int sharers) {
-    const int thread_of_warp = thread % 32;
+    const int thread_of_warp = thread & 31;  // % 32 of an int takes eight instructions more
     return thread_of_warp / (team * sharers) * team + thread_of_warp % team;
 }
 
