@@ -3,7 +3,8 @@
     python benchmarks/learnable_rotary.py [--device cuda|cpu] [--no-compile] [--output benchmarks/results/NAME]
 
 Prints one table and writes NAME.json. Rows "with backward" time the op and its gradients for q, k, frequencies and
-attention factors; their copy moves as many bytes: five times q and k, where the forward pass alone moves two.
+attention factors. Beside them are two copies, since the passes cannot be one launch: of the bytes of the forward pass,
+twice q and k, and of those of the backward pass, three times.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ class Case:
     with_backward: bool = True
 
     @property
-    def bytes(self) -> int:
+    def passes(self) -> list[int]:
         """Forward reads and writes q and k; backward reads q, k and the gradients and writes theirs."""
         size: int = getattr(torch, self.dtype).itemsize
-        return (5 if self.with_backward else 2) * self.tokens * (self.q_heads + self.k_heads) * self.head_dim * size
+        heads = self.tokens * (self.q_heads + self.k_heads) * self.head_dim * size
+        return [2 * heads, 3 * heads] if self.with_backward else [2 * heads]
 
     @property
     def name(self) -> str:

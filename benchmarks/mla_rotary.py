@@ -35,13 +35,13 @@ class Case:
     with_backward: bool = False
 
     @property
-    def bytes(self) -> int:
+    def passes(self) -> list[int]:
         """q is read and written, k_nope read, the key written; backward: q's gradient, and the key's rope part."""
         head_dim = NOPE_DIM + ROPE_DIM
-        components = self.heads * (2 * head_dim + NOPE_DIM + head_dim) + ROPE_DIM
-        if self.with_backward:
-            components += self.heads * (2 * head_dim + ROPE_DIM) + ROPE_DIM
-        return 2 * self.tokens * components
+        forward = self.heads * (2 * head_dim + NOPE_DIM + head_dim) + ROPE_DIM
+        backward = self.heads * (2 * head_dim + ROPE_DIM) + ROPE_DIM
+        components = [forward, backward] if self.with_backward else [forward]
+        return [2 * self.tokens * count for count in components]
 
     @property
     def name(self) -> str:

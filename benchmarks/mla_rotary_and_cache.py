@@ -45,10 +45,10 @@ class Case:
         return self.dtype == "float8_e4m3fn"
 
     @property
-    def bytes(self) -> int:
+    def passes(self) -> list[int]:
         """q's rope parts are read and written, latent and key are read, and their row is written."""
         queries = 2 * self.tokens * self.q_heads * ROPE_DIM * 2
-        return queries + self.tokens * ROW_DIM * (2 + (1 if self.float8 else 2))
+        return [queries + self.tokens * ROW_DIM * (2 + (1 if self.float8 else 2))]
 
     @property
     def name(self) -> str:

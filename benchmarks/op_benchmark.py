@@ -63,8 +63,8 @@ class Case(Protocol):
     def name(self) -> str: ...
 
     @property
-    def bytes(self) -> int:
-        """Bytes read and written: the size of the copy beside it."""
+    def passes(self) -> Sequence[int]:
+        """Bytes that each pass, forward and backward, reads and writes: the sizes of the copies beside it."""
 
     @property
     def with_backward(self) -> bool:
@@ -98,9 +98,10 @@ class OpBenchmark(Generic[CaseT, Buffers]):
 
     def measure_case(self, case: CaseT, device: str, names: Sequence[str]) -> dict[str, Any]:
         """One row: seconds and errors by contender."""
-        count = buffer_sets(case.bytes, device)
+        moved = sum(case.passes)
+        count = buffer_sets(moved, device)
         sets = [self.make_buffers(case, device) for _ in range(count)]
-        steps = copy_steps([[copy_buffers(case.bytes, device)] for _ in range(count)])
+        steps = copy_steps([[copy_buffers(of_pass, device) for of_pass in case.passes] for _ in range(count)])
         taking = {name: self.contenders[name] for name in names if self.takes(case, name)}
         for name, run in taking.items():
             steps[name] = [self.step(case, run, buffers) for buffers in sets]
@@ -110,7 +111,7 @@ class OpBenchmark(Generic[CaseT, Buffers]):
             seconds = with_faster_copy(interleaved_medians(steps, device))
             if not case.with_backward:
                 errors = {name: self.relative_error(case, run, device) for name, run in taking.items()}
-        return {**asdict(case), "name": case.name, "bytes": case.bytes, "seconds": seconds, "errors": errors}
+        return {**asdict(case), "name": case.name, "bytes": moved, "seconds": seconds, "errors": errors}
 
     def print_rows(self, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
         """Print microseconds, the ratio to the copy, and the error, by contender."""

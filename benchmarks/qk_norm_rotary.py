@@ -2,8 +2,9 @@
 
     python benchmarks/qk_norm_rotary.py [--device cuda|cpu] [--no-compile] [--output benchmarks/results/NAME]
 
-Prints one table and writes NAME.json. Rows "with backward" time the op and its gradient for q, k and the weights;
-their copy moves as many bytes: five times q and k, where the forward pass alone moves two.
+Prints one table and writes NAME.json. Rows "with backward" time the op and its gradient for q, k and the weights.
+Beside them are two copies, since the passes cannot be one launch: of the bytes of the forward pass, twice q and k, and
+of those of the backward pass, three times.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ class Case:
     with_backward: bool = False
 
     @property
-    def bytes(self) -> int:
+    def passes(self) -> list[int]:
         """Forward reads and writes q and k; backward reads q, k and the gradients and writes theirs."""
         size: int = getattr(torch, self.dtype).itemsize
-        return (5 if self.with_backward else 2) * self.tokens * (self.q_heads + self.k_heads) * HEAD_DIM * size
+        heads = self.tokens * (self.q_heads + self.k_heads) * HEAD_DIM * size
+        return [2 * heads, 3 * heads] if self.with_backward else [2 * heads]
 
     @property
     def name(self) -> str:

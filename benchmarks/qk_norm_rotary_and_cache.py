@@ -67,13 +67,13 @@ class Case:
     with_backward = False
 
     @property
-    def bytes(self) -> int:
+    def passes(self) -> list[int]:
         """q and gate are read and written, k and v are read and their cache entries written."""
         s = self.shape
         q_size, cache_size = (getattr(torch, name).itemsize for name in (self.q, self.cache))
         per_component: int = (2 + q_size) * s.q_heads + 2 * (2 + cache_size) * s.kv_heads + 4 * s.q_heads * s.has_gate
         scales = 4 * self.tokens * s.q_heads * (self.float8_q and s.has_norms)
-        return self.tokens * s.head_dim * per_component + scales
+        return [self.tokens * s.head_dim * per_component + scales]
 
     @property
     def float8_q(self) -> bool:

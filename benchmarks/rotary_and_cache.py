@@ -42,10 +42,11 @@ class Case:
         return self.dtype == "float8_e4m3fn"
 
     @property
-    def bytes(self) -> int:
+    def passes(self) -> list[int]:
         """q is read and written, k and v are read and their cache entries written."""
         components = self.tokens * HEAD_DIM
-        return 2 * components * (2 * Q_HEADS + 2 * KV_HEADS) + components * 2 * KV_HEADS * (1 if self.float8 else 2)
+        cached = components * 2 * KV_HEADS * (1 if self.float8 else 2)
+        return [2 * components * (2 * Q_HEADS + 2 * KV_HEADS) + cached]
 
     @property
     def name(self) -> str:
