@@ -41,18 +41,17 @@ using LayoutOf = std::conditional_t<whole_heads, WholeHeadLayout<pairing, Vector
 // whole_heads: further lanes copy the tail, so that neighbouring threads access whole heads. Otherwise the lanes copy
 // it in a loop after the rotation, one vector at a time.
 //
-// Head tables: a thread's heads are all of one table. `single` has the code of one table only; `by_head` is `single`
-// with head tables, since looking for an index that is not there costs a decoding step 0.1 to 0.25 us.
-template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool whole_heads,
-          bool tokens_inside>
+// has_head_tables: a thread's heads are all of one head table. A run-time choice costs 1 token 0.1 us and 8192 tokens
+// 3 %.
+template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool has_head_tables,
+          bool whole_heads, bool tokens_inside>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm(HeadsPerThread))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LayoutOf<pairing, Vector, whole_heads>;
     using Trigger = RotarySchedule::Trigger;
     constexpr RotarySchedule schedule = rotary_schedule(lookup, HeadsPerThread, compiled_for_pdl);
-    constexpr bool has_head_tables = lookup != TableLookup::single;
-    constexpr bool has_choice = has_head_tables && lookup != TableLookup::by_head;
+    constexpr bool has_choice = lookup != TableLookup::single;
     const RotaryArgs& args = launch.args;
     const int thread = blockIdx.x * rotary_block_threads + threadIdx.x;
     auto [lane, group, batch, token] = launch.map.template place<tokens_inside>(thread);
@@ -174,8 +173,8 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     }
 }
 
-template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool whole_heads,
-          bool tokens_inside = false>
+template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool has_head_tables,
+          bool whole_heads, bool tokens_inside = false>
 void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     const auto threads = static_cast<int>(args.batch * args.tokens * plan.threads_per_token());
     // With tokens inside, the positions of all tokens are in L2 after the first group of heads.
@@ -192,9 +191,9 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
         .bytes_ahead = tokens_ahead * args.positions.token_stride * (args.positions.is_int64 ? 8 : 4),
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
-    launch_with_pdl(
-        pdl_kernel<rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup, whole_heads, tokens_inside>>,
-        dim3(blocks), rotary_block_threads, stream, launch);
+    launch_with_pdl(pdl_kernel<rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup, has_head_tables,
+                                             whole_heads, tokens_inside>>,
+                    dim3(blocks), rotary_block_threads, stream, launch);
 }
 
 // Calls launch.operator()<Vector, HeadsPerThread, pairing, whole_heads>() for a plan. Only these combinations exist.
@@ -227,25 +226,29 @@ void with_plan(const RotaryPlan& plan, Pairing pairing, Launch&& launch) {
 
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads>
 void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    const auto launch = [&]<TableLookup lookup> {
-        launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, whole_heads>(args, plan, stream);
-    };
+    const bool has_head_tables = args.choice.heads > 1;
     if (args.positions.row_of_pair != nullptr) {
         if constexpr (HeadsPerThread == heads_per_thread_with_rows) {
-            return launch.template operator()<TableLookup::position_rows>();
+            return launch_planned<Element, Vector, HeadsPerThread, pairing, TableLookup::position_rows, true,
+                                  whole_heads>(args, plan, stream);
         }
         throw std::logic_error("mrrope: no rotary kernel takes positions with rows by such a plan");
     }
+    const auto launch = [&]<TableLookup lookup> {
+        if (has_head_tables) {
+            return launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, true, whole_heads>(args, plan,
+                                                                                                       stream);
+        }
+        return launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, false, whole_heads>(args, plan, stream);
+    };
     if (args.choice.count > 1) {
         if (plan.speculates_table) return launch.template operator()<TableLookup::speculative>();
         return launch.template operator()<TableLookup::indexed>();
     }
-    if (args.choice.heads > 1) return launch.template operator()<TableLookup::by_head>();
     if constexpr (takes_tokens_inside(Vector * static_cast<int>(sizeof(Element)), HeadsPerThread, whole_heads)) {
-        if (plan.tokens_inside) {
-            constexpr TableLookup lookup = TableLookup::single;
-            return launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, whole_heads, true>(args, plan,
-                                                                                                       stream);
+        if (plan.tokens_inside && !has_head_tables) {
+            return launch_planned<Element, Vector, HeadsPerThread, pairing, TableLookup::single, false, whole_heads,
+                                  true>(args, plan, stream);
         }
     }
     return launch.template operator()<TableLookup::single>();

@@ -7,11 +7,10 @@
 
 namespace mrrope {
 
-// How a thread finds its phase steps. Each is a separate instantiation: a run-time branch costs a decoding step a third
-// of its time.
+// How a thread finds its token's table. Each is a separate instantiation: a run-time branch costs a decoding step a
+// third of its time.
 enum class TableLookup {
-    single,         // one table for every token and head
-    by_head,        // one table for every token, with a head table for each group of heads
+    single,         // one table for every token
     speculative,    // TableChoice selects it; the index is also loaded before griddepcontrol.wait, and verified after
     indexed,        // TableChoice selects it; the index is loaded after the wait
     position_rows,  // every pair has a position of its own; one table, or TableChoice selects it
@@ -57,8 +56,7 @@ struct RotarySchedule {
 constexpr RotarySchedule rotary_schedule(TableLookup lookup, int heads_per_thread, bool pdl) {
     using Trigger = RotarySchedule::Trigger;
     const bool speculates = lookup == TableLookup::speculative && pdl;
-    const bool unspeculated_table =
-        lookup == TableLookup::single || lookup == TableLookup::by_head || lookup == TableLookup::indexed;
+    const bool unspeculated_table = lookup == TableLookup::single || lookup == TableLookup::indexed;
     return {
         .trigger = heads_per_thread == 1 ? Trigger::after_wait
                    : speculates          ? Trigger::after_wait_if_small

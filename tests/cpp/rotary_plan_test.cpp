@@ -246,8 +246,8 @@ TEST(Plan, FastHeadDimsUseLongerVectorsForMoreTokens) {
 
 // --- schedule of the kernel
 
-constexpr TableLookup all_lookups[] = {TableLookup::single, TableLookup::by_head, TableLookup::speculative,
-                                       TableLookup::indexed, TableLookup::position_rows};
+constexpr TableLookup all_lookups[] = {TableLookup::single, TableLookup::speculative, TableLookup::indexed,
+                                       TableLookup::position_rows};
 
 TEST(Schedule, IsPlainWithoutPdl) {
     for (const TableLookup lookup : all_lookups) {
@@ -281,8 +281,7 @@ TEST(Schedule, LoadsHeadsWhileAnIndexIsInFlight) {
 
 TEST(Schedule, PrefetchesPositionsInLargeLaunches) {
     for (const TableLookup lookup : all_lookups) {
-        const bool is_plain =
-            lookup == TableLookup::single || lookup == TableLookup::by_head || lookup == TableLookup::indexed;
+        const bool is_plain = lookup == TableLookup::single || lookup == TableLookup::indexed;
         EXPECT_FALSE(rotary_schedule(lookup, 1, true).prefetches_positions);
         EXPECT_EQ(rotary_schedule(lookup, 2, true).prefetches_positions, is_plain);
         EXPECT_TRUE(rotary_schedule(lookup, 3, true).prefetches_positions);
