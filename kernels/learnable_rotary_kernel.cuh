@@ -5,6 +5,7 @@
 #include "device/column_sums.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/head_fragment.cuh"
+#include "device/phase_steps.cuh"
 #include "head_split.h"
 #include "learnable_rotary_map.h"
 #include "learnable_rotary_plan.h"
@@ -87,8 +88,7 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
     double* table_sums = launch.args.table_sums + (int64_t{block.number} * plan.tables + block.table) * (half + 1);
     LearnableSums<Real, Vector> sums;
     __shared__ double sums_of_threads[Vector][learnable_block_threads];
-    // Every thread reads its own only. Volatile, so that they are not kept in registers, which are scarce.
-    __shared__ volatile uint64_t phase_steps[Vector][learnable_block_threads];
+    __shared__ PhaseStepsOfThreads<Vector, learnable_block_threads> phase_steps;
     const auto pointers_to = [&](const LearnableItem& item, int j) {
         return LearnablePointers<Element>(launch.args, item, map.head(block.table, item.first_head + j));
     };
@@ -120,8 +120,7 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
         pdl_trigger();
         sums.clear_frequencies();
         if (active) {
-            CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < Vector; ++j) phase_steps[j][threadIdx.x] = table[layout.pair(j)];
+            phase_steps.load(table, layout);
             const auto gain = static_cast<Real>(attention_factor_of(table[half]));
             CUTLASS_PRAGMA_NO_UNROLL
             while (item.heads > 0) {
@@ -130,7 +129,7 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
                 CosSin<Real> by[Vector];
                 CUTLASS_PRAGMA_UNROLL
                 for (int j = 0; j < Vector; ++j) {
-                    by[j] = scaled_cos_sin(phase_of(position, phase_steps[j][threadIdx.x]), Real(1), -direction);
+                    by[j] = scaled_cos_sin(phase_of(position, phase_steps[j]), Real(1), -direction);
                 }
                 const double signed_position = static_cast<double>(direction) * static_cast<double>(position);
                 load_position_of(next);
