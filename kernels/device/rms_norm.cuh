@@ -162,7 +162,9 @@ __device__ Real sum_of_products(const WideFragment<Real, Vector>& a, const WideF
     return first + second;
 }
 
-// All-reduce over every team of `team` neighbouring threads, a power of two. All threads of the warp must call it.
+// All-reduce over every team of `team` neighbouring threads, a power of two. All threads of the warp must call it. A
+// loop, with which the scheduler mixes no other arithmetic: by reduce_over_team, eight heads per thread and the
+// backward pass would spill.
 template <int Count, class Real>
 __device__ void sum_over_team(Real (&sums)[Count], int team) {
     for (int step = team / 2; step > 0; step /= 2) {
