@@ -54,7 +54,7 @@ struct TableSumLaunch {
     int rows;
 };
 
-// Adds the rows of partial sums. A block takes 32 words of one table.
+// Adds the rows of partial sums. A block takes 8 words of one table.
 __global__ void __launch_bounds__(column_sum_block_threads)
     table_sum_kernel(const __grid_constant__ TableSumLaunch launch) {
     const LearnableRotaryGradientArgs& args = launch.args;
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(column_sum_block_threads)
     pdl_trigger();
     const double sum = sum_of_column(args.table_sums + int64_t{table} * words + first_word, words - first_word,
                                      launch.rows, int64_t{args.call.tables} * words);
-    const int word = first_word + threadIdx.x / 32;
-    if (threadIdx.x % 32 > 0 || word >= words) return;
+    const int word = first_word + threadIdx.x;
+    if (threadIdx.x >= columns_per_block || word >= words) return;
     const DType dtype = args.call.table_dtype;
     if (word < half) {
         store_real(args.frequencies, dtype, int64_t{table} * half + word, sum);

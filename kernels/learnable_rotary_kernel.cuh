@@ -6,6 +6,7 @@
 #include "device/dependent_launch.cuh"
 #include "device/head_fragment.cuh"
 #include "device/phase_steps.cuh"
+#include "device/staged_heads.cuh"
 #include "head_split.h"
 #include "learnable_rotary_map.h"
 #include "learnable_rotary_plan.h"
@@ -61,8 +62,8 @@ struct LearnableSums {
 };
 
 // Loads of the first item are issued before griddepcontrol.wait and are final: the primary kernel of the dependent
-// launch is pack_tables_kernel, which triggers after its own wait and writes the packed tables only. Heads of the next
-// item are loaded into the registers of the heads just used, and are in flight during the rest of the arithmetic.
+// launch is pack_tables_kernel, which triggers after its own wait and writes the packed tables only. The next item is
+// loaded while this one is rotated.
 template <class Element, int Vector, Pairing pairing>
 __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_sm(compiled_for_pdl))
     learnable_gradient_kernel(const __grid_constant__ LearnableRotaryLaunch launch) {
@@ -87,8 +88,13 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
     // This block's row of partial sums.
     double* table_sums = launch.args.table_sums + (int64_t{block.number} * plan.tables + block.table) * (half + 1);
     LearnableSums<Real, Vector> sums;
-    __shared__ double sums_of_threads[Vector][learnable_block_threads];
-    __shared__ PhaseStepsOfThreads<Vector, learnable_block_threads> phase_steps;
+    using Staged = StagedHeads<Fragment, 2 * HeadsPerThread, learnable_block_threads>;
+    __shared__ Staged staged;  // heads, then their gradients
+    // A thread's phase steps, and after the loop, in their place, its sums.
+    __shared__ union {
+        PhaseStepsOfThreads<Vector, learnable_block_threads> phase_steps;
+        double sums[Vector][learnable_block_threads];
+    } of_threads;
     const auto pointers_to = [&](const LearnableItem& item, int j) {
         return LearnablePointers<Element>(launch.args, item, map.head(block.table, item.first_head + j));
     };
@@ -98,29 +104,29 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
         const Layout layout{first_lane + lane_of_pass, half};
         const int lanes = min(plan.lanes_per_pass, plan.lanes - first_lane);
         const bool active = slot < plan.slots && lane_of_pass < lanes;
-        Fragment x[HeadsPerThread];
-        Fragment rotated_gradient[HeadsPerThread];
         int64_t position = 0;
         const auto load_position_of = [&](const LearnableItem& item) {
             if (item.heads > 0) position = load_position(args.positions, 0, item.batch, item.token);
         };
-        const auto load_head = [&](const LearnableItem& item, int j) {
-            if (j >= item.heads) return;
-            const LearnablePointers<Element> head = pointers_to(item, j);
-            x[j].load(head.in, layout);
-            rotated_gradient[j].load(head.gradient, layout);
+        const auto stage = [&](const LearnableItem& item) {
+            Staged::keep_order();
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < HeadsPerThread; ++j) {
+                if (j >= item.heads) break;
+                const LearnablePointers<Element> head = pointers_to(item, j);
+                staged.copy(j, head.in, layout);
+                staged.copy(HeadsPerThread + j, head.gradient, layout);
+            }
         };
         uint32_t number = map.first_item(block, slot);
-        LearnableItem item = map.item_or_none(number);
-        if (!active) item.heads = 0;
+        LearnableItem item = active ? map.item_or_none(number) : LearnableItem{};
         load_position_of(item);
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < HeadsPerThread; ++j) load_head(item, j);
+        stage(item);
         pdl_wait();
         pdl_trigger();
         sums.clear_frequencies();
         if (active) {
-            phase_steps.load(table, layout);
+            of_threads.phase_steps.load(table, layout);
             const auto gain = static_cast<Real>(attention_factor_of(table[half]));
             CUTLASS_PRAGMA_NO_UNROLL
             while (item.heads > 0) {
@@ -129,31 +135,38 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
                 CosSin<Real> by[Vector];
                 CUTLASS_PRAGMA_UNROLL
                 for (int j = 0; j < Vector; ++j) {
-                    by[j] = scaled_cos_sin(phase_of(position, phase_steps[j]), Real(1), -direction);
+                    by[j] = scaled_cos_sin(phase_of(position, of_threads.phase_steps[j]), Real(1), -direction);
                 }
                 const double signed_position = static_cast<double>(direction) * static_cast<double>(position);
                 load_position_of(next);
+                Staged::wait();
+                Fragment x[HeadsPerThread], rotated_gradient[HeadsPerThread];
+                CUTLASS_PRAGMA_UNROLL
+                for (int j = 0; j < HeadsPerThread; ++j) {
+                    if (j >= item.heads) break;
+                    x[j] = staged.read(j);
+                    rotated_gradient[j] = staged.read(HeadsPerThread + j);
+                }
+                stage(next);
                 Real cross[Vector] = {};
                 Real dot = 0;
                 CUTLASS_PRAGMA_UNROLL
                 for (int j = 0; j < HeadsPerThread; ++j) {
-                    if (j < item.heads) {
-                        Wide v = rotated_gradient[j].widened();
-                        v.template rotate<crosses_vectors>(by);
-                        Wide wide = x[j].widened();
-                        Pair<Real> components[Vector];
-                        wide.template for_each_pair<crosses_vectors>(
-                            [&](int i, Real& a, Real& b) { components[i] = {a, b}; });
-                        v.template for_each_pair<crosses_vectors>([&](int i, Real& a, Real& b) {
-                            cross[i] += b * components[i].first - a * components[i].second;
-                            dot += a * components[i].first + b * components[i].second;
-                            a *= gain;
-                            b *= gain;
-                        });
-                        x[j].narrow(v);
-                        if (writes) x[j].store(pointers_to(item, j).out, layout);
-                    }
-                    load_head(next, j);
+                    if (j >= item.heads) break;
+                    Wide v = rotated_gradient[j].widened();
+                    v.template rotate<crosses_vectors>(by);
+                    Wide wide = x[j].widened();
+                    Pair<Real> components[Vector];
+                    wide.template for_each_pair<crosses_vectors>(
+                        [&](int i, Real& a, Real& b) { components[i] = {a, b}; });
+                    v.template for_each_pair<crosses_vectors>([&](int i, Real& a, Real& b) {
+                        cross[i] += b * components[i].first - a * components[i].second;
+                        dot += a * components[i].first + b * components[i].second;
+                        a *= gain;
+                        b *= gain;
+                    });
+                    x[j].narrow(v);
+                    if (writes) x[j].store(pointers_to(item, j).out, layout);
                 }
                 sums.add(signed_position, cross, dot);
                 for (int j = 0; copies_tail && j < item.heads; ++j) {
@@ -167,12 +180,12 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
         }
         // Summed over the slots in a fixed order: the result is deterministic.
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) sums_of_threads[j][threadIdx.x] = sums.frequencies[j];
+        for (int j = 0; j < Vector; ++j) of_threads.sums[j][threadIdx.x] = sums.frequencies[j];
         __syncthreads();
         for (int at = threadIdx.x; at < Vector * lanes; at += learnable_block_threads) {
             const int lane = at % lanes;
             double sum = 0;
-            for (int i = 0; i < plan.slots; ++i) sum += sums_of_threads[at / lanes][i * plan.lanes_per_pass + lane];
+            for (int i = 0; i < plan.slots; ++i) sum += of_threads.sums[at / lanes][i * plan.lanes_per_pass + lane];
             table_sums[Layout{first_lane + lane, half}.pair(at / lanes)] = sum;
         }
         __syncthreads();
