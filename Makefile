@@ -78,7 +78,7 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # libtorch, libtorch_cpu and libc10 are torch's, found beside the package. MRROPE_STRICT is off: kernels of qk_norm_rotary, and
-# on sm_120 two of rotary, spill up to 176 bytes on Blackwell, which nobody has measured here.
+# on sm_120 two of rotary, spill up to 180 bytes on Blackwell, which nobody has measured here.
 wheel: $(WHEEL_VENV)/.packages build/cutlass/.packages
 	$(WHEEL_PYTHON) wheels/fetch_torch.py build/torch
 	rm -rf build/unaudited

@@ -89,13 +89,17 @@ int64_t table_sum_rows_cuda(const LearnableRotaryGradientArgs& args) {
 }
 
 void learnable_rotary_gradient_cuda(const LearnableRotaryGradientArgs& args, CUstream_st* stream) {
+    learnable_rotary_gradient_cuda(args, plan(shape_of(args), current_device()), stream);
+}
+
+void learnable_rotary_gradient_cuda(const LearnableRotaryGradientArgs& args, const LearnableRotaryPlan& plan,
+                                    CUstream_st* stream) {
     const LearnableRotaryShape shape = shape_of(args);
     int rows = 0;
     if (!is_empty(shape)) {
-        const LearnableRotaryPlan planned = plan(shape, current_device());
-        rows = planned.blocks_per_table;
+        rows = plan.blocks_per_table;
         pack_tables(args.call, stream);  // immediately before the kernel, which relies on it
-        const LearnableRotaryLaunch launch{args, LearnableRotaryMap<cutlass::FastDivmod>::of(planned, shape)};
+        const LearnableRotaryLaunch launch{args, LearnableRotaryMap<cutlass::FastDivmod>::of(plan, shape)};
         with_element(args.call.rotary.dtype,
                      [&](auto element) { launch_learnable_gradient<decltype(element)>(launch, stream); });
     }

@@ -65,7 +65,7 @@ struct LearnableSums {
 // launch is pack_tables_kernel, which triggers after its own wait and writes the packed tables only. The next item is
 // loaded while this one is rotated.
 template <class Element, int Vector, Pairing pairing>
-__global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_sm(compiled_for_pdl))
+__global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_sm)
     learnable_gradient_kernel(const __grid_constant__ LearnableRotaryLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LaneLayout<pairing, Vector>;
@@ -90,11 +90,12 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
     LearnableSums<Real, Vector> sums;
     using Staged = StagedHeads<Fragment, 2 * HeadsPerThread, learnable_block_threads>;
     __shared__ Staged staged;  // heads, then their gradients
-    // A thread's phase steps, and after the loop, in their place, its sums.
+    // A thread's phase steps, and after the loop, in their place, its sums. No other thread has anything there.
     __shared__ union {
         PhaseStepsOfThreads<Vector, learnable_block_threads> phase_steps;
         double sums[Vector][learnable_block_threads];
     } of_threads;
+    static_assert(sizeof of_threads.phase_steps == sizeof of_threads.sums);
     const auto pointers_to = [&](const LearnableItem& item, int j) {
         return LearnablePointers<Element>(launch.args, item, map.head(block.table, item.first_head + j));
     };
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
             if (item.heads > 0) position = load_position(args.positions, 0, item.batch, item.token);
         };
         const auto stage = [&](const LearnableItem& item) {
-            Staged::keep_order();
+            Staged::begin();
             CUTLASS_PRAGMA_UNROLL
             for (int j = 0; j < HeadsPerThread; ++j) {
                 if (j >= item.heads) break;
@@ -191,7 +192,7 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
         __syncthreads();
     }
     constexpr int warps = learnable_block_threads / 32;
-    __shared__ double of_warps[warps];
+    double (&of_warps)[learnable_block_threads] = of_threads.sums[0];
     const double of_warp = sum_over_warp(sums.factor);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = of_warp;
     __syncthreads();

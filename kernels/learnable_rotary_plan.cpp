@@ -34,7 +34,7 @@ LearnableRotaryPlan plan(const LearnableRotaryShape& shape, const Device& device
     plan.tables = shape.tables;
     const int heads = (shape.q_heads + shape.k_heads) / shape.tables;
     plan.head_groups = std::max(1, static_cast<int>(ceil_div(heads, learnable_heads_per_thread)));
-    const int one_wave = device.sms * learnable_blocks_per_sm(device.pdl);
+    const int one_wave = device.sms * learnable_blocks_per_sm;
     const int64_t most_blocks = std::max(1, one_wave / shape.tables);
     // As few rounds as one wave allows, and as few blocks as those rounds need: the last round is nearly full.
     const int64_t items = shape.batch * shape.tokens * plan.head_groups;

@@ -26,11 +26,9 @@ LearnableRotaryShape shape_of(const LearnableRotaryGradientArgs& args);
 inline constexpr int learnable_block_threads = 128;
 // Heads of one table and token that share cos/sin.
 inline constexpr int learnable_heads_per_thread = 2;
-// Blocks per SM: the persistent grid, and the registers that __launch_bounds__ leaves. Compiled for GPUs before sm_90,
-// the kernel would spill with four.
-constexpr int learnable_blocks_per_sm(bool pdl) {
-    return pdl ? 4 : 3;
-}
+// Blocks per SM: the persistent grid, and the registers that __launch_bounds__ leaves. Their 25 KB of shared memory
+// each just fit in the 100 KB of sm_86, sm_89 and sm_120.
+inline constexpr int learnable_blocks_per_sm = 4;
 
 // A persistent grid. A block belongs to one table, and a thread to the same pairs of it throughout: it loads their
 // phase steps once, and sums their gradients in registers. `lanes` threads rotate one head, each with `vector`
@@ -49,5 +47,9 @@ struct LearnableRotaryPlan {
 };
 
 LearnableRotaryPlan plan(const LearnableRotaryShape& shape, const Device& device);
+
+// learnable_rotary_gradient_cuda by a given plan, with blocks_per_table rows of table_sums.
+void learnable_rotary_gradient_cuda(const LearnableRotaryGradientArgs& args, const LearnableRotaryPlan& plan,
+                                    CUstream_st* stream);
 
 }  // namespace mrrope

@@ -26,7 +26,11 @@ WeightSumRows weight_sum_rows_cuda(const QkNormRotaryGradientArgs& args) {
 }
 
 void qk_norm_rotary_gradient_cuda(const QkNormRotaryGradientArgs& args, CUstream_st* stream) {
-    const QkNormRotaryGradientPlan plan = plan_gradient(shape_of(args), current_device());
+    qk_norm_rotary_gradient_cuda(args, plan_gradient(shape_of(args), current_device()), stream);
+}
+
+void qk_norm_rotary_gradient_cuda(const QkNormRotaryGradientArgs& args, const QkNormRotaryGradientPlan& plan,
+                                  CUstream_st* stream) {
     with_element(args.call.rotary.dtype,
                  [&](auto element) { launch_qk_norm_rotary_gradient<decltype(element)>(args, plan, stream); });
 }

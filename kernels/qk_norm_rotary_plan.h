@@ -107,4 +107,8 @@ struct QkNormRotaryGradientPlan {
 
 QkNormRotaryGradientPlan plan_gradient(const QkNormRotaryShape& shape, const Device& device);
 
+// qk_norm_rotary_gradient_cuda by a given plan, each of whose blocks has a row of weight_sums.
+void qk_norm_rotary_gradient_cuda(const QkNormRotaryGradientArgs& args, const QkNormRotaryGradientPlan& plan,
+                                  CUstream_st* stream);
+
 }  // namespace mrrope

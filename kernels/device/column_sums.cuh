@@ -41,6 +41,7 @@ __device__ double sum_of_column(const Value* first, int columns, int rows, int64
         for (int i = 0; i < column_sum_loads; ++i) sum += static_cast<double>(values[i]);
     }
     constexpr int warp = 32;
+    static_assert(warp % columns_per_block == 0);
 #pragma unroll
     for (int step = columns_per_block; step < warp; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     constexpr int warps = column_sum_block_threads / warp;

@@ -13,7 +13,11 @@ struct StagedHeads {
 
     Stored of[Heads][2][Threads];
 
-    // Starts to copy a head's vectors. What was there has been read, and keep_order called.
+    // To be called between reading heads and copying others in their place. The order of instructions is enough: a copy
+    // writes after a round trip to L2, and the reads of its thread went to the same pipeline before it.
+    __device__ static void begin() { keep_order(); }
+
+    // Starts to copy a head's vectors.
     template <class Element, class Layout>
     __device__ void copy(int i, const Element* head, const Layout& layout) {
         copy_vector(of[i][0][threadIdx.x], head + layout.first());
@@ -28,12 +32,10 @@ struct StagedHeads {
 
     __device__ Fragment read(int i) const { return {of[i][0][threadIdx.x], of[i][1][threadIdx.x]}; }
 
-    // cp.async and its wait say nothing to the compiler about memory: elsewhere __syncthreads does. The order of
-    // instructions is enough between reads and the copies that overwrite what they read: a copy writes after a round
-    // trip to L2, and the reads of its thread went to the same pipeline before it.
+private:
+    // cp.async and its wait say nothing to the compiler about memory: elsewhere __syncthreads does.
     __device__ static void keep_order() { asm volatile("" ::: "memory"); }
 
-private:
     // cp.async takes 4, 8 or 16 bytes. Vectors of one component are the slow path anyway.
     template <class Element>
     __device__ static void copy_vector(Stored& to, const Element* from) {

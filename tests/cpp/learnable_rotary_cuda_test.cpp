@@ -1,11 +1,14 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "device_case.h"
 #include "device_memory.h"
+#include "device_properties.h"
 #include "learnable_rotary_case.h"
+#include "learnable_rotary_plan.h"
 #include "mrrope/learnable_rotary.h"
 #include "on_gpu.h"
 
@@ -82,6 +85,14 @@ void differentiate_and_expect(const LearnableCaseOptions& options) {
     learnable_rotary_gradient_cuda(device.gradient_args(), nullptr);
     device.fetch();
     call.expect_gradients();
+
+    SCOPED_TRACE("as a GPU with one SM would: a thread has many items");
+    LearnableCase again(options);
+    LearnableDeviceCase again_on_device(again);
+    const LearnableRotaryGradientArgs args = again_on_device.gradient_args();
+    learnable_rotary_gradient_cuda(args, plan(shape_of(args), {.sms = 1, .pdl = current_device().pdl}), nullptr);
+    again_on_device.fetch();
+    again.expect_gradients();
 }
 
 class LearnableRotaryCuda : public OnGpu {};
@@ -114,12 +125,17 @@ TEST_F(LearnableRotaryCuda, LongSequences) {
     }
 }
 
+// By single components, and by whole vectors.
 TEST_F(LearnableRotaryCuda, HeadsOfMoreLanesThanABlockHasThreads) {
-    LearnableCaseOptions o;
-    o.rotary.head_dim = 1300;
-    o.rotary.rotary_dim = 1202;
-    rotate_and_expect(o);
-    differentiate_and_expect(o);
+    for (const auto& [dtype, head_dim, rotary_dim] :
+         {std::tuple{DType::float32, 1300, 1202}, {DType::float64, 520, 520}}) {
+        LearnableCaseOptions o;
+        o.rotary.dtype = dtype;
+        o.rotary.head_dim = head_dim;
+        o.rotary.rotary_dim = rotary_dim;
+        rotate_and_expect(o);
+        differentiate_and_expect(o);
+    }
 }
 
 TEST_F(LearnableRotaryCuda, GradientsAreTheSameBitsEveryTime) {

@@ -57,7 +57,7 @@ TEST(LearnablePlan, SatisfiesItsInvariantsForEveryShape) {
         EXPECT_GE(planned.slots, 1);
         EXPECT_GE(planned.blocks_per_table, 1);
         // One wave, or a block for each table.
-        const int wave = h200.sms * learnable_blocks_per_sm(h200.pdl);
+        const int wave = h200.sms * learnable_blocks_per_sm;
         EXPECT_LE(planned.blocks(), std::max(wave, shape.tables));
         // Every block has an item: each writes partial sums.
         EXPECT_LT(int64_t{planned.blocks_per_table - 1} * planned.slots,
@@ -72,7 +72,7 @@ TEST(LearnablePlan, FillsTheRoundsOfTheDevice) {
             const LearnableRotaryShape shape{1, tokens, 32, 8, 8, 128, 128, 2, true};
             const LearnableRotaryPlan planned = plan(shape, device);
             const int64_t items = tokens * planned.head_groups;
-            const int64_t wave = device.sms * learnable_blocks_per_sm(device.pdl) / shape.tables * planned.slots;
+            const int64_t wave = device.sms * learnable_blocks_per_sm / shape.tables * planned.slots;
             const int64_t round = int64_t{planned.blocks_per_table} * planned.slots;
             const int64_t rounds = (items + round - 1) / round;
             EXPECT_EQ(rounds, (items + wave - 1) / wave) << tokens;

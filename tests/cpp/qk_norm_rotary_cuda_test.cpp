@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -59,6 +60,19 @@ public:
     }
 
     void differentiate() {
+        differentiate_by([](const QkNormRotaryGradientArgs& args) { qk_norm_rotary_gradient_cuda(args, nullptr); });
+    }
+
+    // As a GPU with one SM would: its few blocks have many rows each.
+    void differentiate_on_one_sm() {
+        differentiate_by([](const QkNormRotaryGradientArgs& args) {
+            const QkNormRotaryGradientPlan plan =
+                plan_gradient(shape_of(args), {.sms = 1, .pdl = current_device().pdl});
+            qk_norm_rotary_gradient_cuda(args, plan, nullptr);
+        });
+    }
+
+    void differentiate_by(const std::function<void(const QkNormRotaryGradientArgs&)>& op) {
         QkNormRotaryGradientArgs args = gradient_args();
         const WeightSumRows rows = weight_sum_rows_cuda(args);
         norm_.allocate_weight_gradients(rows);
@@ -72,7 +86,7 @@ public:
             args.q.weights = q_weights.data();
             args.k.weights = k_weights.data();
         }
-        qk_norm_rotary_gradient_cuda(args, nullptr);
+        op(args);
         rotary_.fetch();
         q_weights.download(norm_.weight_gradient(true));
         k_weights.download(norm_.weight_gradient(false));
@@ -99,6 +113,10 @@ protected:
         NormCase norm(options);
         NormOnDevice(norm).differentiate();
         norm.expect_gradients();
+        SCOPED_TRACE("on one SM");
+        NormCase again(options);
+        NormOnDevice(again).differentiate_on_one_sm();
+        again.expect_gradients();
     }
 };
 

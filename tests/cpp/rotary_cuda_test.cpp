@@ -298,11 +298,12 @@ TEST_F(RotaryCuda, ChosenTablesAndPositionRows) {
 
 // Indices on a GPU are not validated: out-of-range ones must be clamped to the tables.
 TEST_F(RotaryCuda, IndicesOutOfRangeStayWithinTheTables) {
-    for (const int64_t rows : {0, 2}) {
+    for (const auto& [rows, head_tables] : {std::pair{0, 1}, {0, 2}, {2, 1}, {2, 2}}) {
         CaseOptions o;
         o.tokens = 6;
+        o.k_heads = 2;
         o.position_rows = rows;
-        o.tables = {.table_for = TableFor::each_index, .count = 3};
+        o.tables = {.table_for = TableFor::each_index, .count = 3, .heads = head_tables};
         for (const RotaryPlan& plan : every_plan(RotaryCase(o).args())) {
             SCOPED_TRACE(describe(plan));
             RotaryCase rotary(o);
@@ -407,12 +408,13 @@ TEST_F(RotaryCuda, IndicesThatThePrecedingKernelWrites) {
     const DeviceMemory positions(std::vector<int64_t>(1, 0));
     const DeviceMemory table(
         packed(build_table({.method = Method::rope, .rotary_dim = dim, .base = 1e4, .original_max_position = 4096})));
-    for (const int64_t tokens : {1, 40, 700}) {
+    for (const auto& [tokens, head_tables] : {std::pair{1, 1}, {1, 2}, {40, 1}, {40, 2}, {700, 1}, {700, 2}}) {
         CaseOptions o;
         o.tokens = tokens;
         o.q_heads = 8;
+        o.k_heads = 2;
         o.head_dim = o.rotary_dim = dim;
-        o.tables = {.table_for = TableFor::each_index, .count = tables};
+        o.tables = {.table_for = TableFor::each_index, .count = tables, .heads = head_tables};
         RotaryCase rotary(o);
         std::vector<int32_t>& indices = rotary.indices().words();
         for (int32_t& index : indices) index %= tables - 1;
