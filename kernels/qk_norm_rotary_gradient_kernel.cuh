@@ -161,9 +161,12 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
     const auto load_weights = [&](Fragment& weights, int64_t head) {
         weights.load(view.weight + head * args.head_dim, lane);
     };
+    // Before sm_90 one set of weights that is kept would spill with a lookup, too.
+    constexpr bool keeps_weights = over_head && (compiled_for_pdl || !needs_lookup);
     Fragment weights[weight_sets];
-    if constexpr (over_head) load_weights(weights[0], 0);
+    if constexpr (keeps_weights) load_weights(weights[0], 0);
     const auto weight_of = [&](int j) {
+        if constexpr (over_head && !keeps_weights) load_weights(weights[0], 0);
         return with_offset</*skips_zero=*/!over_head>(weights[over_head ? 0 : j], launch.constants.weight_offset);
     };
     Wide weight_gradients[weight_sets];
