@@ -3,7 +3,7 @@
     python benchmarks/mla_rotary.py [--device cuda|cpu] [--no-compile] [--output benchmarks/results/NAME]
 
 Heads of 128 + 64 components, bfloat16: 128 heads are DeepSeek-V3's, 16 those of DeepSeek-V2-Lite. Rows "with backward"
-time the op and its gradients. Prints one table and writes NAME.json.
+time the op and its gradients, beside a copy for each pass. Prints one table and writes NAME.json.
 """
 
 from __future__ import annotations
