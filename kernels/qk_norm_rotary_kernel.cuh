@@ -26,7 +26,7 @@ struct QkNormRotaryLaunch {
 // in flight while those are rotated. A team or the block reduces the sums of squares.
 template <class Element, int HeadsPerThread, Pairing pairing, NormOver over, bool needs_lookup>
 __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : norm_max_block_threads,
-                                  norm_min_blocks_per_sm(over, HeadsPerThread, needs_lookup))
+                                  norm_min_blocks_per_sm(over, HeadsPerThread, needs_lookup, compiled_for_pdl))
     qk_norm_rotary_kernel(const __grid_constant__ QkNormRotaryLaunch<RealOf<Element>> launch) {
     using Real = RealOf<Element>;
     constexpr int Vector = 16 / sizeof(Element);

@@ -44,15 +44,17 @@ int64_t threads_over_all_heads(const QkNormRotaryShape& shape, int lanes, int he
 //      8192 x 32 + 8    65.6    47.3    46.0    44.6     41.8
 //     32768 x 32 + 8     253     181     174     166      159
 // Over all heads, where the reduction makes all wait for each other anyway:
-//       256 x 32 + 32           4.38    5.25             3.82
-//       512 x 32 + 32           7.27    6.77             5.86
-//      1024 x 32 + 32           11.8    12.5             9.90
-//      8192 x 32 + 32           78.9    70.8             65.3
+//       256 x 32 + 32           3.96    5.24             3.86
+//       512 x 32 + 32           6.38    6.82             5.94
+//      1024 x 32 + 32           10.8    12.4             9.99
+//      2048 x 32 + 32           20.3    21.4             18.0
+//      4096 x 32 + 32           39.3    38.4             34.3
+//      8192 x 32 + 32           76.2    71.9             66.1
 int choose_heads_per_thread(const QkNormRotaryShape& shape, int lanes) {
     constexpr int64_t threads_for_two = 1 << 12;
     constexpr int64_t threads_for_four = 1 << 20;
     constexpr int64_t threads_for_eight = 1 << 21;
-    constexpr int64_t max_threads_for_two_over_all_heads = 1 << 17;
+    constexpr int64_t max_threads_for_two_over_all_heads = 1 << 20;
     if (shape.needs_lookup) return norm_heads_per_thread_with_lookup;
     const int64_t threads = shape.batch * shape.tokens * (shape.q_heads + shape.k_heads) * lanes;
     const int max_heads = std::max(shape.q_heads, shape.k_heads);
