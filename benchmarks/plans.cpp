@@ -156,7 +156,7 @@ public:
 
     void rotary_by_head() const {
         std::printf("\nrotary with a table per key head: one table by its plan; bytes per vector, heads per thread\n");
-        for (const int64_t tokens : {1, 16, 64, 256, 1024, 8192, 131072}) {
+        for (const int64_t tokens : {1, 16, 64, 256, 512, 768, 1024, 1280, 2048, 8192, 131072}) {
             rotary_by_head({tokens, 32, 8});
             rotary_by_head({tokens, 9, 3});
         }
@@ -237,7 +237,7 @@ private:
         const RotaryShape shape = shape_of(args(geometry, 0, by_head(geometry)));
         const RotaryPlan chosen = plan(shape, device_);
         std::vector<std::pair<RotaryPlan, size_t>> timed;
-        for (const auto& [vector, heads] : {std::array{1, 1}, {4, 1}, {8, 1}, {8, 2}, {8, 3}}) {
+        for (const auto& [vector, heads] : {std::array{1, 1}, {4, 1}, {8, 1}, {8, 2}, {8, 3}, {8, 5}}) {
             const RotaryPlan plan = plan_with(shape, device_, vector, heads);
             timed.emplace_back(plan, add_rotary(timing, geometry, by_head(geometry), plan));
         }

@@ -197,7 +197,7 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
 }
 
 // Calls launch.operator()<Vector, HeadsPerThread, pairing, whole_heads>() for a plan. Only these combinations exist.
-template <class Element, class Launch>
+template <class Element, bool has_head_tables, class Launch>
 void with_plan(const RotaryPlan& plan, Pairing pairing, Launch&& launch) {
     constexpr int full_vector = access_bytes / sizeof(Element);
     const auto with_heads = [&]<int Vector, Pairing P> {
@@ -207,6 +207,11 @@ void with_plan(const RotaryPlan& plan, Pairing pairing, Launch&& launch) {
         }
         if constexpr (Vector > 1 && Vector == full_vector) {
             if (plan.heads_per_thread == 3) return launch.template operator()<Vector, 3, P, false>();
+            if constexpr (has_head_tables) {
+                if (plan.heads_per_thread == heads_per_thread_of_a_table) {
+                    return launch.template operator()<Vector, heads_per_thread_of_a_table, P, false>();
+                }
+            }
         }
         throw std::logic_error("mrrope: no rotary kernel takes that many heads a thread");
     };
@@ -240,7 +245,11 @@ void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t 
             return launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, true, whole_heads>(args, plan,
                                                                                                        stream);
         }
-        return launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, false, whole_heads>(args, plan, stream);
+        if constexpr (HeadsPerThread != heads_per_thread_of_a_table) {
+            return launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, false, whole_heads>(args, plan,
+                                                                                                        stream);
+        }
+        throw std::logic_error("mrrope: no rotary kernel takes that many heads a thread by one table");
     };
     if (args.choice.count > 1) {
         if (plan.speculates_table) return launch.template operator()<TableLookup::speculative>();
@@ -258,9 +267,11 @@ void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t 
 // Instantiated in one file per element type, for parallel builds.
 template <class Element>
 void launch_rotary(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    with_plan<Element>(plan, args.pairing, [&]<int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads> {
+    constexpr bool may_have_head_tables = true;
+    const auto launch = [&]<int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads> {
         launch_lookup<Element, Vector, HeadsPerThread, pairing, whole_heads>(args, plan, stream);
-    });
+    };
+    with_plan<Element, may_have_head_tables>(plan, args.pairing, launch);
 }
 
 extern template void launch_rotary<double>(const RotaryArgs&, const RotaryPlan&, cudaStream_t);

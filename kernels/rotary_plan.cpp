@@ -34,27 +34,39 @@ bool tokens_are_adjacent(const HeadsView& view) {
 // One head and 16 bytes were never faster. Four heads, no longer instantiated, were 4 % faster at 1024 x 40 and slower
 // above.
 constexpr int64_t threads_for_vectors = 1 << 11;
-constexpr int64_t threads_for_three_heads = 1 << 20;
 
 int choose_vector(const RotaryShape& shape, int64_t threads, int full) {
     if (full == 1 || shape.with_rows || threads >= threads_for_full_vectors) return full;
     return threads < threads_for_vectors ? 1 : full / 2;
 }
 
-int choose_heads_per_thread(const RotaryShape& shape, int64_t threads, int full) {
+// Heads of a head table. Five in threads of two or three heads leave some threads with one; one thread takes all five
+// where one wave does. Microseconds on an H200, by heads per thread, full vectors:
+//     tokens x heads      2       3       5    one table
+//       256 x 32/8     3.04    2.87    2.89    2.75
+//       384 x 32/8     3.62    3.73    3.52    3.44
+//       512 x 32/8     4.30    4.32    4.14    4.06
+//       768 x 32/8     5.95    5.40    6.05    5.23
+//      1024 x 32/8     7.14    7.21    6.73    6.88
+//      1280 x 32/8     8.53    8.43    8.77    8.13
+//      2048 x 32/8    12.51   12.43   12.60   12.14
+//      8192 x 32/8    43.78   43.46   44.15   42.85
+// Half vectors of one head take 2.78 at 256 tokens, but 3.24 in `mrrope bench`, where two heads of full vectors take
+// 3.09. Nine heads go three per thread: 8192 x 64/8 takes 76.0 us, with two per thread and a speculated index 80.9.
+int choose_heads_per_thread_of_table(int heads, int64_t threads, const Device& device) {
+    const int64_t one_wave =
+        int64_t{device.sms} * rotary_min_blocks_per_sm(heads_per_thread_of_a_table) * rotary_block_threads;
+    if (heads == heads_per_thread_of_a_table && threads <= heads * one_wave) return heads;
+    return heads <= 5 || heads % 3 == 0 ? 3 : 2;
+}
+
+int choose_heads_per_thread(const RotaryShape& shape, const Device& device, int64_t threads, int full) {
     if (shape.with_rows) return heads_per_thread_with_rows;
     const int heads = shape.heads / shape.table_heads;
     if (heads == 1 || threads < threads_for_full_vectors) return 1;
-    // With five heads two per thread would leave every third thread with one. Nine heads of a head table go three per
-    // thread: 8192 x 64/8 takes 76.0 us, with two per thread and a speculated index 80.9. Five go two per thread
-    // between 2^17 and 2^20 threads: 1024 x 32/8 takes 7.08 us so, with three 7.15; one table takes 6.85. Below, 256 x
-    // 32/8 takes 2.85 us with three, 3.01 with two; one table takes 2.72. Half vectors of one head take 2.76 there,
-    // but 3.24 in `mrrope bench`, where two heads of full vectors take 3.09.
-    const bool has_head_tables = shape.table_heads > 1;
-    const bool divides_badly = heads % 2 == 1 && (heads <= 5 || (has_head_tables && heads % 3 == 0));
-    const bool is_middling =
-        has_head_tables && threads >= 2 * threads_for_full_vectors && threads < threads_for_three_heads;
-    return full > 1 && divides_badly && !is_middling ? 3 : 2;
+    if (full == 1 || heads % 2 == 0) return 2;
+    if (shape.table_heads > 1) return choose_heads_per_thread_of_table(heads, threads, device);
+    return heads <= 5 ? 3 : 2;  // with five heads two per thread would leave every third thread with one
 }
 
 // Speculating on the table index hides the latency of loading it, but costs every thread a second load. Extra time with
@@ -104,7 +116,7 @@ RotaryPlan plan(const RotaryShape& shape, const Device& device) {
     RotaryPlan plan = shape.copies_tail && has_whole_head_plan(shape)
                           ? plan_whole_heads(shape, device)
                           : plan_with(shape, device, choose_vector(shape, threads, split.vector),
-                                      choose_heads_per_thread(shape, threads, split.vector));
+                                      choose_heads_per_thread(shape, device, threads, split.vector));
     // 8192 x 32/8 contiguous bhsd take 1.013 copies on an H200; with heads inside 1.05.
     plan.tokens_inside = shape.tokens_adjacent && threads >= threads_for_full_vectors &&
                          takes_tokens_inside(plan.vector * shape.element_size, plan.heads_per_thread, plan.whole_heads);

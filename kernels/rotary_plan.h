@@ -36,11 +36,15 @@ bool copies_tail(const RotaryArgs& args);
 inline constexpr int rotary_block_threads = 128;
 
 // Minimum blocks per SM for __launch_bounds__: enough occupancy to hide sin/cos behind memory latency. Without it the
-// compiler spills a few registers to reach occupancies that gain nothing. Three heads per thread need more registers,
+// compiler spills a few registers to reach occupancies that gain nothing. More heads per thread need more registers,
 // and fewer threads to keep as many bytes in flight.
 constexpr int rotary_min_blocks_per_sm(int heads_per_thread) {
-    return heads_per_thread <= 2 ? 8 : 6;
+    if (heads_per_thread <= 2) return 8;
+    return heads_per_thread == 3 ? 6 : 4;
 }
+
+// Heads of a head table that one thread takes, all of them; instantiated with head tables only.
+inline constexpr int heads_per_thread_of_a_table = 5;
 
 // Full vectors from this many threads on, counted with one head and a full vector per thread; measured in
 // rotary_plan.cpp.
@@ -51,7 +55,7 @@ inline constexpr int heads_per_thread_with_rows = 2;
 
 // Whether there is an instantiation with tokens inside, of one table: for large launches only.
 constexpr bool takes_tokens_inside(int vector_bytes, int heads_per_thread, bool whole_heads) {
-    return vector_bytes == access_bytes && heads_per_thread > 1 && !whole_heads;
+    return vector_bytes == access_bytes && (heads_per_thread == 2 || heads_per_thread == 3) && !whole_heads;
 }
 
 // The only instantiation whose lanes hold whole heads, with full vectors.
@@ -76,7 +80,8 @@ struct RotaryPlan {
 RotaryPlan plan(const RotaryShape& shape, const Device& device);
 
 // plan() with a given vector and number of heads per thread. The shape must allow the vector: full, half or one
-// component. Instantiated are 1 head, 2 heads with full vectors or single components, and 3 with full vectors.
+// component. Instantiated are 1 head, 2 heads with full vectors or single components, and with full vectors 3, or 5 of
+// a head table.
 RotaryPlan plan_with(const RotaryShape& shape, const Device& device, int vector, int heads_per_thread);
 
 // Lanes for whole heads. The shape must have full vectors, and a tail of pairs of them.

@@ -251,7 +251,7 @@ constexpr TableLookup all_lookups[] = {TableLookup::single, TableLookup::specula
 
 TEST(Schedule, IsPlainWithoutPdl) {
     for (const TableLookup lookup : all_lookups) {
-        for (const int heads : {1, 2, 3}) {
+        for (const int heads : {1, 2, 3, 5}) {
             const RotarySchedule schedule = rotary_schedule(lookup, heads, /*pdl=*/false);
             EXPECT_FALSE(schedule.speculates_index);
             EXPECT_FALSE(schedule.orders_verification_last);
@@ -265,7 +265,7 @@ TEST(Schedule, TriggersAfterTheWaitInSmallLaunches) {
     using Trigger = RotarySchedule::Trigger;
     for (const TableLookup lookup : all_lookups) {
         EXPECT_EQ(rotary_schedule(lookup, 1, true).trigger, Trigger::after_wait);
-        for (const int heads : {2, 3}) {
+        for (const int heads : {2, 3, 5}) {
             EXPECT_EQ(rotary_schedule(lookup, heads, true).trigger,
                       lookup == TableLookup::speculative ? Trigger::after_wait_if_small : Trigger::after_cos_sin);
         }
@@ -452,12 +452,14 @@ TEST(Plan, LeavesFewHeadsOfATableAlone) {
         EXPECT_EQ(small.heads_per_thread, 1);
         EXPECT_EQ(small.head_groups, heads) << "no thread more than with one table";
     }
-    const RotaryPlan middle = planned(40, 8, 1024);
-    EXPECT_EQ(middle.heads_per_thread, 2);
-    EXPECT_EQ(middle.head_groups, 24);
-    const RotaryPlan decoding = planned(40, 8, 256);
-    EXPECT_EQ(decoding.heads_per_thread, 3);
-    EXPECT_EQ(decoding.head_groups, 16);
+    // One thread takes all heads of a table where one wave of 4 blocks of 128 threads per SM does: 8 tables * 8 lanes
+    // of 1056 tokens on 132 SMs.
+    for (const auto& [tokens, heads_per_thread, groups] : {std::tuple{256, 5, 8}, {1056, 5, 8}, {1057, 3, 16}}) {
+        const RotaryPlan middle = planned(40, 8, tokens);
+        EXPECT_EQ(middle.heads_per_thread, heads_per_thread) << tokens;
+        EXPECT_EQ(middle.head_groups, groups) << tokens;
+    }
+    EXPECT_EQ(planned(5, 1, 1 << 14).heads_per_thread, 3) << "instantiated with head tables only";
 }
 
 TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
