@@ -54,20 +54,22 @@ struct TableSumLaunch {
     int rows;
 };
 
-// Adds the rows of partial sums. A block takes 8 words of one table.
+constexpr int words_per_block = columns_per_block<double>;
+
+// Adds the rows of partial sums.
 __global__ void __launch_bounds__(column_sum_block_threads)
     table_sum_kernel(const __grid_constant__ TableSumLaunch launch) {
     const LearnableRotaryGradientArgs& args = launch.args;
     const int half = args.call.rotary.rotary_dim / 2;
     const int words = half + 1;
     const int table = blockIdx.x;
-    const int first_word = blockIdx.y * columns_per_block;
+    const int first_word = blockIdx.y * words_per_block;
     pdl_wait();
     pdl_trigger();
     const double sum = sum_of_column(args.table_sums + int64_t{table} * words + first_word, words - first_word,
                                      launch.rows, int64_t{args.call.tables} * words);
     const int word = first_word + threadIdx.x;
-    if (threadIdx.x >= columns_per_block || word >= words) return;
+    if (threadIdx.x >= words_per_block || word >= words) return;
     const DType dtype = args.call.table_dtype;
     if (word < half) {
         store_real(args.frequencies, dtype, int64_t{table} * half + word, sum);
@@ -104,7 +106,7 @@ void learnable_rotary_gradient_cuda(const LearnableRotaryGradientArgs& args, con
                      [&](auto element) { launch_learnable_gradient<decltype(element)>(launch, stream); });
     }
     const int words = shape.rotary_dim / 2 + 1;
-    const dim3 grid(args.call.tables, ceil_div(words, columns_per_block));
+    const dim3 grid(args.call.tables, ceil_div(words, words_per_block));
     launch_with_pdl(pdl_kernel<table_sum_kernel>, grid, column_sum_block_threads, stream, TableSumLaunch{args, rows});
 }
 

@@ -374,14 +374,17 @@ struct WeightSumLaunch {
     int q_blocks;
 };
 
-// Adds the rows of partial sums of q and of k. A block takes 8 weights.
+template <class Element>
+inline constexpr int weights_per_block = columns_per_block<RealOf<Element>>;
+
+// Adds the rows of partial sums of q and of k.
 template <class Element>
 __global__ void __launch_bounds__(column_sum_block_threads)
     weight_sum_kernel(const __grid_constant__ WeightSumLaunch launch) {
     const bool is_q = static_cast<int>(blockIdx.x) < launch.q_blocks;
     const WeightSumLaunch::Part& part = is_q ? launch.q : launch.k;
-    const int64_t first = int64_t{columns_per_block} * (is_q ? blockIdx.x : blockIdx.x - launch.q_blocks);
-    const auto columns = static_cast<int>(min(int64_t{columns_per_block}, part.count - first));
+    const int64_t first = int64_t{weights_per_block<Element>} * (is_q ? blockIdx.x : blockIdx.x - launch.q_blocks);
+    const auto columns = static_cast<int>(min(int64_t{weights_per_block<Element>}, part.count - first));
     pdl_wait();
     pdl_trigger();
     const double sum =
@@ -400,7 +403,7 @@ void launch_weight_sums(const QkNormRotaryGradientArgs& args, const WeightSumRow
                                      static_cast<int>(is_q ? rows.q : rows.k)};
     };
     const auto blocks_of = [](const WeightSumLaunch::Part& part) {
-        return part.weights == nullptr ? 0 : static_cast<int>(ceil_div(part.count, columns_per_block));
+        return part.weights == nullptr ? 0 : static_cast<int>(ceil_div(part.count, weights_per_block<Element>));
     };
     WeightSumLaunch launch{part_of(true), part_of(false), 0};
     launch.q_blocks = blocks_of(launch.q);

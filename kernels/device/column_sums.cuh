@@ -17,20 +17,22 @@ __device__ inline double sum_over_warp(double value) {
 
 // Small blocks, which fit beside the last ones of the kernel whose partial sums they add. Blocks of 1024 threads, which
 // start when an SM is empty, make a backward pass 1 us longer on an H200.
-inline constexpr int columns_per_block = 8;
 inline constexpr int column_sum_block_threads = 128;
+// A sector of 32 bytes of a row.
+template <class Value>
+inline constexpr int columns_per_block = 32 / sizeof(Value);
 // Loads of a thread in flight.
 inline constexpr int column_sum_loads = 8;
 
-// A block adds up to 8 columns. Thread i adds the rows i / 8, i / 8 + 16, ... of column i % 8; the sum of column j is
-// thread j's.
+// A block adds up to n = columns_per_block columns. Thread i adds the rows i / n, i / n + 128 / n, ... of column i % n;
+// the sum of column j is thread j's.
 template <class Value>
 __device__ double sum_of_column(const Value* first, int columns, int rows, int64_t row_stride) {
-    constexpr int rows_per_step = column_sum_block_threads / columns_per_block;
-    const auto column = static_cast<int>(threadIdx.x % columns_per_block);
+    constexpr int width = columns_per_block<Value>;
+    constexpr int rows_per_step = column_sum_block_threads / width;
+    const auto column = static_cast<int>(threadIdx.x % width);
     double sum = 0;
-    for (int first_row = threadIdx.x / columns_per_block; first_row < rows;
-         first_row += rows_per_step * column_sum_loads) {
+    for (int first_row = threadIdx.x / width; first_row < rows; first_row += rows_per_step * column_sum_loads) {
         Value values[column_sum_loads] = {};
 #pragma unroll
         for (int i = 0; i < column_sum_loads; ++i) {
@@ -41,12 +43,12 @@ __device__ double sum_of_column(const Value* first, int columns, int rows, int64
         for (int i = 0; i < column_sum_loads; ++i) sum += static_cast<double>(values[i]);
     }
     constexpr int warp = 32;
-    static_assert(warp % columns_per_block == 0);
+    static_assert(warp % width == 0);
 #pragma unroll
-    for (int step = columns_per_block; step < warp; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    for (int step = width; step < warp; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     constexpr int warps = column_sum_block_threads / warp;
-    __shared__ double of_warps[warps][columns_per_block];
-    if (threadIdx.x % warp < columns_per_block) of_warps[threadIdx.x / warp][column] = sum;
+    __shared__ double of_warps[warps][width];
+    if (threadIdx.x % warp < width) of_warps[threadIdx.x / warp][column] = sum;
     __syncthreads();
     sum = 0;
 #pragma unroll
