@@ -156,9 +156,13 @@ public:
 
     void rotary_by_head() const {
         std::printf("\nrotary with a table per key head: one table by its plan; bytes per vector, heads per thread\n");
-        for (const int64_t tokens : {1, 16, 64, 256, 512, 768, 1024, 1280, 2048, 8192, 131072}) {
+        for (const int64_t tokens : {1, 16, 64, 256, 384, 512, 768, 1024, 1280, 2048, 8192, 131072}) {
             rotary_by_head({tokens, 32, 8});
             rotary_by_head({tokens, 9, 3});
+        }
+        for (const int64_t tokens : {1024, 2048, 8192}) {
+            rotary_by_head({tokens, 16, 8});
+            rotary_by_head({tokens, 64, 8});
         }
     }
 

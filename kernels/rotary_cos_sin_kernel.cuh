@@ -131,7 +131,7 @@ void launch_with_columns(const RotaryCosSinArgs& args, const RotaryPlan& plan, c
         .copies_tail = copies_tail(rotary),
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
-    with_plan<Element, /*has_head_tables=*/false>(
+    with_plan<Element, /*may_have_head_tables=*/false>(
         plan, rotary.pairing, [&]<int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads> {
             const auto launch_kernel = [&]<bool tokens_inside> {
                 launch_with_pdl(pdl_kernel<rotary_cos_sin_kernel<Element, Column, Vector, HeadsPerThread, pairing,

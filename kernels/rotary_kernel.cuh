@@ -197,7 +197,7 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
 }
 
 // Calls launch.operator()<Vector, HeadsPerThread, pairing, whole_heads>() for a plan. Only these combinations exist.
-template <class Element, bool has_head_tables, class Launch>
+template <class Element, bool may_have_head_tables, class Launch>
 void with_plan(const RotaryPlan& plan, Pairing pairing, Launch&& launch) {
     constexpr int full_vector = access_bytes / sizeof(Element);
     const auto with_heads = [&]<int Vector, Pairing P> {
@@ -207,9 +207,9 @@ void with_plan(const RotaryPlan& plan, Pairing pairing, Launch&& launch) {
         }
         if constexpr (Vector > 1 && Vector == full_vector) {
             if (plan.heads_per_thread == 3) return launch.template operator()<Vector, 3, P, false>();
-            if constexpr (has_head_tables) {
-                if (plan.heads_per_thread == heads_per_thread_of_a_table) {
-                    return launch.template operator()<Vector, heads_per_thread_of_a_table, P, false>();
+            if constexpr (may_have_head_tables) {
+                if (plan.heads_per_thread == heads_of_whole_table) {
+                    return launch.template operator()<Vector, heads_of_whole_table, P, false>();
                 }
             }
         }
@@ -245,7 +245,7 @@ void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t 
             return launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, true, whole_heads>(args, plan,
                                                                                                        stream);
         }
-        if constexpr (HeadsPerThread != heads_per_thread_of_a_table) {
+        if constexpr (HeadsPerThread != heads_of_whole_table) {
             return launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, false, whole_heads>(args, plan,
                                                                                                         stream);
         }

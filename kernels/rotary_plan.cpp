@@ -40,8 +40,7 @@ int choose_vector(const RotaryShape& shape, int64_t threads, int full) {
     return threads < threads_for_vectors ? 1 : full / 2;
 }
 
-// Heads of a head table. Five in threads of two or three heads leave some threads with one; one thread takes all five
-// where one wave does. Microseconds on an H200, by heads per thread, full vectors:
+// Heads of a head table, an odd number of them. Microseconds on an H200 for five, by heads per thread, full vectors:
 //     tokens x heads      2       3       5    one table
 //       256 x 32/8     3.04    2.87    2.89    2.75
 //       384 x 32/8     3.62    3.73    3.52    3.44
@@ -51,12 +50,16 @@ int choose_vector(const RotaryShape& shape, int64_t threads, int full) {
 //      1280 x 32/8     8.53    8.43    8.77    8.13
 //      2048 x 32/8    12.51   12.43   12.60   12.14
 //      8192 x 32/8    43.78   43.46   44.15   42.85
-// Half vectors of one head take 2.78 at 256 tokens, but 3.24 in `mrrope bench`, where two heads of full vectors take
-// 3.09. Nine heads go three per thread: 8192 x 64/8 takes 76.0 us, with two per thread and a speculated index 80.9.
+// All five per thread gain where their blocks nearly fill one wave, or at most half of one; why not between is not
+// known. Half vectors of one head take 2.78 at 256 tokens, but 3.24 in `mrrope bench`, where five take 3.03. Nine heads
+// go three per thread: 8192 x 64/8 takes 76.0 us, with two per thread and a speculated index 80.9. Three heads go to
+// one thread; this is not measured.
 int choose_heads_per_thread_of_table(int heads, int64_t threads, const Device& device) {
     const int64_t one_wave =
-        int64_t{device.sms} * rotary_min_blocks_per_sm(heads_per_thread_of_a_table) * rotary_block_threads;
-    if (heads == heads_per_thread_of_a_table && threads <= heads * one_wave) return heads;
+        int64_t{device.sms} * rotary_min_blocks_per_sm(heads_of_whole_table) * rotary_block_threads;
+    const int64_t with_all_heads = threads / heads;
+    const bool fills_wave = with_all_heads <= one_wave && with_all_heads >= one_wave * 9 / 10;
+    if (heads == heads_of_whole_table && (fills_wave || with_all_heads <= one_wave / 2)) return heads;
     return heads <= 5 || heads % 3 == 0 ? 3 : 2;
 }
 

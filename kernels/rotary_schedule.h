@@ -45,7 +45,7 @@ struct RotarySchedule {
     // Prefetches positions for blocks that start later. A position that comes from DRAM arrives no sooner than the
     // heads, whose latency then does not hide cos/sin: 1 % with few heads, which share each position. Two threads per
     // block prefetch, since a 32-byte sector holds four int64 positions. With two heads and a speculated index it costs
-    // more than it gains.
+    // more than it gains. All five heads of a table go to one thread in one wave only: no block starts later.
     bool prefetches_positions;
     static constexpr int prefetches_per_block = 2;
     // Prefetch distance in threads: 1.5 times what an H200 holds at once, or twice at the occupancy of three heads.

@@ -21,7 +21,7 @@ inline std::vector<RotaryPlan> every_plan(const RotaryShape& shape, bool has_cho
     }
     if (full > 1 && !shape.with_rows) {
         plans.push_back(plan_with(shape, h200, full, 3));
-        if (shape.table_heads > 1) plans.push_back(plan_with(shape, h200, full, heads_per_thread_of_a_table));
+        if (shape.table_heads > 1) plans.push_back(plan_with(shape, h200, full, heads_of_whole_table));
         for (const int vector : {full / 2, 1}) plans.push_back(plan_with(shape, h200, vector, 1));
     }
     if (!has_choice && !shape.with_rows && shape.table_heads == 1 && full * shape.element_size == access_bytes) {

@@ -129,7 +129,8 @@ TEST_F(RotaryCuda, ManyTokensOfFewAndOfManyHeads) {
     }
 }
 
-// Full vectors, half vectors and single components; every number of heads per thread, with a remainder; every lookup.
+// Full vectors, half vectors and single components; every number of heads per thread by one table, with a remainder;
+// every lookup.
 TEST_F(RotaryCuda, EveryKernel) {
     constexpr int many_tables = 20;
     for (const DType dtype : all_dtypes) {
@@ -159,7 +160,7 @@ TEST_F(RotaryCuda, EveryKernel) {
     }
 }
 
-// Groups of one to five heads per table, which leave remainders to two and to three heads per thread.
+// Groups of one to five heads per table, which leave remainders to two, three and five heads per thread.
 TEST_F(RotaryCuda, HeadTablesByEveryKernel) {
     for (const DType dtype : all_dtypes) {
         for (const Pairing pairing : both_pairings) {
@@ -192,10 +193,11 @@ TEST_F(RotaryCuda, HeadTablesByEveryKernel) {
 
 // Enough tokens for the plans of prefill, and for slices.
 TEST_F(RotaryCuda, HeadTablesOfManyTokens) {
-    for (const auto& [tables, q_per_table, head_dim] : {std::tuple{8, 4, 128}, {3, 3, 64}}) {
+    for (const auto& [tokens, tables, q_per_table, head_dim] :
+         {std::tuple{2000, 8, 4, 128}, {2000, 3, 3, 64}, {300, 8, 4, 128}}) {
         CaseOptions o;
         o.dtype = DType::bfloat16;
-        o.tokens = 2000;
+        o.tokens = tokens;
         o.q_heads = tables * q_per_table;
         o.k_heads = tables;
         o.head_dim = o.rotary_dim = head_dim;
@@ -209,16 +211,18 @@ TEST_F(RotaryCuda, HeadTablesOfManyTokens) {
 TEST_F(RotaryCuda, AllKernelsGiveTheSameBits) {
     for (const DType dtype : all_dtypes) {
         for (const Pairing pairing : both_pairings) {
-            for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
+            for (const auto& [table_for, head_tables] :
+                 {std::pair{TableFor::all, 1}, {TableFor::each_index, 1}, {TableFor::all, 2}}) {
                 CaseOptions o;
                 o.dtype = dtype;
                 o.pairing = pairing;
                 o.tokens = 64;
-                o.q_heads = 5;
+                o.q_heads = 8;
+                o.k_heads = 2;
                 o.head_dim = o.rotary_dim = 128;
                 o.attention_factor = 1.3;
                 o.in_place = true;
-                o.tables = {.table_for = table_for, .count = 4};
+                o.tables = {.table_for = table_for, .count = 4, .heads = head_tables};
                 const RotaryArgs args = RotaryCase(o).args();
                 std::vector<RotaryPlan> plans = every_plan(args);
                 for (const int heads_per_thread : {1, 2}) {
@@ -370,14 +374,16 @@ TEST_F(RotaryCuda, RotatesQueriesAndKeysInOneLaunchThatAGraphCanReplay) {
 
 // By programmatic dependent launch a kernel may start while the preceding one still runs.
 TEST_F(RotaryCuda, OverlappingCallsGiveWhatSeparateCallsGive) {
-    for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
+    for (const auto& [table_for, head_tables] :
+         {std::pair{TableFor::all, 1}, {TableFor::each_index, 1}, {TableFor::each_index, 2}}) {
         for (const int64_t tokens : {1, 700}) {
             CaseOptions o;
             o.tokens = tokens;
             o.q_heads = 8;
+            o.k_heads = 2;
             o.head_dim = o.rotary_dim = 128;
             o.in_place = true;
-            o.tables = {.table_for = table_for, .count = 4};
+            o.tables = {.table_for = table_for, .count = 4, .heads = head_tables};
             for (const RotaryPlan& plan : every_plan(RotaryCase(o).args())) {
                 SCOPED_TRACE(describe(plan) + ", " + describe(o));
                 RotaryCase separate(o);

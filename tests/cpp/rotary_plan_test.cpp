@@ -285,6 +285,7 @@ TEST(Schedule, PrefetchesPositionsInLargeLaunches) {
         EXPECT_FALSE(rotary_schedule(lookup, 1, true).prefetches_positions);
         EXPECT_EQ(rotary_schedule(lookup, 2, true).prefetches_positions, is_plain);
         EXPECT_TRUE(rotary_schedule(lookup, 3, true).prefetches_positions);
+        EXPECT_FALSE(rotary_schedule(lookup, heads_of_whole_table, true).prefetches_positions) << "one wave";
     }
 }
 
@@ -426,8 +427,8 @@ TEST(Kernel, GivesEveryHeadItsTable) {
     }
 }
 
-TEST(Plan, LeavesFewHeadsOfATableAlone) {
-    const auto planned = [](int heads, int table_heads, int64_t tokens) {
+TEST(Plan, DividesTheHeadsOfATable) {
+    const auto planned = [](int heads, int table_heads, int64_t tokens, const Device& device = h200) {
         return plan({.batch = 1,
                      .tokens = tokens,
                      .heads = heads,
@@ -436,7 +437,7 @@ TEST(Plan, LeavesFewHeadsOfATableAlone) {
                      .element_size = 2,
                      .aligned = true,
                      .table_heads = table_heads},
-                    h200);
+                    device);
     };
     for (const auto& [heads, tables, heads_per_thread, groups] : {std::tuple{40, 8, 3, 16},
                                                                   {12, 3, 2, 6},
@@ -452,14 +453,55 @@ TEST(Plan, LeavesFewHeadsOfATableAlone) {
         EXPECT_EQ(small.heads_per_thread, 1);
         EXPECT_EQ(small.head_groups, heads) << "no thread more than with one table";
     }
-    // One thread takes all heads of a table where one wave of 4 blocks of 128 threads per SM does: 8 tables * 8 lanes
-    // of 1056 tokens on 132 SMs.
-    for (const auto& [tokens, heads_per_thread, groups] : {std::tuple{256, 5, 8}, {1056, 5, 8}, {1057, 3, 16}}) {
-        const RotaryPlan middle = planned(40, 8, tokens);
-        EXPECT_EQ(middle.heads_per_thread, heads_per_thread) << tokens;
-        EXPECT_EQ(middle.head_groups, groups) << tokens;
+    // One thread takes all heads of a table in at most half a wave of 4 blocks of 128 threads per SM, or in nine tenths
+    // of one or more. A token of 8 tables and 8 lanes is half a block: 1056 tokens fill 132 SMs, 864 fill 108.
+    for (const auto& [device, tokens, heads_per_thread, groups] : {std::tuple{h200, 256, 5, 8},
+                                                                   {h200, 528, 5, 8},
+                                                                   {h200, 529, 3, 16},
+                                                                   {h200, 768, 3, 16},
+                                                                   {h200, 1024, 5, 8},
+                                                                   {h200, 1056, 5, 8},
+                                                                   {h200, 1057, 3, 16},
+                                                                   {a100, 864, 5, 8},
+                                                                   {a100, 865, 3, 16},
+                                                                   {Device{.sms = 12}, 256, 3, 16}}) {
+        const RotaryPlan middle = planned(40, 8, tokens, device);
+        EXPECT_EQ(middle.heads_per_thread, heads_per_thread) << tokens << " tokens on " << device.sms << " SMs";
+        EXPECT_EQ(middle.head_groups, groups) << tokens << " tokens on " << device.sms << " SMs";
     }
-    EXPECT_EQ(planned(5, 1, 1 << 14).heads_per_thread, 3) << "instantiated with head tables only";
+    EXPECT_EQ(planned(5, 1, 1 << 12).heads_per_thread, 3) << "instantiated with head tables only";
+}
+
+// Single components and float64 included.
+TEST(Plan, WithHeadTablesHasAKernelForEveryShape) {
+    for (const int heads : {2, 3, 4, 5, 6, 7, 9, 10}) {
+        for (const int head_dim : {6, 64, 80, 128}) {
+            for (const int element_size : {2, 4, 8}) {
+                for (const bool aligned : {false, true}) {
+                    for (const bool with_rows : {false, true}) {
+                        for (int64_t tokens = 1; tokens < 1 << 20; tokens *= 2) {
+                            const RotaryShape shape{.batch = 1,
+                                                    .tokens = tokens,
+                                                    .heads = 8 * heads,
+                                                    .head_dim = head_dim,
+                                                    .rotary_dim = head_dim,
+                                                    .element_size = element_size,
+                                                    .aligned = aligned,
+                                                    .with_rows = with_rows,
+                                                    .table_heads = 8};
+                            const RotaryPlan planned = plan(shape, h200);
+                            const auto is_that_plan = [&](const RotaryPlan& one) {
+                                return one.vector == planned.vector && one.heads_per_thread == planned.heads_per_thread;
+                            };
+                            const std::vector<RotaryPlan> instantiated = every_plan(shape, false);
+                            EXPECT_TRUE(std::any_of(instantiated.begin(), instantiated.end(), is_that_plan))
+                                << describe(shape) << ": " << mrrope::testing::describe(planned);
+                        }
+                    }
+                }
+            }
+        }
+    }
 }
 
 TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
