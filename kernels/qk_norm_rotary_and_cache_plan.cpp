@@ -59,7 +59,7 @@ int64_t threads_over_all_heads(const QkNormRotaryAndCacheShape& shape, int lanes
 int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape) {
     constexpr int64_t threads_for_two = 1 << 16;
     const int64_t threads_for_eight = shape.rounds_cache_only ? 3 << 18 : 3 << 17;
-    constexpr int64_t max_threads_for_two_over_all_heads = 1 << 17;
+    constexpr int64_t max_threads_for_two_over_all_heads = 1 << 17;  // two blocks per SM, unlike qk_norm_rotary
     if (shape.needs_lookup) return norm_heads_per_thread_with_lookup;
     const int64_t heads = shape.q_heads + 2 * shape.kv_heads + shape.gate_heads;
     const int lanes = lanes_per_head(shape, 2);

@@ -43,18 +43,19 @@ int64_t threads_over_all_heads(const QkNormRotaryShape& shape, int lanes, int he
 //      4096 x 32 + 32   53.0    38.5    37.1    36.2     33.8
 //      8192 x 32 + 8    65.6    47.3    46.0    44.6     41.8
 //     32768 x 32 + 8     253     181     174     166      159
-// Over all heads, where the reduction makes all wait for each other anyway:
+// Over all heads, where the reduction makes all wait for each other anyway, with the three blocks of two heads per
+// thread that sm_90 has room for. With two blocks, two heads took 7.27 at 512 tokens:
 //       256 x 32 + 32           3.96    5.24             3.86
 //       512 x 32 + 32           6.38    6.82             5.94
 //      1024 x 32 + 32           10.8    12.4             9.99
 //      2048 x 32 + 32           20.3    21.4             18.0
 //      4096 x 32 + 32           39.3    38.4             34.3
 //      8192 x 32 + 32           76.2    71.9             66.1
-int choose_heads_per_thread(const QkNormRotaryShape& shape, int lanes) {
+int choose_heads_per_thread(const QkNormRotaryShape& shape, const Device& device, int lanes) {
     constexpr int64_t threads_for_two = 1 << 12;
     constexpr int64_t threads_for_four = 1 << 20;
     constexpr int64_t threads_for_eight = 1 << 21;
-    constexpr int64_t max_threads_for_two_over_all_heads = 1 << 20;
+    const int64_t max_threads_for_two_over_all_heads = device.pdl ? 1 << 20 : 1 << 17;
     if (shape.needs_lookup) return norm_heads_per_thread_with_lookup;
     const int64_t threads = shape.batch * shape.tokens * (shape.q_heads + shape.k_heads) * lanes;
     const int max_heads = std::max(shape.q_heads, shape.k_heads);
@@ -111,10 +112,9 @@ int64_t blocks_of(const QkNormRotaryPlan& plan, NormOver over, int64_t tokens) {
 
 QkNormRotaryPlan plan(const QkNormRotaryShape& shape, const Device& device) {
     const int lanes = lanes_per_head(shape);
-    return plan_with(shape, device, lanes == 0 ? 1 : choose_heads_per_thread(shape, lanes));
+    return plan_with(shape, device, lanes == 0 ? 1 : choose_heads_per_thread(shape, device, lanes));
 }
 
-// Independent of the device so far: the thresholds are those of an H200.
 QkNormRotaryPlan plan_with(const QkNormRotaryShape& shape, const Device&, int heads_per_thread) {
     QkNormRotaryPlan plan;
     const int lanes = lanes_per_head(shape);

@@ -176,6 +176,22 @@ TEST(Plan, GivesAThreadFewHeadsInSmallLaunches) {
     }
 }
 
+TEST(Plan, OverAllHeadsTakesTwoHeadsPerThreadLongerWhereThreeBlocksFit) {
+    QkNormRotaryShape shape{.batch = 1,
+                            .q_heads = 32,
+                            .k_heads = 32,
+                            .head_dim = 128,
+                            .rotary_dim = 128,
+                            .element_size = 2,
+                            .over = NormOver::all_heads,
+                            .aligned = true};
+    for (const auto& [device, tokens, heads_per_thread] :
+         {std::tuple{h200, 2048, 2}, {h200, 2049, 4}, {a100, 256, 2}, {a100, 257, 4}}) {
+        shape.tokens = tokens;
+        EXPECT_EQ(plan(shape, device).heads_per_thread, heads_per_thread) << tokens << " tokens, " << device.sms;
+    }
+}
+
 TEST(Plan, WeightsAndGradientsMustBeAlignedToo) {
     NormCaseOptions o;
     o.rotary.dtype = DType::bfloat16;
