@@ -18,7 +18,7 @@ __device__ inline double sum_over_warp(double value) {
 // Small blocks, which fit beside the last ones of the kernel whose partial sums they add. Blocks of 1024 threads, which
 // start when an SM is empty, make a backward pass 1 us longer on an H200.
 inline constexpr int column_sum_block_threads = 128;
-// A sector of 32 bytes of a row.
+// 32 bytes of a row: a sector where rows are aligned.
 template <class Value>
 inline constexpr int columns_per_block = 32 / sizeof(Value);
 // Loads of a thread in flight.
