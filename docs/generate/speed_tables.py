@@ -127,7 +127,7 @@ def learnable_rotary() -> list[str]:
 
 def head_tables() -> list[str]:
     """Return the times in place with one table and with a table for each key head."""
-    rows = rows_of("head_tables_cuda.json")
+    rows = [row for row in rows_of("rotary_cuda.json") if "mrrope by head" in row["seconds"] and row["k_heads"] > 1]
     if not rows:
         return NOT_MEASURED
 

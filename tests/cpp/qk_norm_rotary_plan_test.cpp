@@ -158,15 +158,19 @@ TEST(GradientPlan, SatisfiesItsInvariantsForEveryShape) {
                    });
 }
 
+QkNormRotaryShape heads_of_128(int q_heads, int k_heads) {
+    return {.batch = 1,
+            .tokens = 1,
+            .q_heads = q_heads,
+            .k_heads = k_heads,
+            .head_dim = 128,
+            .rotary_dim = 128,
+            .element_size = 2,
+            .aligned = true};
+}
+
 TEST(Plan, GivesAThreadFewHeadsInSmallLaunches) {
-    QkNormRotaryShape shape{.batch = 1,
-                            .tokens = 1,
-                            .q_heads = 32,
-                            .k_heads = 8,
-                            .head_dim = 128,
-                            .rotary_dim = 128,
-                            .element_size = 2,
-                            .aligned = true};
+    QkNormRotaryShape shape = heads_of_128(32, 8);
     for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
         shape.over = over;
         shape.tokens = 1;
@@ -177,14 +181,8 @@ TEST(Plan, GivesAThreadFewHeadsInSmallLaunches) {
 }
 
 TEST(Plan, OverAllHeadsTakesTwoHeadsPerThreadLongerWhereThreeBlocksFit) {
-    QkNormRotaryShape shape{.batch = 1,
-                            .q_heads = 32,
-                            .k_heads = 32,
-                            .head_dim = 128,
-                            .rotary_dim = 128,
-                            .element_size = 2,
-                            .over = NormOver::all_heads,
-                            .aligned = true};
+    QkNormRotaryShape shape = heads_of_128(32, 32);
+    shape.over = NormOver::all_heads;
     for (const auto& [device, tokens, heads_per_thread] :
          {std::tuple{h200, 2048, 2}, {h200, 2049, 4}, {a100, 256, 2}, {a100, 257, 4}}) {
         shape.tokens = tokens;
@@ -210,14 +208,8 @@ TEST(Plan, WeightsAndGradientsMustBeAlignedToo) {
 }
 
 TEST(GradientPlan, FillsTheSmsOfTheDevice) {
-    const QkNormRotaryShape shape{.batch = 1,
-                                  .tokens = 8192,
-                                  .q_heads = 32,
-                                  .k_heads = 32,
-                                  .head_dim = 128,
-                                  .rotary_dim = 128,
-                                  .element_size = 2,
-                                  .aligned = true};
+    QkNormRotaryShape shape = heads_of_128(32, 32);
+    shape.tokens = 8192;
     for (const Device& device : {h200, a100}) {
         const QkNormRotaryGradientPlan planned = plan_gradient(shape, device);
         EXPECT_EQ(planned.q_blocks + planned.k_blocks, 3 * device.sms);

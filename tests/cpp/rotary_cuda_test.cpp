@@ -191,7 +191,7 @@ TEST_F(RotaryCuda, HeadTablesByEveryKernel) {
     }
 }
 
-// Enough tokens for the plans of prefill, and for slices.
+// Enough tokens for the plans of prefill, and for slices. On an H200, 300 tokens go five heads per thread.
 TEST_F(RotaryCuda, HeadTablesOfManyTokens) {
     for (const auto& [tokens, tables, q_per_table, head_dim] :
          {std::tuple{2000, 8, 4, 128}, {2000, 3, 3, 64}, {300, 8, 4, 128}}) {
