@@ -34,6 +34,7 @@ struct LearnableRotaryCall {
 
 struct LearnableRotaryBackwardCall {
     TensorList gradients;
+    const Tensor& packed_tables;
     LearnableRotaryCall forward;
     bool wants_heads;
 
@@ -59,41 +60,32 @@ void check_kinds(const LearnableRotaryCall& call) {
                       factor.tensor.dim(), " dimensions");
 }
 
-// The number of tables, both parts of them with a row for each, contiguous, and memory for the packed tables.
-struct LearnableTable {
+// The sizes of the tables: one of frequencies and attention_factor may have a single row for all.
+struct TableSizes {
     int64_t tables;
-    Tensor frequencies;
-    Tensor attention_factors;
-    Tensor packed;
+    int64_t pairs;
 
-    explicit LearnableTable(const LearnableRotaryCall& call) {
+    explicit TableSizes(const LearnableRotaryCall& call) {
         const int64_t rows = call.frequencies.size(0);
         const int64_t factors = call.attention_factor.size(0);
-        const int64_t pairs = call.frequencies.size(1);
         tables = std::max(rows, factors);
+        pairs = call.frequencies.size(1);
         TORCH_CHECK_VALUE(rows >= 1 && pairs >= 1,
                           "frequencies must be [key heads or 1, rotary_dim / 2], and not empty, got ",
                           call.frequencies.sizes());
         TORCH_CHECK_VALUE(factors == rows || factors == 1 || (rows == 1 && factors > 0), "attention_factor must be [1]",
                           " or [", rows, "] for frequencies of ", call.frequencies.sizes(), ", got ",
                           call.attention_factor.sizes());
-        frequencies = call.frequencies.expand({tables, pairs}).contiguous();
-        attention_factors = call.attention_factor.expand({tables}).contiguous();
-        packed = at::empty({tables, pairs + 1}, call.frequencies.options().dtype(at::kLong));
     }
 };
 
-// Checks sizes and strides, then fills the backends' struct. `table` must outlive the result. Without `out`, heads have
-// no output.
-LearnableRotaryArgs learnable_rotary_args(const LearnableRotaryCall& call, const LearnableTable& table,
-                                          TensorList out) {
+// Checks sizes and strides, then fills the backends' struct, without the table itself. Without `out`, heads have no
+// output.
+LearnableRotaryArgs learnable_rotary_args(const LearnableRotaryCall& call, const TableSizes& sizes, TensorList out) {
     const Layout layout = layout_named(call.layout);
     const NamedTensor q = call.head(0);
     LearnableRotaryArgs args;
-    args.frequencies = table.frequencies.const_data_ptr();
-    args.attention_factors = table.attention_factors.const_data_ptr();
-    args.table_dtype = dtype_of({"frequencies", table.frequencies});
-    args.packed_tables = static_cast<uint64_t*>(table.packed.data_ptr());
+    args.table_dtype = dtype_of({"frequencies", call.frequencies});
     RotaryArgs& rotary = args.rotary;
     if (call.heads.size() == 2) check_k_matches_q(call.heads[0], call.heads[1], layout);
     for (size_t i = 0; i < call.heads.size(); ++i) {
@@ -103,14 +95,14 @@ LearnableRotaryArgs learnable_rotary_args(const LearnableRotaryCall& call, const
         view.in = x.tensor.const_data_ptr();
         view.in_strides = head_strides(x.tensor, layout);
         view.heads = head_count(x, layout);
-        TORCH_CHECK_VALUE(view.heads % table.tables == 0, x.name, " must have a multiple of ", table.tables,
+        TORCH_CHECK_VALUE(view.heads % sizes.tables == 0, x.name, " must have a multiple of ", sizes.tables,
                           " heads, the tables of frequencies and attention_factor, got ", view.heads);
         if (out.empty()) continue;
         view.out = out[i].data_ptr();
         view.out_strides = head_strides(out[i], layout);
     }
     const int64_t head_dim = q.tensor.size(-1);
-    const int64_t rotary_dim = 2 * table.frequencies.size(1);
+    const int64_t rotary_dim = 2 * sizes.pairs;
     TORCH_CHECK_VALUE(rotary_dim <= head_dim, "frequencies must have at most head_dim / 2 columns (", head_dim / 2,
                       "), half the last dimension of ", q.name, ", got ", rotary_dim / 2);
     rotary.positions = positions_view({"positions", call.positions}, q, layout);
@@ -128,7 +120,7 @@ LearnableRotaryArgs learnable_rotary_args(const LearnableRotaryCall& call, const
     TORCH_CHECK_VALUE(rotary.batch * rotary.tokens * heads < most,
                       "q and k must have fewer than 2^31 heads in all tokens, got ",
                       rotary.batch * rotary.tokens * heads);
-    args.tables = static_cast<int>(std::min(table.tables, most));  // more than the heads only if there are none
+    args.tables = static_cast<int>(std::min(sizes.tables, most));  // more than the heads only if there are none
     return args;
 }
 
@@ -136,8 +128,8 @@ LearnableRotaryArgs learnable_rotary_args(const LearnableRotaryCall& call, const
 struct LearnableRotaryBackward {
     static constexpr const char* name = "learnable_rotary_backward";
     using Call = LearnableRotaryBackwardCall;
-    using Signature = std::vector<Tensor>(TensorList, TensorList, const Tensor&, const Tensor&, const Tensor&,
-                                          std::string_view, std::string_view, bool, bool);
+    using Signature = std::vector<Tensor>(TensorList, const Tensor&, TensorList, const Tensor&, const Tensor&,
+                                          const Tensor&, std::string_view, std::string_view, bool, bool);
 
     static void each_input(const Call& call, const auto& visit) {
         for (size_t i = 0; i < call.gradients.size(); ++i) visit(call.gradient(i));
@@ -151,6 +143,10 @@ struct LearnableRotaryBackward {
 
     static void check(const Call& call) {
         check_kinds(call.forward);
+        const NamedTensor packed{"packed_tables", call.packed_tables};
+        TORCH_CHECK_TYPE(packed.tensor.scalar_type() == at::kLong, "packed_tables must be int64, got ",
+                         packed.tensor.scalar_type());
+        check_device(packed, call.forward.head(0));
         const TensorList heads = call.forward.heads;
         TORCH_CHECK_VALUE(call.gradients.size() == heads.size(), "gradients must be one for each of the ", heads.size(),
                           " tensors of heads, got ", call.gradients.size());
@@ -166,11 +162,16 @@ struct LearnableRotaryBackward {
     static std::vector<Tensor> run(const Call& call) {
         const LearnableRotaryCall& forward = call.forward;
         const Layout layout = layout_named(forward.layout);
-        const LearnableTable table(forward);
+        const TableSizes sizes(forward);
+        const Tensor& packed = call.packed_tables;
+        TORCH_CHECK_VALUE(packed.is_contiguous() && packed.sizes() == at::IntArrayRef({sizes.tables, sizes.pairs + 1}),
+                          "packed_tables must be contiguous and [", sizes.tables, ", ", sizes.pairs + 1,
+                          "], those of the forward pass, got ", packed.sizes(), " with strides ", packed.strides());
         std::vector<Tensor> result;
         if (call.wants_heads) result = empty_like_heads(forward.heads);
         LearnableRotaryGradientArgs args;
-        args.call = learnable_rotary_args(forward, table, result);
+        args.call = learnable_rotary_args(forward, sizes, result);
+        args.call.packed_tables = static_cast<uint64_t*>(packed.data_ptr());
         for (size_t i = 0; i < call.gradients.size(); ++i) {
             const auto& [name, x] = call.gradient(i);
             const Tensor& heads = forward.heads[i];
@@ -179,18 +180,18 @@ struct LearnableRotaryBackward {
                               x.strides());
             (i == 0 ? args.q : args.k) = RotatedGradient{x.const_data_ptr(), head_strides(x, layout)};
         }
-        const Tensor frequencies = at::empty_like(table.frequencies);
-        const Tensor attention_factors = at::empty_like(table.attention_factors);
-        const Tensor sums =
-            at::empty({Backend::table_sum_rows(args, forward.heads[0]), table.tables, table.frequencies.size(1) + 1},
-                      table.frequencies.options().dtype(at::kDouble));
+        const at::TensorOptions options = forward.frequencies.options();
+        const Tensor frequencies = at::empty({sizes.tables, sizes.pairs}, options);
+        const Tensor attention_factors = at::empty({sizes.tables}, options);
+        const Tensor sums = at::empty({Backend::table_sum_rows(args, forward.heads[0]), sizes.tables, sizes.pairs + 1},
+                                      options.dtype(at::kDouble));
         args.frequencies = frequencies.data_ptr();
         args.attention_factors = attention_factors.data_ptr();
         args.table_sums = static_cast<double*>(sums.data_ptr());
         Backend::run(args, forward.heads[0]);
         // A part with one row for all tables gets the sum of their gradients.
         const auto of_rows = [&](const Tensor& gradient, int64_t rows) {
-            return rows == table.tables ? gradient : gradient.sum(0, /*keepdim=*/true);
+            return rows == sizes.tables ? gradient : gradient.sum(0, /*keepdim=*/true);
         };
         result.push_back(of_rows(frequencies, forward.frequencies.size(0)));
         result.push_back(of_rows(attention_factors, forward.attention_factor.size(0)));
@@ -207,8 +208,8 @@ struct LearnableRotaryBackward {
     }
 };
 
-// Saves q and k only where the table's gradient is wanted. Without it, the backward pass is the op itself, by the
-// negated angle, and is differentiable again.
+// Saves q, k and the packed tables only where the table's gradient is wanted. Without it, the backward pass is the op
+// itself, by the negated angle, and is differentiable again.
 struct LearnableRotaryFunction : torch::autograd::Function<LearnableRotaryFunction> {
     static constexpr bool is_traceable = true;
 
@@ -216,20 +217,22 @@ struct LearnableRotaryFunction : torch::autograd::Function<LearnableRotaryFuncti
                                        const Tensor& frequencies, const Tensor& attention_factor,
                                        const LearnableRotaryCall& call, const auto& below) {
         context->set_materialize_grads(false);
+        std::vector<Tensor> results = below();
         std::vector<Tensor> saved{call.positions, frequencies, attention_factor};
         if (frequencies.requires_grad() || attention_factor.requires_grad()) {
+            saved.push_back(results.back());
             saved.insert(saved.end(), heads.begin(), heads.end());
         }
         context->save_for_backward(std::move(saved));
         context->saved_data["layout"] = call.layout;
         context->saved_data["pairing"] = call.pairing;
         context->saved_data["conjugate"] = call.conjugate;
-        return below();
+        return results;
     }
 
     static std::vector<Tensor> backward(torch::autograd::AutogradContext* context, std::vector<Tensor> gradients) {
-        const size_t count = gradients.size();
-        std::vector<Tensor> result(count + 4);  // heads, frequencies, attention_factor, and none for call and below
+        const size_t count = gradients.size() - 1;  // the packed tables have none
+        std::vector<Tensor> result(count + 4);      // heads, frequencies, attention_factor, and none for call and below
         const auto saved = context->get_saved_variables();
         const bool wants_table = context->needs_input_grad(count) || context->needs_input_grad(count + 1);
         std::vector<size_t> wanted;
@@ -239,7 +242,7 @@ struct LearnableRotaryFunction : torch::autograd::Function<LearnableRotaryFuncti
             if (!gradients[i].defined() || !(context->needs_input_grad(i) || wants_table)) continue;
             wanted.push_back(i);
             given.push_back(with_contiguous_last_dimension(gradients[i]));
-            if (wants_table) heads.push_back(saved[3 + i]);
+            if (wants_table) heads.push_back(saved[4 + i]);
             wants_heads = wants_heads || context->needs_input_grad(i);
         }
         if (given.empty()) return result;
@@ -249,8 +252,8 @@ struct LearnableRotaryFunction : torch::autograd::Function<LearnableRotaryFuncti
         const bool conjugate = data["conjugate"].toBool();
         std::vector<Tensor> found;
         if (wants_table) {
-            found = dispatched<LearnableRotaryBackward>().call(given, heads, saved[0], saved[1], saved[2], layout,
-                                                               pairing, conjugate, wants_heads);
+            found = dispatched<LearnableRotaryBackward>().call(given, saved[3], heads, saved[0], saved[1], saved[2],
+                                                               layout, pairing, conjugate, wants_heads);
             result[count + 1] = found.back();
             found.pop_back();
             result[count] = found.back();
@@ -263,6 +266,7 @@ struct LearnableRotaryFunction : torch::autograd::Function<LearnableRotaryFuncti
     }
 };
 
+// The rotated heads, then the packed tables, for the backward pass.
 struct LearnableRotary {
     static constexpr const char* name = "learnable_rotary";
     using Call = LearnableRotaryCall;
@@ -274,17 +278,33 @@ struct LearnableRotary {
 
     template <class Backend>
     static std::vector<Tensor> run(const Call& call) {
-        const LearnableTable table(call);
-        std::vector<Tensor> out = empty_like_heads(call.heads);
-        Backend::run(learnable_rotary_args(call, table, out), call.heads[0]);
-        return out;
+        const TableSizes sizes(call);
+        const Tensor frequencies = call.frequencies.expand({sizes.tables, sizes.pairs}).contiguous();
+        const Tensor attention_factors = call.attention_factor.expand({sizes.tables}).contiguous();
+        const Tensor packed = at::empty({sizes.tables, sizes.pairs + 1}, packed_options(call));
+        std::vector<Tensor> result = empty_like_heads(call.heads);
+        LearnableRotaryArgs args = learnable_rotary_args(call, sizes, result);
+        args.frequencies = frequencies.const_data_ptr();
+        args.attention_factors = attention_factors.const_data_ptr();
+        args.packed_tables = static_cast<uint64_t*>(packed.data_ptr());
+        Backend::run(args, call.heads[0]);
+        result.push_back(packed);
+        return result;
     }
 
-    static std::vector<Tensor> meta(const Call& call) { return empty_like_heads(call.heads); }
+    static std::vector<Tensor> meta(const Call& call) {
+        const c10::SymInt tables = call.frequencies.sym_size(0).max(call.attention_factor.sym_size(0));
+        std::vector<Tensor> result = empty_like_heads(call.heads);
+        result.push_back(at::empty_symint({tables, call.frequencies.sym_size(1) + 1}, packed_options(call)));
+        return result;
+    }
 
     static std::vector<Tensor> differentiate(const Call& call, const auto& below) {
         return LearnableRotaryFunction::apply(call.heads, call.frequencies, call.attention_factor, call, below);
     }
+
+private:
+    static at::TensorOptions packed_options(const Call& call) { return call.frequencies.options().dtype(at::kLong); }
 };
 
 }  // namespace
@@ -294,15 +314,17 @@ TORCH_LIBRARY_FRAGMENT(mrrope, library) {
         "Tensor positions, Tensor frequencies, Tensor attention_factor, str layout='bhsd', str pairing='halves', "
         "bool conjugate=False";
     register_op<LearnableRotary>(library, "(Tensor[] heads, " + options + ") -> Tensor[]");
-    register_op<LearnableRotaryBackward>(
-        library, "(Tensor[] gradients, Tensor[] heads, " + options + ", bool wants_heads=True) -> Tensor[]");
+    register_op<LearnableRotaryBackward>(library, "(Tensor[] gradients, Tensor packed_tables, Tensor[] heads, " +
+                                                      options + ", bool wants_heads=True) -> Tensor[]");
 }
 
 std::vector<Tensor> learnable_rotary(TensorList heads, const Tensor& positions, const Tensor& frequencies,
                                      const Tensor& attention_factor, std::string_view layout, std::string_view pairing,
                                      bool conjugate) {
-    return dispatched<LearnableRotary>().call(heads, positions, frequencies, attention_factor, layout, pairing,
-                                              conjugate);
+    std::vector<Tensor> result =
+        dispatched<LearnableRotary>().call(heads, positions, frequencies, attention_factor, layout, pairing, conjugate);
+    result.pop_back();
+    return result;
 }
 
 }  // namespace mrrope

@@ -100,7 +100,6 @@ void learnable_rotary_gradient_cuda(const LearnableRotaryGradientArgs& args, con
     int rows = 0;
     if (!is_empty(shape)) {
         rows = plan.blocks_per_table;
-        pack_tables(args.call, stream);  // immediately before the kernel, which relies on it
         const LearnableRotaryLaunch launch{args, LearnableRotaryMap<cutlass::FastDivmod>::of(plan, shape)};
         with_element(args.call.rotary.dtype,
                      [&](auto element) { launch_learnable_gradient<decltype(element)>(launch, stream); });

@@ -61,9 +61,7 @@ struct LearnableSums {
     }
 };
 
-// Loads of the first item are issued before griddepcontrol.wait and are final: the primary kernel of the dependent
-// launch is pack_tables_kernel, which triggers after its own wait and writes the packed tables only. The next item is
-// loaded while this one is rotated.
+// A thread's next item is loaded while this one is rotated.
 template <class Element, int Vector, Pairing pairing>
 __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_sm)
     learnable_gradient_kernel(const __grid_constant__ LearnableRotaryLaunch launch) {
@@ -121,10 +119,10 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
         };
         uint32_t number = map.first_item(block, slot);
         LearnableItem item = active ? map.item_or_none(number) : LearnableItem{};
-        load_position_of(item);
-        stage(item);
         pdl_wait();
         pdl_trigger();
+        load_position_of(item);
+        stage(item);
         sums.clear_frequencies();
         if (active) {
             of_threads.phase_steps.load(table, layout);

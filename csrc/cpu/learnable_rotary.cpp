@@ -68,7 +68,6 @@ void learnable_rotary_gradient_cpu(const LearnableRotaryGradientArgs& args, cons
     static const auto gradient_tokens = MRROPE_BEST(learnable_gradient_tokens);
     const LearnableRotaryArgs& call = args.call;
     const RotaryArgs& rotary = call.rotary;
-    pack_tables(call);
     const int half = rotary.rotary_dim / 2;
     const int64_t row_words = static_cast<int64_t>(call.tables) * (half + 1);
     const int64_t tokens = rotary.batch * rotary.tokens;

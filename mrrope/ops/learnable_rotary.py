@@ -45,7 +45,7 @@ def learnable_rotary(
     require_tensors(q=q, positions=positions, frequencies=frequencies, attention_factor=attention_factor)
     require_tensors_or_none(k=k)
     heads = [q] if k is None else [q, k]
-    rotated = torch.ops.mrrope.learnable_rotary.default(
+    *rotated, _packed_tables = torch.ops.mrrope.learnable_rotary.default(
         heads, positions, frequencies, attention_factor, layout, pairing
     )
     return rotated[0], None if k is None else rotated[1]

@@ -91,10 +91,20 @@ public:
         return args;
     }
 
-    // Without table_sums, whose size is computed from these arguments.
+    // As the forward pass leaves them.
+    void pack_tables() {
+        for (int table = 0; table < options_.tables; ++table) {
+            uint64_t* words = packed_tables.data() + int64_t{table} * (half() + 1);
+            for (int i = 0; i < half(); ++i) words[i] = phase_step_of(frequencies.at(int64_t{table} * half() + i));
+            words[half()] = attention_factor_word(factors.at(table), true);
+        }
+    }
+
+    // Without table_sums, whose size is computed from these arguments. They read no frequencies.
     LearnableRotaryGradientArgs gradient_args() {
         LearnableRotaryGradientArgs args;
         args.call = this->args();
+        args.call.frequencies = args.call.attention_factors = nullptr;
         if (!options_.wants_heads) args.call.rotary.q.out = args.call.rotary.k.out = nullptr;
         args.q = {.data = q_gradient.first_head(), .strides = q_gradient.strides};
         if (options_.rotary.k_heads > 0) args.k = {.data = k_gradient.first_head(), .strides = k_gradient.strides};

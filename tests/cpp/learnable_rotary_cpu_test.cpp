@@ -25,6 +25,7 @@ void one_by_one_backwards(int64_t count, int64_t, const RangeBody& body) {
 }
 
 void differentiate(LearnableCase& call, const ParallelFor& parallel_for = in_one_range) {
+    call.pack_tables();
     LearnableRotaryGradientArgs args = call.gradient_args();
     std::vector<double> sums = call.partial_sums(table_sum_rows_cpu(args));
     args.table_sums = sums.data();

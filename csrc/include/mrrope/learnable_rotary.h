@@ -17,7 +17,7 @@ struct LearnableRotaryArgs {
     const void* attention_factors = nullptr;
     DType table_dtype = DType::float32;
     int tables = 1;  // divides the number of heads of q and of k: neighbouring heads share one
-    // Memory for the packed head tables, [tables, rotary_dim / 2 + 1]: both passes fill it before they rotate.
+    // The packed head tables, [tables, rotary_dim / 2 + 1]: written by the forward pass, read by the backward pass.
     uint64_t* packed_tables = nullptr;
 };
 
@@ -37,7 +37,7 @@ struct RotatedGradient {
 };
 
 // The backward pass. In `call`, `in` is the input of the forward pass and `out` receives its gradient; nullptr: not
-// wanted.
+// wanted. Its frequencies and attention factors are not read.
 struct LearnableRotaryGradientArgs {
     LearnableRotaryArgs call;
     RotatedGradient q;

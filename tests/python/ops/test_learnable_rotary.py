@@ -345,8 +345,9 @@ def test_opcheck(device, case, tables, factors, requires_grad):
     opcheck(LEARNABLE, (heads, *rest))
     if not requires_grad:
         gradients = [torch.randn_like(x) for x in heads]
-        opcheck(BACKWARD, (gradients, heads, *rest))
-        opcheck(BACKWARD, (gradients, heads, *rest), {"wants_heads": False})
+        packed_tables = LEARNABLE(heads, *rest)[-1]
+        opcheck(BACKWARD, (gradients, packed_tables, heads, *rest))
+        opcheck(BACKWARD, (gradients, packed_tables, heads, *rest), {"wants_heads": False})
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -499,7 +500,15 @@ def test_bad_calls_are_refused(changes, error, texts):
 def test_bad_gradients_are_refused():
     call = good_call()
     heads, rest = [call["q"], call["k"]], (call["positions"], call["frequencies"], call["attention_factor"])
-    assert_refused(lambda: BACKWARD(heads[:1], heads, *rest), ValueError, "gradients must be one for each of the 2")
-    assert_refused(lambda: BACKWARD(heads[::-1], heads, *rest), ValueError, "gradients[0] must be [2, 4, 3, 8]")
-    half = [x.half() for x in heads]
-    assert_refused(lambda: BACKWARD(half, heads, *rest), TypeError, "gradients[0] must have the dtype of heads[0]")
+    packed = LEARNABLE(heads, *rest)[-1]
+
+    def refused(gradients, packed_tables, error, text):
+        assert_refused(lambda: BACKWARD(gradients, packed_tables, heads, *rest), error, text)
+
+    refused(heads[:1], packed, ValueError, "gradients must be one for each of the 2")
+    refused(heads[::-1], packed, ValueError, "gradients[0] must be [2, 4, 3, 8]")
+    refused([x.half() for x in heads], packed, TypeError, "gradients[0] must have the dtype of heads[0]")
+    refused(heads, packed.double(), TypeError, "packed_tables must be int64, got Double")
+    refused(heads, packed.to("meta"), RuntimeError, "packed_tables must be on q's device cpu, got meta")
+    refused(heads, packed[:1], ValueError, "packed_tables must be contiguous and [2, 5]")
+    refused(heads, packed.mT.contiguous().mT, ValueError, "packed_tables must be contiguous and [2, 5]")
