@@ -470,6 +470,13 @@ TEST(Plan, DividesTheHeadsOfATable) {
         EXPECT_EQ(middle.head_groups, groups) << tokens << " tokens on " << device.sms << " SMs";
     }
     EXPECT_EQ(planned(5, 1, 1 << 12).heads_per_thread, 3) << "instantiated with head tables only";
+    // An even number of heads goes by two from 3 * 2^14 threads on, 12 heads of 8 lanes from 512 tokens on.
+    for (const auto& [tables, tokens, heads_per_thread, vector] :
+         {std::tuple{3, 511, 1, 4}, {3, 512, 2, 8}, {1, 512, 1, 4}, {4, 512, 1, 4}, {12, 512, 1, 4}}) {
+        const RotaryPlan middle = planned(12, tables, tokens);
+        EXPECT_EQ(middle.heads_per_thread, heads_per_thread) << tables << " tables, " << tokens << " tokens";
+        EXPECT_EQ(middle.vector, vector) << tables << " tables, " << tokens << " tokens";
+    }
 }
 
 // Single components and float64 included.
