@@ -213,7 +213,7 @@ TEST_F(LearnableRotaryCuda, ReadsGradientsThatWereJustWritten) {
         LearnableCase call(o);
         LearnableDeviceCase device(call);
         const LearnableRotaryGradientArgs args = device.gradient_args();
-        LearnableRotaryArgs writer = args.call;
+        LearnableRotaryArgs writer = device.args();
         writer.rotary.q.out = const_cast<void*>(args.q.data);
         writer.rotary.q.out_strides = args.q.strides;
         learnable_rotary_cuda(writer, nullptr);
