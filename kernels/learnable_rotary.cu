@@ -66,8 +66,9 @@ __global__ void __launch_bounds__(column_sum_block_threads)
     const int first_word = blockIdx.y * words_per_block;
     pdl_wait();
     pdl_trigger();
-    const double sum = sum_of_column(args.table_sums + int64_t{table} * words + first_word, words - first_word,
-                                     launch.rows, int64_t{args.call.tables} * words);
+    const double sum =
+        sum_of_column<column_sum_block_threads>(args.table_sums + int64_t{table} * words + first_word,
+                                                words - first_word, launch.rows, int64_t{args.call.tables} * words);
     const int word = first_word + threadIdx.x;
     if (threadIdx.x >= words_per_block || word >= words) return;
     const DType dtype = args.call.table_dtype;

@@ -378,17 +378,16 @@ template <class Element>
 inline constexpr int weights_per_block = columns_per_block<RealOf<Element>>;
 
 // Adds the rows of partial sums of q and of k.
-template <class Element>
-__global__ void __launch_bounds__(column_sum_block_threads)
-    weight_sum_kernel(const __grid_constant__ WeightSumLaunch launch) {
+template <class Element, int block_threads>
+__global__ void __launch_bounds__(block_threads) weight_sum_kernel(const __grid_constant__ WeightSumLaunch launch) {
     const bool is_q = static_cast<int>(blockIdx.x) < launch.q_blocks;
     const WeightSumLaunch::Part& part = is_q ? launch.q : launch.k;
     const int64_t first = int64_t{weights_per_block<Element>} * (is_q ? blockIdx.x : blockIdx.x - launch.q_blocks);
     const auto columns = static_cast<int>(min(int64_t{weights_per_block<Element>}, part.count - first));
     pdl_wait();
     pdl_trigger();
-    const double sum =
-        sum_of_column(static_cast<const RealOf<Element>*>(part.sums) + first, columns, part.rows, part.count);
+    const double sum = sum_of_column<block_threads>(static_cast<const RealOf<Element>*>(part.sums) + first, columns,
+                                                    part.rows, part.count);
     const auto column = static_cast<int>(threadIdx.x);
     if (column >= columns) return;
     static_cast<Element*>(part.weights)[first + column] = static_cast<Element>(static_cast<RealOf<Element>>(sum));
@@ -409,7 +408,15 @@ void launch_weight_sums(const QkNormRotaryGradientArgs& args, const WeightSumRow
     launch.q_blocks = blocks_of(launch.q);
     const int blocks = launch.q_blocks + blocks_of(launch.k);
     if (blocks == 0) return;
-    launch_with_pdl(pdl_kernel<weight_sum_kernel<Element>>, dim3(blocks), column_sum_block_threads, stream, launch);
+    const auto launch_in_blocks_of = [&]<int block_threads> {
+        launch_with_pdl(pdl_kernel<weight_sum_kernel<Element, block_threads>>, dim3(blocks), block_threads, stream,
+                        launch);
+    };
+    if (args.call.over == NormOver::head) {
+        launch_in_blocks_of.template operator()<column_sum_block_threads>();
+    } else {
+        launch_in_blocks_of.template operator()<many_column_sum_block_threads>();
+    }
 }
 
 template <class Element, Pairing pairing>
