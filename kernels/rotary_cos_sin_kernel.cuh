@@ -113,10 +113,11 @@ __global__ void __launch_bounds__(rotary_block_threads,
         fragments[j].store(pointers_to(j).out, layout);
     }
 
-    if (whole_heads || !launch.copies_tail) return;
-    for (int j = 0; j < heads.count; ++j) {
-        const HeadPointers<Element> head = pointers_to(j);
-        copy_tail<Vector>(head.in, head.out, lane, launch.map.lanes.divisor, args);
+    if constexpr (!whole_heads) {
+        for (int j = 0; launch.copies_tail && j < heads.count; ++j) {
+            const HeadPointers<Element> head = pointers_to(j);
+            copy_tail<Vector>(head.in, head.out, lane, launch.map.lanes.divisor, args);
+        }
     }
 }
 
