@@ -162,13 +162,15 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
         fragments[j].store(HeadPointers<Element>(args, heads_of_table, batch, token, heads.first + j).out, layout);
     }
 
-    if (whole_heads || !launch.copies_tail) return;
-    using Stored = cutlass::AlignedArray<Element, Vector>;
-    for (int j = 0; j < heads.count; ++j) {
-        const HeadPointers<Element> pointers(args, heads_of_table, batch, token, heads.first + j);
-        for (int at = first_tail_component<Vector>(lane, args.rotary_dim); at < args.head_dim;
-             at += tail_step<Vector>(launch.map.lanes.divisor)) {
-            *reinterpret_cast<Stored*>(pointers.out + at) = *reinterpret_cast<const Stored*>(pointers.in + at);
+    if constexpr (!whole_heads) {
+        if (!launch.copies_tail) return;
+        using Stored = cutlass::AlignedArray<Element, Vector>;
+        for (int j = 0; j < heads.count; ++j) {
+            const HeadPointers<Element> pointers(args, heads_of_table, batch, token, heads.first + j);
+            for (int at = first_tail_component<Vector>(lane, args.rotary_dim); at < args.head_dim;
+                 at += tail_step<Vector>(launch.map.lanes.divisor)) {
+                *reinterpret_cast<Stored*>(pointers.out + at) = *reinterpret_cast<const Stored*>(pointers.in + at);
+            }
         }
     }
 }

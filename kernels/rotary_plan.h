@@ -43,7 +43,8 @@ constexpr int rotary_min_blocks_per_sm(int heads_per_thread) {
     return heads_per_thread == 3 ? 6 : 4;
 }
 
-// For head tables of so many heads, which one thread may take all; instantiated with head tables only.
+// One thread may take all heads of a head table with so many (32/8: four of q and one of k). Instantiated with head
+// tables only.
 inline constexpr int heads_of_whole_table = 5;
 
 // Full vectors from this many threads on, counted with one head and a full vector per thread; measured in
