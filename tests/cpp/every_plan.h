@@ -44,6 +44,14 @@ inline std::vector<RotaryPlan> every_plan(const RotaryArgs& args) {
     return every_plan(shape_of(args), args.choice.count > 1);
 }
 
+inline std::string describe(const RotaryShape& s) {
+    return "batch " + std::to_string(s.batch) + " tokens " + std::to_string(s.tokens) + " heads " +
+           std::to_string(s.heads) + " head_dim " + std::to_string(s.head_dim) + " rotary_dim " +
+           std::to_string(s.rotary_dim) + " element " + std::to_string(s.element_size) +
+           (s.aligned ? " aligned" : " unaligned") +
+           (s.table_heads == 1 ? "" : " head tables " + std::to_string(s.table_heads));
+}
+
 inline std::string describe(const RotaryPlan& plan) {
     return std::to_string(plan.vector) + " components, " + std::to_string(plan.heads_per_thread) + " heads per thread" +
            (plan.whole_heads ? ", whole heads" : "") + (plan.tokens_inside ? ", tokens inside" : "") +

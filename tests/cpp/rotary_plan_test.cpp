@@ -2,21 +2,15 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "devices.h"
+#include "elements.h"
 #include "every_plan.h"
-#include "kernel_lanes.h"
-#include "launch_slices.h"
-#include "rotary_case.h"
-#include "rotary_map.h"
-#include "rotary_schedule.h"
 
 namespace mrrope {
 namespace {
@@ -24,27 +18,6 @@ namespace {
 using namespace mrrope::testing;
 
 constexpr int64_t max_threads = std::numeric_limits<int32_t>::max();
-
-std::string describe(const RotaryShape& s) {
-    return "batch " + std::to_string(s.batch) + " tokens " + std::to_string(s.tokens) + " heads " +
-           std::to_string(s.heads) + " head_dim " + std::to_string(s.head_dim) + " rotary_dim " +
-           std::to_string(s.rotary_dim) + " element " + std::to_string(s.element_size) +
-           (s.aligned ? " aligned" : " unaligned") +
-           (s.table_heads == 1 ? "" : " head tables " + std::to_string(s.table_heads));
-}
-
-// q and k with this many heads, one after the other: the head with this number through q and then k starts at
-// `components_per_head` times its number.
-RotaryArgs contiguous_args(float* memory, int q_heads, int k_heads, int64_t components_per_head) {
-    const HeadStrides strides{.head = components_per_head};
-    float* k = memory + q_heads * components_per_head;
-    RotaryArgs args;
-    args.q = {.in = memory, .out = memory, .heads = q_heads, .in_strides = strides, .out_strides = strides};
-    args.k = {.in = k, .out = k, .heads = k_heads, .in_strides = strides, .out_strides = strides};
-    return args;
-}
-
-// --- invariants of every plan
 
 template <class F>
 void for_each_shape(F&& f) {
@@ -185,8 +158,9 @@ TEST(Plan, FollowsMemoryInLargeLaunches) {
 }
 
 TEST(Plan, TellsAdjacentTokensByStrides) {
-    float memory[1] = {};
-    RotaryArgs args = contiguous_args(memory, 4, 2, 64);
+    RotaryArgs args;
+    args.q.heads = 4;
+    args.k.heads = 2;
     for (const auto& [token, head, adjacent] : {std::tuple{64, 6400, true}, {256, 64, false}, {-64, 6400, true}}) {
         for (HeadsView* view : {&args.q, &args.k}) {
             view->in_strides = view->out_strides = {.token = token, .head = head};
@@ -240,189 +214,6 @@ TEST(Plan, FastHeadDimsUseLongerVectorsForMoreTokens) {
                                              .aligned = true},
                                             h200);
             EXPECT_EQ(planned.vector, vector) << head_dim << " " << tokens;
-        }
-    }
-}
-
-// --- schedule of the kernel
-
-constexpr TableLookup all_lookups[] = {TableLookup::single, TableLookup::speculative, TableLookup::indexed,
-                                       TableLookup::position_rows};
-
-TEST(Schedule, IsPlainWithoutPdl) {
-    for (const TableLookup lookup : all_lookups) {
-        for (const int heads : {1, 2, 3, 5}) {
-            const RotarySchedule schedule = rotary_schedule(lookup, heads, /*pdl=*/false);
-            EXPECT_FALSE(schedule.speculates_index);
-            EXPECT_FALSE(schedule.orders_verification_last);
-            EXPECT_FALSE(schedule.prefetches_positions);
-            EXPECT_TRUE(schedule.loads_heads_before_table);
-        }
-    }
-}
-
-TEST(Schedule, TriggersAfterTheWaitInSmallLaunches) {
-    using Trigger = RotarySchedule::Trigger;
-    for (const TableLookup lookup : all_lookups) {
-        EXPECT_EQ(rotary_schedule(lookup, 1, true).trigger, Trigger::after_wait);
-        for (const int heads : {2, 3, 5}) {
-            EXPECT_EQ(rotary_schedule(lookup, heads, true).trigger,
-                      lookup == TableLookup::speculative ? Trigger::after_wait_if_small : Trigger::after_cos_sin);
-        }
-    }
-}
-
-TEST(Schedule, LoadsHeadsWhileAnIndexIsInFlight) {
-    for (const TableLookup lookup : all_lookups) {
-        EXPECT_EQ(rotary_schedule(lookup, 1, true).loads_heads_before_table, lookup == TableLookup::indexed);
-        EXPECT_EQ(rotary_schedule(lookup, 1, true).speculates_index, lookup == TableLookup::speculative);
-    }
-}
-
-TEST(Schedule, PrefetchesPositionsInLargeLaunches) {
-    for (const TableLookup lookup : all_lookups) {
-        const bool is_plain = lookup == TableLookup::single || lookup == TableLookup::indexed;
-        EXPECT_FALSE(rotary_schedule(lookup, 1, true).prefetches_positions);
-        EXPECT_EQ(rotary_schedule(lookup, 2, true).prefetches_positions, is_plain);
-        EXPECT_TRUE(rotary_schedule(lookup, 3, true).prefetches_positions);
-        EXPECT_FALSE(rotary_schedule(lookup, heads_of_whole_table, true).prefetches_positions) << "one wave";
-    }
-}
-
-// --- thread-to-element map of the kernel
-
-// Counts how often each component is rotated or copied, over all threads of a launch, and expects every head's table.
-class Coverage {
-public:
-    Coverage(const RotaryShape& shape, const RotaryPlan& plan, Pairing pairing, int q_heads)
-        : shape_(shape),
-          plan_(plan),
-          pairing_(pairing),
-          args_(contiguous_args(memory_, q_heads, shape.heads - q_heads, 1)),
-          map_(RotaryMap<PlainDivmod>::of(plan, shape.tokens)),
-          head_groups_(HeadGroupsMap<PlainDivmod>::of(plan, args_)),
-          touched_(shape.batch * shape.tokens * shape.heads * shape.head_dim) {}
-
-    void run() {
-        const int64_t threads = shape_.batch * shape_.tokens * plan_.threads_per_token();
-        with_pairing_and_vector(pairing_, plan_.vector, [&]<Pairing pairing, int Vector>() {
-            for (int64_t thread = 0; thread < threads; ++thread) run<pairing, Vector>(static_cast<int>(thread));
-        });
-    }
-
-    void expect_each_component_once() const {
-        for (size_t i = 0; i < touched_.size(); ++i) {
-            ASSERT_EQ(touched_[i], 1) << "component " << i % shape_.head_dim << " of head "
-                                      << i / shape_.head_dim % shape_.heads;
-        }
-    }
-
-private:
-    template <Pairing pairing, int Vector>
-    void run(int thread) {
-        const RotaryPlace place =
-            plan_.tokens_inside ? map_.template place<true>(thread) : map_.template place<false>(thread);
-        const int half = shape_.rotary_dim / 2;
-        const WholeHeadLayout<pairing, Vector> layout{place.lane, half};
-        int group = place.group;
-        const HeadsOfTable of_table = head_groups_.table_of(group);
-        const HeadRange heads(group, plan_.heads_per_thread, of_table.count());
-        ASSERT_GE(heads.count, 1) << "an idle thread";
-        for (int number = heads.first; number < heads.first + heads.count; ++number) {
-            const auto head = static_cast<int>(HeadPointers<float>(args_, of_table, 0, 0, number).out - memory_);
-            expect_table(head, of_table.table);
-            const auto touch_component = [&](int at) { touch(place, head, at); };
-            if (layout.rotates()) {
-                rotate_components<pairing, Vector>(layout.rotated, half, touch_component);
-            } else {
-                ASSERT_TRUE(plan_.whole_heads);
-                for (const int first : {layout.first(), layout.second()}) {
-                    ASSERT_EQ(first % Vector, 0) << "an unaligned access";
-                    for (int j = 0; j < Vector; ++j) touch_component(first + j);
-                }
-            }
-            for (int at = plan_.whole_heads ? shape_.head_dim
-                                            : first_tail_component<Vector>(place.lane, shape_.rotary_dim);
-                 at < shape_.head_dim; at += tail_step<Vector>(map_.lanes.divisor)) {
-                ASSERT_EQ(at % Vector, 0) << "an unaligned access";
-                for (int j = 0; j < Vector; ++j) touch_component(at + j);
-            }
-        }
-    }
-
-    // Head h of n uses table h / (n / tables).
-    void expect_table(int head, int table) const {
-        const bool is_q = head < args_.q.heads;
-        const int heads = is_q ? args_.q.heads : args_.k.heads;
-        ASSERT_EQ(table, (is_q ? head : head - args_.q.heads) / (heads / shape_.table_heads)) << "head " << head;
-    }
-
-    void touch(const RotaryPlace& place, int head, int component) {
-        ASSERT_LT(component, shape_.head_dim);
-        const int64_t token = place.batch * shape_.tokens + place.token;
-        ++touched_.at((token * shape_.heads + head) * shape_.head_dim + component);
-    }
-
-    RotaryShape shape_;
-    RotaryPlan plan_;
-    Pairing pairing_;
-    float memory_[128] = {};
-    RotaryArgs args_;
-    RotaryMap<PlainDivmod> map_;
-    HeadGroupsMap<PlainDivmod> head_groups_;
-    std::vector<int> touched_;
-};
-
-// Heads are numbered through q and then k.
-TEST(Kernel, AddressesHeadsOfQAndThenOfK) {
-    std::vector<float> q_in(1000), q_out(1000), k_in(1000), k_out(1000);
-    RotaryArgs args;
-    args.q = {.in = q_in.data(),
-              .out = q_out.data(),
-              .heads = 3,
-              .in_strides = {.batch = 100, .token = 20, .head = 5},
-              .out_strides = {.batch = 200, .token = 7, .head = 2}};
-    args.k = {.in = k_in.data(),
-              .out = k_out.data(),
-              .heads = 2,
-              .in_strides = {.batch = 50, .token = 10, .head = 4},
-              .out_strides = {.batch = 80, .token = 9, .head = 1}};
-    for (int head = 0; head < 5; ++head) {
-        const HeadPointers<float> pointers(args, {0, 3, 2}, 2, 3, head);
-        if (head < 3) {
-            EXPECT_EQ(pointers.in, q_in.data() + 2 * 100 + 3 * 20 + head * 5);
-            EXPECT_EQ(pointers.out, q_out.data() + 2 * 200 + 3 * 7 + head * 2);
-        } else {
-            EXPECT_EQ(pointers.in, k_in.data() + 2 * 50 + 3 * 10 + (head - 3) * 4);
-            EXPECT_EQ(pointers.out, k_out.data() + 2 * 80 + 3 * 9 + (head - 3));
-        }
-    }
-}
-
-TEST(Kernel, GivesEveryHeadItsTable) {
-    for (const auto& [tables, q_per_table, k_per_table] :
-         {std::tuple{1, 4, 1}, {2, 1, 0}, {2, 1, 1}, {3, 3, 1}, {8, 4, 1}, {3, 2, 3}, {4, 5, 2}, {2, 3, 0}}) {
-        for (const int head_dim : {6, 16, 64, 128}) {
-            for (const int element_size : {2, 4, 8}) {
-                for (const bool with_rows : {false, true}) {
-                    const RotaryShape shape{.batch = 2,
-                                            .tokens = 3,
-                                            .heads = tables * (q_per_table + k_per_table),
-                                            .head_dim = head_dim,
-                                            .rotary_dim = head_dim == 128 ? 64 : head_dim,
-                                            .element_size = element_size,
-                                            .aligned = true,
-                                            .with_rows = with_rows,
-                                            .table_heads = tables};
-                    SCOPED_TRACE(describe(shape));
-                    for (const RotaryPlan& plan : every_plan(shape, true)) {
-                        Coverage kernel(shape, plan, Pairing::halves, tables * q_per_table);
-                        kernel.run();
-                        kernel.expect_each_component_once();
-                        if (HasFailure()) return;
-                    }
-                }
-            }
         }
     }
 }
@@ -502,7 +293,7 @@ TEST(Plan, WithHeadTablesHasAKernelForEveryShape) {
                             };
                             const std::vector<RotaryPlan> instantiated = every_plan(shape, false);
                             EXPECT_TRUE(std::any_of(instantiated.begin(), instantiated.end(), is_that_plan))
-                                << describe(shape) << ": " << mrrope::testing::describe(planned);
+                                << describe(shape) << ": " << describe(planned);
                         }
                     }
                 }
@@ -510,256 +301,6 @@ TEST(Plan, WithHeadTablesHasAKernelForEveryShape) {
         }
     }
 }
-
-TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
-    for (const int heads : {1, 2, 3, 4, 5, 6, 7, 9, 40, 72}) {
-        for (const int head_dim : {2, 4, 6, 10, 16, 24, 32, 48, 64, 80, 96, 100, 128, 192, 256, 512}) {
-            for (const int rotary_dim : {2, 16, 32, head_dim / 4 * 2, head_dim - 2, head_dim}) {
-                if (rotary_dim < 2 || rotary_dim > head_dim) continue;
-                for (const int element_size : {2, 4, 8}) {
-                    for (const bool aligned : {false, true}) {
-                        const RotaryShape shape{.batch = 2,
-                                                .tokens = heads > 9 ? 1 : 3,
-                                                .heads = heads,
-                                                .head_dim = head_dim,
-                                                .rotary_dim = rotary_dim,
-                                                .element_size = element_size,
-                                                .aligned = aligned};
-                        for (const RotaryPlan& plan : every_plan(shape, false)) {
-                            for (const Pairing pairing : both_pairings) {
-                                SCOPED_TRACE(describe(shape));
-                                Coverage kernel(shape, plan, pairing, (heads + 1) / 2);
-                                kernel.run();
-                                kernel.expect_each_component_once();
-                                if (HasFailure()) return;
-                            }
-                        }
-                    }
-                }
-            }
-        }
-    }
-}
-
-// --- launches
-
-TEST(Launches, PartitionTheTokensExactly) {
-    for (const int64_t batch : {0, 1, 2, 5}) {
-        for (const int64_t tokens : {0, 1, 7, 20}) {
-            for (const int64_t per_launch : {1, 2, 3, 7, 19, 20, 40, 100}) {
-                CaseOptions options;
-                options.batch = batch;
-                options.tokens = tokens;
-                RotaryCase rotary(options);
-                const RotaryArgs whole = rotary.args();
-                std::vector<int> visits(batch * tokens);
-                int launches = 0;
-                const int64_t tokens_per_launch = std::min(per_launch, batch * tokens);
-                for_each_launch(whole, tokens_per_launch, [&](const RotaryArgs& part) {
-                    ++launches;
-                    EXPECT_LE(part.batch * part.tokens, std::max(per_launch, int64_t{0}));
-                    const auto* start = static_cast<const char*>(part.q.in);
-                    for (int64_t b = 0; b < part.batch; ++b) {
-                        for (int64_t t = 0; t < part.tokens; ++t) {
-                            const char* at = start + 4 * (b * part.q.in_strides.batch + t * part.q.in_strides.token);
-                            const int64_t element = (at - static_cast<const char*>(whole.q.in)) / 4;
-                            const int64_t sequence = element / whole.q.in_strides.batch;
-                            const int64_t token = element % whole.q.in_strides.batch / whole.q.in_strides.token;
-                            ++visits.at(sequence * tokens + token);
-                        }
-                    }
-                });
-                for (const int visit : visits) ASSERT_EQ(visit, 1) << batch << " " << tokens << " " << per_launch;
-                if (per_launch >= batch * tokens) {
-                    EXPECT_EQ(launches, 1);
-                }
-            }
-        }
-    }
-}
-
-TEST(Launches, InSlicesGiveWhatOneGives) {
-    for (uint64_t seed = 1; seed <= 120; ++seed) {
-        const CaseOptions options = random_options(seed, {.tokens = 12, .head_dim = 48});
-        RotaryCase whole(options);
-        rotary_cpu(whole.args());
-        for (const int64_t per_launch : {1, 3, 5}) {
-            RotaryCase sliced(options);
-            const int64_t tokens_per_launch = std::min(per_launch, options.tokens);
-            for_each_launch(sliced.args(), tokens_per_launch, [](const RotaryArgs& part) { rotary_cpu(part); });
-            EXPECT_TRUE(sliced.output(sliced.q()).bytes == whole.output(whole.q()).bytes) << describe(options);
-            EXPECT_TRUE(sliced.output(sliced.k()).bytes == whole.output(whole.k()).bytes) << describe(options);
-        }
-    }
-}
-
-// The table of a token, as TableChoice defines it.
-const uint64_t* table_of(const RotaryArgs& args, int64_t batch, int64_t token) {
-    const TableChoice& choice = args.choice;
-    if (choice.count == 1) return args.table;
-    if (choice.index == nullptr) return args.table + batch * choice.stride;
-    return args.table + choice.index[batch * choice.batch_stride + token * choice.token_stride] * choice.stride;
-}
-
-TEST(Launches, GiveEveryTokenItsTable) {
-    for (const TableFor table_for : {TableFor::all, TableFor::each_sequence, TableFor::each_index}) {
-        for (const bool one_a_sequence : {false, true}) {
-            for (const int64_t rows : {0, 3}) {
-                for (const int64_t per_launch : {1, 4, 7, 1000}) {
-                    CaseOptions options;
-                    options.batch = 5;
-                    options.tokens = 7;
-                    options.position_rows = rows;
-                    options.tables = {
-                        .table_for = table_for, .count = 4, .padding = 1, .same_index_for_all_tokens = one_a_sequence};
-                    SCOPED_TRACE(describe(options));
-                    RotaryCase rotary(options);
-                    const RotaryArgs whole = rotary.args();
-                    const int64_t tokens_per_launch = per_launch;
-                    int64_t visited = 0;  // launches are in token order
-                    for_each_launch(whole, tokens_per_launch, [&](const RotaryArgs& part) {
-                        for (int64_t b = 0; b < part.batch; ++b) {
-                            for (int64_t t = 0; t < part.tokens; ++t, ++visited) {
-                                const int64_t batch = visited / options.tokens;
-                                const int64_t token = visited % options.tokens;
-                                const uint64_t* expected = rotary.tables().words().data() +
-                                                           rotary.table_of(batch, token) * rotary.tables().stride();
-                                const uint64_t* table = table_of(part, b, t);
-                                ASSERT_EQ(table, expected) << batch << " " << token;
-                                if (rows == 0) {
-                                    ASSERT_EQ(part.positions.row_of_pair, nullptr);
-                                } else {
-                                    ASSERT_EQ(part.positions.row_of_pair + (table - part.table),
-                                              expected + rotary.tables().first_row_word())
-                                        << batch << " " << token;
-                                }
-                            }
-                        }
-                    });
-                    EXPECT_EQ(visited, options.batch * options.tokens);
-                }
-            }
-        }
-    }
-}
-
-// Pointers serve address arithmetic only and are never dereferenced.
-TEST(Launches, OfHugeTensorsAreFewAndComplete) {
-    RotaryArgs args;
-    args.batch = 3;
-    args.tokens = int64_t{1} << 31;
-    args.head_dim = args.rotary_dim = 128;
-    args.dtype = DType::bfloat16;
-    args.q.heads = 32;
-    args.q.in = args.q.out = reinterpret_cast<void*>(uintptr_t{4096});
-    args.q.in_strides = args.q.out_strides = {.batch = args.tokens * 32 * 128, .token = 32 * 128, .head = 128};
-    args.positions.data = reinterpret_cast<void*>(uintptr_t{64});
-    args.positions.batch_stride = args.tokens;
-    const RotaryPlan planned = plan(shape_of(args), h200);
-    int64_t tokens = 0;
-    int launches = 0;
-    uintptr_t expected_start = 4096;
-    uintptr_t expected_positions = 64;
-    for_each_launch(args, planned.tokens_per_launch, [&](const RotaryArgs& part) {
-        ++launches;
-        ASSERT_EQ(part.batch, 1);
-        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.q.in), expected_start);
-        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.q.out), expected_start);
-        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.positions.data), expected_positions);
-        EXPECT_EQ(part.k.in, nullptr);
-        EXPECT_LE(part.tokens * planned.threads_per_token() + rotary_block_threads, max_threads);
-        expected_start += part.tokens * 32 * 128 * 2;
-        expected_positions += part.tokens * 8;
-        tokens += part.tokens;
-    });
-    EXPECT_EQ(tokens, args.batch * args.tokens);
-    EXPECT_LT(launches, 1000);
-}
-
-TEST(Slice, StepsThroughPositionsOfEitherKind) {
-    for (const bool wide : {false, true}) {
-        RotaryArgs args;
-        args.dtype = DType::float64;
-        args.q.heads = args.k.heads = 1;
-        args.q.in = reinterpret_cast<void*>(uintptr_t{1000});
-        args.q.out = reinterpret_cast<void*>(uintptr_t{2000});
-        args.k.in = reinterpret_cast<void*>(uintptr_t{3000});
-        args.k.out = reinterpret_cast<void*>(uintptr_t{4000});
-        args.q.in_strides = {.batch = 50, .token = 5, .head = 1};
-        args.q.out_strides = {.batch = 60, .token = 6, .head = 1};
-        args.k.in_strides = {.batch = 70, .token = 7, .head = 1};
-        args.k.out_strides = {.batch = 80, .token = -8, .head = 1};
-        args.positions = {.data = nullptr, .is_int64 = wide, .batch_stride = 100, .token_stride = 2};
-        const RotaryArgs part = slice(args, 2, 3, 4, 6);
-        EXPECT_EQ(part.batch, 3);
-        EXPECT_EQ(part.tokens, 6);
-        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.q.in), 1000u + 8 * (2 * 50 + 4 * 5));
-        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.q.out), 2000u + 8 * (2 * 60 + 4 * 6));
-        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.k.in), 3000u + 8 * (2 * 70 + 4 * 7));
-        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.k.out), 4000u + 8 * (2 * 80 - 4 * 8));
-        EXPECT_EQ(reinterpret_cast<uintptr_t>(part.positions.data), (wide ? 8u : 4u) * (2 * 100 + 4 * 2));
-    }
-}
-
-RotaryArgs args_with_choice(const uint64_t* tables, const TableChoice& choice) {
-    RotaryArgs args;
-    args.batch = 8;
-    args.tokens = 20;
-    args.table = tables;
-    args.positions = {.data = nullptr, .batch_stride = 20, .rows = 3, .row_stride = 160, .row_of_pair = tables + 9};
-    args.choice = choice;
-    return args;
-}
-
-TEST(Slice, StepsThroughIndicesAndKeepsTheTables) {
-    const std::vector<uint64_t> tables(100);
-    const std::vector<int32_t> index(1000);
-    for (const auto& [batch_stride, token_stride] : {std::pair{100, 3}, {2, 0}, {0, 2}, {0, 0}}) {
-        const TableChoice choice{.count = 5,
-                                 .stride = 20,
-                                 .index = index.data(),
-                                 .batch_stride = batch_stride,
-                                 .token_stride = token_stride};
-        const RotaryArgs part = slice(args_with_choice(tables.data(), choice), 2, 3, 4, 6);
-        EXPECT_EQ(part.choice.index - index.data(), 2 * batch_stride + 4 * token_stride);
-        EXPECT_EQ(part.choice.count, 5);
-        EXPECT_EQ(part.choice.stride, 20);
-        EXPECT_EQ(part.choice.batch_stride, batch_stride);
-        EXPECT_EQ(part.choice.token_stride, token_stride);
-        EXPECT_EQ(part.table, tables.data());
-        EXPECT_EQ(part.positions.row_of_pair, tables.data() + 9);
-    }
-}
-
-TEST(Slice, StepsThroughTheTablesOfSequences) {
-    const std::vector<uint64_t> tables(160);
-    for (const int64_t batch : {1, 3}) {
-        RotaryArgs args = args_with_choice(tables.data(), {.count = 8, .stride = 20});
-        RotaryArgs part = slice(args, 2, batch, 4, 6);
-        EXPECT_EQ(part.choice.index, nullptr);
-        EXPECT_EQ(part.choice.count, batch);
-        EXPECT_EQ(part.choice.stride, 20);
-        EXPECT_EQ(part.table, tables.data() + 2 * 20);
-        EXPECT_EQ(part.positions.row_of_pair, tables.data() + 2 * 20 + 9);
-        EXPECT_EQ(part.positions.rows, 3);
-        EXPECT_EQ(part.positions.row_stride, 160);
-
-        args.positions.row_of_pair = nullptr;
-        part = slice(args, 2, batch, 4, 6);
-        EXPECT_EQ(part.table, tables.data() + 2 * 20);
-        EXPECT_EQ(part.positions.row_of_pair, nullptr);
-    }
-}
-
-TEST(Slice, LeavesTheOnlyTableWhereItIs) {
-    const std::vector<uint64_t> tables(20);
-    const RotaryArgs part = slice(args_with_choice(tables.data(), {.count = 1, .stride = 20}), 2, 3, 4, 6);
-    EXPECT_EQ(part.choice.count, 1);
-    EXPECT_EQ(part.table, tables.data());
-    EXPECT_EQ(part.positions.row_of_pair, tables.data() + 9);
-}
-
-// --- alignment
 
 RotaryArgs aligned_args(DType dtype) {
     RotaryArgs args;
