@@ -23,6 +23,7 @@ OPS = (
     "qk_norm_rotary_",
     "qk_norm_rotary_and_cache_",
     "qkv_rotary",
+    "learnable_rotary",
     "mla_rotary",
     "mla_rotary_and_cache_",
     "chain",
@@ -30,7 +31,8 @@ OPS = (
 CACHING = ("rotary_and_cache_", "qk_norm_rotary_and_cache_")
 ROTATING = ("rotary", "rotary_", "qk_norm_rotary", "qk_norm_rotary_")
 IN_PLACE = ("rotary_", "rescale_cache_", *CACHING, "qk_norm_rotary_", "mla_rotary_and_cache_", "chain")
-DIFFERENTIABLE = ("rotary", "rotary_", "qk_norm_rotary", "qkv_rotary", "mla_rotary")
+WITH_HEAD_TABLES = (*ROTATING, "learnable_rotary")
+DIFFERENTIABLE = ("rotary", "rotary_", "qk_norm_rotary", "qkv_rotary", "learnable_rotary", "mla_rotary")
 METHODS = tuple(name for name, method in METHOD_TRAITS.items() if method.needs in (None, "beta"))
 # Limit of a case's size, so that its float64 reference takes a few milliseconds; SHRINK_ORDER reduces larger cases.
 MAX_COMPONENTS = {"cpu": 10_000, "cuda": 1_000_000}
@@ -71,6 +73,7 @@ class OpCase:
     tables: str = choice("one", "one", "each", "index")
     table_count: int = choice(1, 2, 3, 5)
     table_heads: int = choice(1, 1, 1, 2, 3, 4)
+    table_dtype: str = choice("float32", "float64")
     conjugate: bool = choice(False, False, False, True)
     negated: bool = choice(False, False, False, False, True)
     gradient: str = choice("none", "none", "none", "contiguous", "expanded", "transposed")
@@ -102,13 +105,13 @@ class OpCase:
         op, layout = self.op, self.layout
         if op not in (*ROTATING, "rescale_cache_") or layout == "thd":
             changes["position_rows"] = 0
-        if op not in ROTATING:
+        if op not in WITH_HEAD_TABLES:
             changes["table_heads"] = 1
         if op not in ("rotary", "rotary_"):
             changes |= {"conjugate": False, "negated": False}
         if op not in DIFFERENTIABLE or self.mode != "eager":
             changes["gradient"] = "none"
-        if op not in ROTATING:
+        if op not in WITH_HEAD_TABLES:
             changes["has_k"] = True
         if op == "chain":
             changes["fault"] = ""

@@ -10,6 +10,7 @@ import torch
 from fuzz import float64_reference, invalid_arguments
 from fuzz.call_memory import changed_outside, cloned, storages_now_and_before, tensors_by_name
 from fuzz.chained_calls import ChainedCalls
+from fuzz.learnable_rotary_call import LearnableRotaryCall
 from fuzz.mla_rotary_and_cache_call import MlaRotaryAndCacheCall
 from fuzz.mla_rotary_call import MlaRotaryCall
 from fuzz.op_call import Arguments, Expected, OpCall, Tensor
@@ -30,6 +31,7 @@ CALLS: dict[str, type[OpCall]] = {
     "rotary_and_cache_": RotaryAndCacheCall,
     "qk_norm_rotary_and_cache_": QkNormRotaryAndCacheCall,
     "qkv_rotary": QkvRotaryCall,
+    "learnable_rotary": LearnableRotaryCall,
     "mla_rotary": MlaRotaryCall,
     "mla_rotary_and_cache_": MlaRotaryAndCacheCall,
     "chain": ChainedCalls,
