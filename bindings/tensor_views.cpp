@@ -259,10 +259,11 @@ PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Lay
     if (!has_rows || p.dim() != 3) return positions_view(positions, heads, layout);
     const int64_t tokens = x.size(layout.token);
     const int64_t batch = layout.batch_of(x);
-    TORCH_CHECK_VALUE(
-        layout.batch >= 0 && p.size(0) >= 1 && p.size(2) == tokens && (p.size(1) == batch || p.size(1) == 1),
-        positions.name, " with a table of two rows must be [rows, ", batch, ", ", tokens, "] for ", heads.name, " of ",
-        x.sizes(), " in layout ", layout.name, ", got ", p.sizes());
+    TORCH_CHECK_VALUE(layout.batch >= 0, positions.name, " must be [", tokens, "] in layout ", layout.name,
+                      ", where a ", "token has one position, got ", p.sizes(), ": use layout bshd with a batch of 1");
+    TORCH_CHECK_VALUE(p.size(0) >= 1 && p.size(2) == tokens && (p.size(1) == batch || p.size(1) == 1), positions.name,
+                      " with a table of two rows must be [rows, ", batch, ", ", tokens, "] for ", heads.name, " of ",
+                      x.sizes(), " in layout ", layout.name, ", got ", p.sizes());
     const int64_t words = table.size(-1);
     const int64_t words_of_row = table.numel() / table.size(0) / 2;  // those of all heads
     const auto* row_of_pair = static_cast<const uint64_t*>(table.const_data_ptr()) + words_of_row;

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from mrrope.calibrated_tables import names as calibrated_table_names
+from mrrope import calibrated_tables
 from mrrope.hf.patch import patched
 from mrrope.table_lookup import ModelTables, is_saved_table, load_tables
 from mrrope.tables import METHODS, frequency_table
@@ -23,12 +23,12 @@ TYPICAL_SETTINGS: dict[str, Any] = {"rotary_dim": 128, "base": 10_000.0, "origin
 
 @dataclass(frozen=True)
 class Method:
-    """A frequency table, tables per head or layer, or a method that makes a table for a model."""
+    """A frequency table, tables per head or layer, a ladder of them, or a method that makes a table for a model."""
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
     table: ModelTables | None = None
-    """The table or set to use; without one, ``name`` is a method or the name of a table or set."""
+    """The table or set to use; without one, ``name`` is a method or the name of a table, a set or a ladder."""
 
     @property
     def follows_length(self) -> bool:
@@ -49,15 +49,22 @@ class Method:
 def methods_named(names: Sequence[str], **options: Any) -> list[Method]:
     """The methods of these names; ``options`` do not apply to tables, to sets and to the unpatched model.
 
+    Of a shipped ladder, the scales are its own.
+
     Raises:
-        ValueError: a name is unknown, or gives no table.
+        ValueError: a name is unknown or gives no table, or is that of a ladder and the scale is not auto.
     """
     if not names:
         raise ValueError("methods must be one or more, with commas between them, got none")
     methods = []
     for name in dict.fromkeys(names):
+        if name in calibrated_tables.ladders():
+            if options.get("scale") != "auto":
+                raise ValueError(f"methods may have {name} with scale auto only: it is a ladder of tables")
+            methods.append(Method(name, (("scale", "auto"),)))
+            continue
         if name != UNPATCHED and name not in METHODS and not is_saved_table(name):
-            known = ", ".join([UNPATCHED, *METHODS, *calibrated_table_names()])
+            known = ", ".join([UNPATCHED, *METHODS, *calibrated_tables.names(), *calibrated_tables.ladders()])
             raise ValueError(f"methods must be {known} or .json files of tables or sets, got {name!r}")
         try:
             if is_saved_table(name):

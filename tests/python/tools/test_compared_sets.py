@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from layer_tables import random_set
-from tiny_models import tiny_model, tokens
+from tiny_models import random_model, tiny_model, tokens
+from transformers import LlamaConfig
 
 import mrrope
 from mrrope.evaluation.compared_methods import Method, check_methods, methods_named
@@ -31,9 +32,25 @@ def tables(model: torch.nn.Module) -> mrrope.TableSet:
     )
 
 
-def logits(model: torch.nn.Module) -> torch.Tensor:
+def logits(model: torch.nn.Module, first: int = 0) -> torch.Tensor:
     with torch.no_grad():
-        return model(tokens(1, 24)).logits
+        return model(tokens(1, 24), position_ids=torch.arange(first, first + 24)[None]).logits
+
+
+def model_of_smollm2s_heads() -> torch.nn.Module:
+    """Return a thin random model with the layers, heads and RoPE of SmolLM2-135M."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=18,
+        intermediate_size=16,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+    )
+    return random_model(config)
 
 
 @pytest.mark.parametrize("kind", ["set", "heads"])
@@ -52,6 +69,25 @@ def test_files_and_contents_are_applied(
         with method.applied(model):
             assert torch.equal(logits(model), expected), method.name
     assert torch.equal(logits(model), own)
+
+
+@pytest.mark.parametrize("ladder", ["smollm2-135m", "smollm2-135m-heads"])
+def test_a_shipped_ladder_follows_the_length(ladder: str) -> None:
+    one_scale = rf"methods may have {ladder} with scale auto only"
+    with pytest.raises(ValueError, match=one_scale):
+        methods_named([ladder], scale=4.0)
+    (method,) = methods_named([ladder], scale="auto", max_scale=8.0)
+    assert method.follows_length
+    model = model_of_smollm2s_heads()
+    check_methods([method], model)
+    for first, covering in ((0, "unpatched"), (9000, f"{ladder}-2x"), (30000, f"{ladder}-4x")):
+        (alone,) = methods_named([covering])
+        with alone.applied(model):
+            expected = logits(model, first)
+        with method.applied(model):
+            torch.testing.assert_close(logits(model, first), expected)
+        is_stock = torch.equal(logits(model, first), expected)
+        assert is_stock == (covering == "unpatched")
 
 
 def test_sets_that_do_not_fit_are_refused(model: torch.nn.Module, tables: mrrope.TableSet, tmp_path: Path) -> None:
