@@ -165,6 +165,26 @@ def test_norm_gradient_and_compilation(device):
     assert torch.equal(compiled(q), mrrope.rotary(q, None, positions, tables)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_heads_of_a_projection(device, dtype):
+    """Of small integers, so that the product is exact."""
+    positions = grid(3, 4, 5)
+    dims = 16, 24, 24
+    generator = torch.Generator().manual_seed(1)
+
+    def integers(*shape):
+        return torch.randint(-2, 3, shape, generator=generator).to(device, dtype)
+
+    x, weight = integers(1, positions.shape[1], 24), integers((4 + 2 * 2) * 64, 24)
+    tables = mrrope.AxisTables(map(plain_table, dims))
+    got = mrrope.qkv_rotary(x, weight, None, positions[:, None].to(device), tables, 4, 2, layout="bshd")
+    projected = torch.nn.functional.linear(x.double(), weight.double()).unflatten(-1, (8, 64)).split([4, 2, 2], dim=-2)
+    angles = axis_angles(positions, dims, 1e4)
+    for actual, part in zip(got[:2], projected[:2], strict=True):
+        assert_close(actual, rotated_by_angles(part, angles, "halves"), margin=2.0)
+    assert torch.equal(got[2].double(), projected[2])
+
+
 def test_a_list_has_one_per_sequence(device):
     stack = [mrrope.AxisTables([plain_table(8, base), plain_table(8, base)]) for base in (1e4, 1e5, 1e6)]
     q = random_heads(device, 2, 2, 5, 16)
@@ -234,6 +254,10 @@ def test_positions_must_fit(device):
     q = random_heads(device, 1, 2, 5, 16)
     with pytest.raises(ValueError, match=r"positions with a table of two rows must be \[rows, 1, 5\]"):
         mrrope.rotary(q, None, torch.zeros(2, 1, 4, dtype=torch.int64, device=device), tables)
+    of_packed_tokens = q[0].transpose(0, 1).contiguous()
+    rows = torch.zeros(2, 1, 5, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=r"positions must be \[5\] in layout thd, .* one position, got \[2, 1, 5\]: use"):
+        mrrope.rotary(of_packed_tokens, None, rows, tables, layout="thd")
     if device == "cpu":
         with pytest.raises(
             ValueError, match=r"table's second row must name rows of positions, 0 to 0, got 1 for pair 4"

@@ -96,7 +96,7 @@ FAMILIES = {
     "qwen3_5_text": "positions in rows",
 }
 PATCH = {"scale": 4.0, "original_max_position": 64}
-UNFOLLOWABLE = {"deepseek_v4", "qwen3_5_text"}
+UNFOLLOWABLE = {"deepseek_v4"}
 SCALES = [(family, 4.0) for family in FAMILIES] + [
     (family, "auto") for family in FAMILIES if family not in UNFOLLOWABLE
 ]
