@@ -165,6 +165,57 @@ def test_norm_gradient_and_compilation(device):
     assert torch.equal(compiled(q), mrrope.rotary(q, None, positions, tables)[0])
 
 
+def projected(x):
+    """Return q, k and v of 4, 2 and 2 heads."""
+    return [part.unflatten(-1, (-1, 16)) for part in (x * 2.0).split([64, 32, 32], dim=-1)]
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_norms_compile_with_gradients(device):
+    tables = mrrope.AxisTables([plain_table(8), plain_table(8)]).to(device)
+
+    def normed(x, q_weight, k_weight, positions):
+        q, k, _ = projected(x)
+        return mrrope.qk_norm_rotary(q, k, q_weight, k_weight, positions, tables, eps=1e-6, layout="bshd")
+
+    compiled = torch.compile(normed, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (5, 9):
+        leaves = [random_heads(device, *shape, dtype=torch.float64) for shape in ((1, tokens, 128), (16,), (16,))]
+        leaves = [x.requires_grad_() for x in leaves]
+        positions = torch.randint(-50, 50, (2, 1, tokens), device=device)
+        results = []
+        for function in (normed, compiled):
+            out = function(*leaves, positions)
+            results.append([*out, *torch.autograd.grad([x.sin().sum() for x in out], leaves)])
+        for want, got in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-12)
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("op", [mrrope.rotary_and_cache_, mrrope.qk_norm_rotary_and_cache_])
+def test_cache_ops_compile(device, op):
+    tables = mrrope.AxisTables([plain_table(8), plain_table(8)]).to(device)
+    weights = random_heads(device, 2, 16, dtype=torch.float64)
+    norms = () if op is mrrope.rotary_and_cache_ else tuple(weights)
+    options = {"layout": "bshd"} | ({"eps": 1e-6} if norms else {})
+
+    def attend(x, positions, slots, *caches):
+        return op(*projected(x), *norms, positions, tables, *caches, slots, **options)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (5, 9):
+        x = random_heads(device, 1, tokens, 128, dtype=torch.float64)
+        positions = torch.randint(-50, 50, (2, 1, tokens), device=device)
+        slots = torch.arange(tokens, device=device)[None]
+        results = []
+        for function in (attend, compiled):
+            caches = [torch.zeros(4, 4, 2, 16, dtype=torch.float64, device=device) for _ in range(2)]
+            results.append([function(x, positions, slots, *caches), *caches])
+        for want, got in zip(*results, strict=True):
+            assert want.abs().sum() > 0
+            torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_heads_of_a_projection(device, dtype):
     """Of small integers, so that the product is exact."""

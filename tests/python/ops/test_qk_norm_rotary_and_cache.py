@@ -441,6 +441,39 @@ def test_compile(device, backend, has_gate, has_q_out):
     assert_compiled_like_eager(attend, 192, backend, device)
 
 
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_compile_with_float8(device, backend, dtype):
+    table = table_of("yarn", 16).to(device)
+    weights = torch.rand(2, 16, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    scale = torch.tensor([0.25], device=device)
+
+    def attend(x, positions, slots, key_cache, value_cache):
+        q, k, v = (part.unflatten(-1, (-1, 16)) for part in (x * 2.0).split([64, 32, 32], dim=-1))
+        q_out = torch.empty_like(q, dtype=dtype)
+        scales = torch.empty(q.shape[:2], device=q.device)
+        mrrope.qk_norm_rotary_and_cache_(
+            q, k, v, *weights, positions, table, key_cache, value_cache, slots, eps=EPS, layout="thd",
+            key_scale=scale, value_scale=scale, q_out=q_out, q_scale_out=scales,
+        )  # fmt: skip
+        return q_out, scales
+
+    compiled = torch.compile(attend, fullgraph=True, backend=backend, dynamic=True)
+    for tokens in (5, 9):
+        generator = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, 128, generator=generator).to(device, torch.bfloat16)
+        slots = torch.randperm(16, generator=generator)[:tokens].to(device)
+        caches = [[torch.zeros(4, 4, 2, 16, device=device).to(dtype) for _ in range(2)] for _ in range(2)]
+        expected, actual = (
+            function(x, torch.arange(tokens, device=device), slots, *written)
+            for function, written in zip((attend, compiled), caches, strict=True)
+        )
+        for want, got in zip((*expected, *caches[0]), (*actual, *caches[1]), strict=True):
+            assert want.float().abs().sum() > 0
+            assert same_bits(got, want)
+
+
 @pytest.mark.parametrize("options", EVERY_OPTIONS, ids=str)
 def test_graph_capture_with_other_slots(cuda, options):
     case = Case(dtype=torch.bfloat16, head_dim=64, rotary_dim=64)
