@@ -31,7 +31,7 @@ OPS = (
 CACHING = ("rotary_and_cache_", "qk_norm_rotary_and_cache_")
 ROTATING = ("rotary", "rotary_", "qk_norm_rotary", "qk_norm_rotary_")
 IN_PLACE = ("rotary_", "rescale_cache_", *CACHING, "qk_norm_rotary_", "mla_rotary_and_cache_", "chain")
-WITH_HEAD_TABLES = (*ROTATING, "learnable_rotary")
+WITH_HEAD_TABLES = (*ROTATING, *CACHING, "learnable_rotary")
 DIFFERENTIABLE = ("rotary", "rotary_", "qk_norm_rotary", "qkv_rotary", "learnable_rotary", "mla_rotary")
 METHODS = tuple(name for name, method in METHOD_TRAITS.items() if method.needs in (None, "beta"))
 # Limit of a case's size, so that its float64 reference takes a few milliseconds; SHRINK_ORDER reduces larger cases.
@@ -111,7 +111,7 @@ class OpCase:
             changes |= {"conjugate": False, "negated": False}
         if op not in DIFFERENTIABLE or self.mode != "eager":
             changes["gradient"] = "none"
-        if op not in WITH_HEAD_TABLES:
+        if op not in (*ROTATING, "learnable_rotary"):
             changes["has_k"] = True
         if op == "chain":
             changes["fault"] = ""
@@ -149,9 +149,14 @@ class OpCase:
                 case = replace(case, **{name: min(largest, getattr(case, name))})
         if case.rotary_dim > case.head_dim:
             case = replace(case, rotary_dim=case.head_dim)
-        tables = case.table_heads
+        tables = case.k_heads if case.has_table_per_key_head else case.table_heads
         q_heads, k_heads = (heads - heads % tables for heads in (case.q_heads, case.k_heads))
         return replace(case, q_heads=max(tables, q_heads), k_heads=k_heads)
+
+    @property
+    def has_table_per_key_head(self) -> bool:
+        """Whether ``HeadTables`` are given; the ops themselves take a table for every few key heads, too."""
+        return self.op in CACHING and self.table_heads > 1
 
     @property
     def components(self) -> int:

@@ -10,7 +10,6 @@ from rotary_reference import TOLERANCES
 
 import mrrope
 from fuzz import float64_reference
-from fuzz.float64_reference import PhaseSteps
 from fuzz.op_call import Alternative, Arguments, Expected, Tensor, compute_eps
 from fuzz.op_cases import OpCase
 from fuzz.rotary_and_cache_call import RotaryAndCacheCall
@@ -57,14 +56,10 @@ class QkNormRotaryAndCacheCall(RotaryAndCacheCall):
     def exact(self, before: Arguments, name: str) -> tuple[Tensor, Tensor]:
         """Return q or k normed and rotated, and the error of the arithmetic."""
         case = self.case
-        steps = PhaseSteps.of(self.tables, case.device)
-        if before["table_index"] is not None:
-            steps = steps.select(before["table_index"])
-        by = float64_reference.rotations(before["positions"], steps, case.layout, None)
         x, weight = before[name].double(), before[f"{name}_weight"]
         if weight is not None:
             x = normed(x, weight.double(), case.over, case.layout, case.weight_offset, case.eps)
-        value = float64_reference.rotated(x, by, case.pairing)
+        value = self.rotated(x, before)
         norms = float64_reference.pair_norms(value, case.rotary_dim, case.pairing)
         # The norm adds a sum of squares and an inverse square root.
         return value, (TOLERANCES[case.torch_dtype].arithmetic + 16 * compute_eps(case)) * norms

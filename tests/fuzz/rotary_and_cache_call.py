@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from rotary_cases import POISON, storage_of
-from rotary_reference import TOLERANCES
+from rotary_reference import HEAD_AXIS, TOLERANCES
 
 import mrrope
 from fuzz import float64_reference
@@ -23,7 +23,11 @@ class RotaryAndCacheCall(OpCall):
         super().__init__(case)
         q, k, v = self.tensors.heads(case.q_heads, case.k_heads, case.k_heads)
         count = {"one": 1, "each": case.batch, "index": case.table_count}[case.tables]
-        self.tables = [case.make_table(i) for i in range(count)]
+        self.table_heads = case.k_heads if case.has_table_per_key_head else 1
+        self.tables = [case.make_table(i) for i in range(count * self.table_heads)]
+        given: list[mrrope.FrequencyTable | mrrope.HeadTables] = list(self.tables)
+        if case.has_table_per_key_head:
+            given = [mrrope.HeadTables(self.tables[i * case.k_heads : (i + 1) * case.k_heads]) for i in range(count)]
         tokens, sequences = case.tokens, case.sequences
         blocks, size = (-(-sequences * tokens // 4) + 2, 5) if case.paged else (sequences, tokens + SPARE_SLOTS)
         random = case.numpy_random(7)
@@ -45,7 +49,7 @@ class RotaryAndCacheCall(OpCall):
             "k": k,
             "v": v,
             "positions": self.tensors.positions(),
-            "table": self.tables[0] if case.tables == "one" else self.tables,
+            "table": given[0] if case.tables == "one" else given,
             "key_cache": key_cache,
             "value_cache": value_cache,
             "slots" if case.paged else "cache_positions": slots[0] if case.layout == "thd" else slots,
@@ -81,14 +85,21 @@ class RotaryAndCacheCall(OpCall):
         q = mrrope.rotary_and_cache_(**arguments)
         return [q, arguments["key_cache"], arguments["value_cache"]]
 
+    def rotated(self, x: Tensor, before: Arguments) -> Tensor:
+        """Return q or k rotated; neighbouring heads share a head table."""
+        case, of_tables = self.case, []
+        for head in range(self.table_heads):
+            steps = PhaseSteps.of(self.tables[head :: self.table_heads], case.device)
+            if before["table_index"] is not None:
+                steps = steps.select(before["table_index"])
+            of_tables.append(float64_reference.rotations(before["positions"], steps, case.layout, None))
+        axis = HEAD_AXIS[case.layout]
+        by = torch.cat(of_tables, dim=axis).repeat_interleave(x.shape[axis] // self.table_heads, dim=axis)
+        return float64_reference.rotated(x, by, case.pairing)
+
     def expected(self, before: Arguments) -> list[Expected]:
         case = self.case
-        steps = PhaseSteps.of(self.tables, case.device)
-        if before["table_index"] is not None:
-            steps = steps.select(before["table_index"])
-        by = float64_reference.rotations(before["positions"], steps, case.layout, None)
-        q = float64_reference.rotated(before["q"], by, case.pairing)
-        k = float64_reference.rotated(before["k"], by, case.pairing)
+        q, k = (self.rotated(before[name], before) for name in ("q", "k"))
         options = (case.torch_dtype, case.rotary_dim, case.pairing)
         found = [Expected("q", q, float64_reference.allowed_error(q, *options))]
         k_scale, v_scale = (self.divisor(before[f"{name}_scale"]) for name in ("key", "value"))
