@@ -78,7 +78,7 @@ class Convention:
         rotated: list[torch.Tensor] = torch.ops.mrrope.learnable_rotary.default(
             heads, positions, frequencies.contiguous(), table[:, -1].contiguous(), layout, self.pairing
         )
-        return rotated
+        return rotated[:-1]  # without the packed tables
 
 
 def own_code(function: Apply) -> Apply:

@@ -186,7 +186,7 @@ REFUSED = {
     "no row": ({"positions": random_positions("cpu")[:0]}, ["[rows, 2, 5]", "got [0, 2, 5]"]),
     "a row too few": ({"positions": random_positions("cpu")[:2]},
                       ["table's second row must name rows of positions, 0 to 1, got 2 for pair 11"]),
-    "thd": ({"keys": torch.ones(5, 3, 40), "layout": "thd"}, ["positions with", "in layout thd", "got [3, 2, 5]"]),
+    "thd": ({"keys": torch.ones(5, 3, 40), "layout": "thd"}, ["positions must be [5] in layout thd", "got [3, 2, 5]"]),
 }  # fmt: skip
 
 
