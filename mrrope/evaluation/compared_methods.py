@@ -60,7 +60,8 @@ def methods_named(names: Sequence[str], **options: Any) -> list[Method]:
     for name in dict.fromkeys(names):
         if name in calibrated_tables.ladders():
             if options.get("scale") != "auto":
-                raise ValueError(f"methods may have {name} with scale auto only: it is a ladder of tables")
+                given = options.get("scale")
+                raise ValueError(f"methods may have the ladder {name} with scale auto only, got scale {given}")
             methods.append(Method(name, (("scale", "auto"),)))
             continue
         if name != UNPATCHED and name not in METHODS and not is_saved_table(name):

@@ -101,6 +101,12 @@ def rotated(x: torch.Tensor, by: torch.Tensor, pairing: str) -> torch.Tensor:
     return torch.cat([components_of(pairs_of(x[..., :dim], pairing) * by, pairing), x[..., dim:]], dim=-1)
 
 
+def of_every_head(of_tables: Sequence[torch.Tensor], x: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return the factors of every head of x from those of every head table: neighbouring heads share one."""
+    axis = HEAD_AXIS[layout]
+    return torch.cat(list(of_tables), dim=axis).repeat_interleave(x.shape[axis] // len(of_tables), dim=axis)
+
+
 def pair_norms(x: torch.Tensor, rotary_dim: int, pairing: str) -> torch.Tensor:
     """Return the norm of every component's pair; the magnitude of components without a pair."""
     norms = pairs_of(x[..., :rotary_dim], pairing).abs()

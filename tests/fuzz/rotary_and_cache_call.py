@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from rotary_cases import POISON, storage_of
-from rotary_reference import HEAD_AXIS, TOLERANCES
+from rotary_reference import TOLERANCES
 
 import mrrope
 from fuzz import float64_reference
@@ -93,8 +93,7 @@ class RotaryAndCacheCall(OpCall):
             if before["table_index"] is not None:
                 steps = steps.select(before["table_index"])
             of_tables.append(float64_reference.rotations(before["positions"], steps, case.layout, None))
-        axis = HEAD_AXIS[case.layout]
-        by = torch.cat(of_tables, dim=axis).repeat_interleave(x.shape[axis] // self.table_heads, dim=axis)
+        by = float64_reference.of_every_head(of_tables, x, case.layout)
         return float64_reference.rotated(x, by, case.pairing)
 
     def expected(self, before: Arguments) -> list[Expected]:

@@ -113,8 +113,8 @@ class RotaryCall(OpCall):
             steps = steps.select(before["table_index"])
         return steps.negated() if self.case.conjugate != self.case.negated else steps
 
-    def rotations(self, before: Arguments) -> Tensor:
-        """Return the complex factor of every pair, with a dimension for the head tables."""
+    def rotations(self, before: Arguments) -> list[Tensor]:
+        """Return the complex factor of every pair, for each head table."""
         of_tables = []
         for table_head in range(self.case.table_heads):
             rows = getattr(self, "row_of_pair", None)
@@ -124,12 +124,10 @@ class RotaryCall(OpCall):
                 rows = rows[before["table_index"].long()]
             steps = self.steps(before, table_head)
             of_tables.append(float64_reference.rotations(before["positions"], steps, self.case.layout, rows))
-        return torch.cat(of_tables, dim=HEAD_AXIS[self.case.layout])
+        return of_tables
 
-    def by_head(self, by: Tensor, x: Tensor) -> Tensor:
-        """Return the factors of every head of x: neighbouring heads share a table."""
-        axis = HEAD_AXIS[self.case.layout]
-        return by.repeat_interleave(x.shape[axis] // self.case.table_heads, dim=axis)
+    def by_head(self, by: list[Tensor], x: Tensor) -> Tensor:
+        return float64_reference.of_every_head(by, x, self.case.layout)
 
     def expected(self, before: Arguments) -> list[Expected]:
         case, by, heads = self.case, self.rotations(before), self.heads_of(before)
@@ -150,7 +148,7 @@ class RotaryCall(OpCall):
         return found
 
     def expected_gradients(
-        self, before: Arguments, leaves: list[Tensor], weights: list[Tensor], whole: list[Tensor], by: Tensor
+        self, before: Arguments, leaves: list[Tensor], weights: list[Tensor], whole: list[Tensor], by: list[Tensor]
     ) -> list[Expected]:
         case, given = self.case, [g.double() for g in before["gradients"]]
         wanted = leaves + weights

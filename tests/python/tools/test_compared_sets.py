@@ -73,7 +73,7 @@ def test_files_and_contents_are_applied(
 
 @pytest.mark.parametrize("ladder", ["smollm2-135m", "smollm2-135m-heads"])
 def test_a_shipped_ladder_follows_the_length(ladder: str) -> None:
-    one_scale = rf"methods may have {ladder} with scale auto only"
+    one_scale = rf"methods may have the ladder {ladder} with scale auto only, got scale 4\.0"
     with pytest.raises(ValueError, match=one_scale):
         methods_named([ladder], scale=4.0)
     (method,) = methods_named([ladder], scale="auto", max_scale=8.0)
