@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <tuple>
 
@@ -137,6 +138,55 @@ TEST_F(MlaRotaryCuda, OneLaunchEachThatAGraphCanReplay) {
     backward.play(stream);
     gradient_on_device.fetch();
     gradient.expect_written();
+}
+
+HeadsView backwards(const HeadsView& view) {
+    return {.in = view.out,
+            .out = const_cast<void*>(view.in),
+            .heads = view.heads,
+            .in_strides = view.out_strides,
+            .out_strides = view.in_strides};
+}
+
+// A gradient that reads what the call of `args` writes, and writes what it reads, except k_nope. It turns the same way:
+// turned back, q would be what it was, and a read that comes too early would not show.
+MlaRotaryGradientArgs gradient_into_inputs_of(const MlaRotaryArgs& args) {
+    MlaRotaryGradientArgs gradient{.rotary = args.rotary, .q_nope = args.q_nope};
+    for (HeadsView* view : {&gradient.rotary.q, &gradient.rotary.k, &gradient.q_nope.view}) *view = backwards(*view);
+    return gradient;
+}
+
+// By programmatic dependent launch a kernel may start while the preceding one still runs; every call reads what the
+// last one wrote. The gradient adds up the key's heads: with many of them it would overflow.
+TEST_F(MlaRotaryCuda, OverlappingCallsGiveWhatSeparateCallsGive) {
+    for (const int64_t tokens : {1, 300}) {
+        MlaOptions o;
+        o.rotary.dtype = DType::bfloat16;
+        o.rotary.tokens = tokens;
+        o.rotary.q_heads = 16;
+        o.rotary.k_heads = 2;
+        o.rotary.head_dim = o.rotary.rotary_dim = 64;
+        o.nope_dim = 128;
+        MlaRotaryCase separate(o);
+        MlaRotaryCase overlapping(o);
+        MlaDeviceCase<MlaRotaryCase> separate_on_device(separate);
+        MlaDeviceCase<MlaRotaryCase> overlapping_on_device(overlapping);
+        for (int i = 0; i < 25; ++i) {
+            mla_rotary_cuda(separate_on_device.args(), nullptr);
+            check(cudaDeviceSynchronize());
+            mla_rotary_gradient_cuda(gradient_into_inputs_of(separate_on_device.args()), nullptr);
+            check(cudaDeviceSynchronize());
+        }
+        for (int i = 0; i < 25; ++i) {
+            mla_rotary_cuda(overlapping_on_device.args(), nullptr);
+            mla_rotary_gradient_cuda(gradient_into_inputs_of(overlapping_on_device.args()), nullptr);
+        }
+        separate_on_device.fetch();
+        overlapping_on_device.fetch();
+        for (size_t i = 0; i < separate.buffers().size(); ++i) {
+            EXPECT_TRUE(overlapping.buffers()[i]->bytes == separate.buffers()[i]->bytes) << i << ", " << tokens;
+        }
+    }
 }
 
 TEST_F(MlaRotaryCuda, NothingToDoLaunchesNothing) {

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
+import torch
 from rotary_reference import TOLERANCES
 
 import mrrope
 from fuzz import float64_reference
 from fuzz.float64_reference import PhaseSteps
 from fuzz.op_call import Arguments, Expected, OpCall, Tensor
-from fuzz.op_cases import OpCase
+from fuzz.op_cases import OpCase, by_heads
 
 
 class ChainedCalls(OpCall):
@@ -19,8 +22,12 @@ class ChainedCalls(OpCall):
         q, k = self.tensors.heads(case.q_heads, case.k_heads)
         self.arguments = {"q": q, "k": k, "positions": self.tensors.positions()}
         random = case.numpy_random(4)
+
+        def tables() -> list[mrrope.FrequencyTable]:
+            return [case.make_table(int(number)) for number in random.integers(0, 8, case.table_heads)]
+
         self.links = [
-            (str(random.choice(["rotary_", "rotary_ back", "rescale_cache_"])), *map(int, random.integers(0, 8, 2)))
+            (str(random.choice(["rotary_", "rotary_ back", "rescale_cache_"])), tables(), tables())
             for _ in range(case.steps)
         ]
 
@@ -30,8 +37,8 @@ class ChainedCalls(OpCall):
     def run(self, arguments: Arguments) -> list[Tensor]:
         q, k, positions = arguments["q"], arguments["k"], arguments["positions"]
         options = (self.case.layout, self.case.pairing)
-        for link, a, b in self.links:
-            first, second = self.case.make_table(a), self.case.make_table(b)
+        for link, *tables in self.links:
+            first, second = (by_heads(of_heads, self.case.table_heads)[0] for of_heads in tables)
             if link == "rescale_cache_":
                 mrrope.rescale_cache_([q, k], positions, first, second, *options)
             else:
@@ -39,25 +46,16 @@ class ChainedCalls(OpCall):
         return [q, k]
 
     def expected(self, before: Arguments) -> list[Expected]:
-        case, none = self.case, mrrope.frequency_table("rope", rotary_dim=self.case.rotary_dim, base=1e4,
-                                                       original_max_position=8)  # fmt: skip
-        total = PhaseSteps.of([none], case.device)
-        total = total.relative_to(total)
-        gain = 1.0
-        for link, a, b in self.links:
-            first, second = (PhaseSteps.of([case.make_table(i)], case.device) for i in (a, b))
-            identity = first.relative_to(first)
-            link_steps = {
-                "rotary_": first,
-                "rotary_ back": identity.relative_to(first),
-                "rescale_cache_": second.relative_to(first),
-            }[link]
-            total = link_steps.after(total)
-            gain *= max(1.0, self.factor_of(link, a, b))
-        by = float64_reference.rotations(before["positions"], total, case.layout, None)
+        case = self.case
+        links = [self.steps_of_links(head) for head in range(case.table_heads)]
+        whole = [reduce(PhaseSteps.after, steps) for steps in links]
+        of_tables = [float64_reference.rotations(before["positions"], one, case.layout, None) for one in whole]
+        gains = [torch.cat([one.factor for one in steps]).clamp(min=1.0).prod() for steps in links]
+        gain = torch.stack(gains).max()
         tolerance = TOLERANCES[case.torch_dtype]
         found = []
         for name in "qk":
+            by = float64_reference.of_every_head(of_tables, before[name], case.layout)
             value = float64_reference.rotated(before[name], by, case.pairing)
             norms = float64_reference.pair_norms(value, case.rotary_dim, case.pairing)
             # A rotation keeps the error of a pair relative to its norm, so errors add up.
@@ -67,6 +65,16 @@ class ChainedCalls(OpCall):
             found.append(Expected(name, value, allowed))
         return found
 
-    def factor_of(self, link: str, a: int, b: int) -> float:
-        first, second = (self.case.make_table(i).attention_factor for i in (a, b))
-        return {"rotary_": first, "rotary_ back": 1.0 / first, "rescale_cache_": second / first}[link]
+    def steps_of_links(self, head: int) -> list[PhaseSteps]:
+        """Return what each link turns the heads of a head table by."""
+        found = []
+        for link, *tables in self.links:
+            first, second = (PhaseSteps.of([of_heads[head]], self.case.device) for of_heads in tables)
+            identity = first.relative_to(first)
+            steps = {
+                "rotary_": first,
+                "rotary_ back": identity.relative_to(first),
+                "rescale_cache_": second.relative_to(first),
+            }
+            found.append(steps[link])
+        return found

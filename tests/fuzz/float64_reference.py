@@ -26,6 +26,11 @@ class PhaseSteps:
     def of(tables: Sequence[mrrope.FrequencyTable], device: str) -> PhaseSteps:
         return _steps_of(tuple(tables), device)
 
+    @staticmethod
+    def of_heads(tables: Sequence[mrrope.FrequencyTable], heads: int, device: str) -> list[PhaseSteps]:
+        """Return the steps of every head table, where ``heads`` neighbouring tables are those of one sequence."""
+        return [PhaseSteps.of(tables[head::heads], device) for head in range(heads)]
+
     def select(self, index: torch.Tensor) -> PhaseSteps:
         return PhaseSteps(self.turns[index.long()], self.factor[index.long()])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -31,7 +32,8 @@ OPS = (
 CACHING = ("rotary_and_cache_", "qk_norm_rotary_and_cache_")
 ROTATING = ("rotary", "rotary_", "qk_norm_rotary", "qk_norm_rotary_")
 IN_PLACE = ("rotary_", "rescale_cache_", *CACHING, "qk_norm_rotary_", "mla_rotary_and_cache_", "chain")
-WITH_HEAD_TABLES = (*ROTATING, *CACHING, "learnable_rotary")
+WITH_KEYS = (*CACHING, "qkv_rotary", "chain")  # k has at least one head
+WITH_HEAD_TABLES = (*ROTATING, *WITH_KEYS, "rescale_cache_", "learnable_rotary")
 DIFFERENTIABLE = ("rotary", "rotary_", "qk_norm_rotary", "qkv_rotary", "learnable_rotary", "mla_rotary")
 METHODS = tuple(name for name, method in METHOD_TRAITS.items() if method.needs in (None, "beta"))
 # Limit of a case's size, so that its float64 reference takes a few milliseconds; SHRINK_ORDER reduces larger cases.
@@ -105,7 +107,7 @@ class OpCase:
         op, layout = self.op, self.layout
         if op not in (*ROTATING, "rescale_cache_") or layout == "thd":
             changes["position_rows"] = 0
-        if op not in WITH_HEAD_TABLES:
+        if op not in WITH_HEAD_TABLES or (op == "rescale_cache_" and changes.get("position_rows", self.position_rows)):
             changes["table_heads"] = 1
         if op not in ("rotary", "rotary_"):
             changes |= {"conjugate": False, "negated": False}
@@ -115,7 +117,7 @@ class OpCase:
             changes["has_k"] = True
         if op == "chain":
             changes["fault"] = ""
-        if op in ("qkv_rotary", *CACHING, "chain"):
+        if op in WITH_KEYS:
             changes["k_heads"] = max(1, self.k_heads)
         if self.memory == "expanded" and (op in IN_PLACE or op == "qkv_rotary"):
             changes["memory"] = "contiguous"
@@ -151,7 +153,7 @@ class OpCase:
             case = replace(case, rotary_dim=case.head_dim)
         tables = case.k_heads if case.has_table_per_key_head else case.table_heads
         q_heads, k_heads = (heads - heads % tables for heads in (case.q_heads, case.k_heads))
-        return replace(case, q_heads=max(tables, q_heads), k_heads=k_heads)
+        return replace(case, q_heads=max(tables, q_heads), k_heads=max(tables, k_heads) if op in WITH_KEYS else k_heads)
 
     @property
     def has_table_per_key_head(self) -> bool:
@@ -190,6 +192,12 @@ class OpCase:
         method = METHODS[(METHODS.index(self.method) + which) % len(METHODS)]
         return cached_table(method, self.rotary_dim, self.scale, self.table_form)
 
+    def make_tables(self, count: int, heads: int) -> list[mrrope.FrequencyTable]:
+        """Return ``heads`` neighbouring tables for each of ``count``; some of these have one table for all heads."""
+        is_one = self.numpy_random(10).random(count) < 0.2
+        numbers = [heads * i + (0 if is_one[i] else head) for i in range(count) for head in range(heads)]
+        return [self.make_table(number) for number in numbers]
+
     def run(self) -> None:
         """Check the call.
 
@@ -212,6 +220,12 @@ def cached_table(method: str, rotary_dim: int, scale: float, form: str) -> mrrop
     if form == "inverse":
         return plain(method).inverse()
     return plain(method).relative_to(plain("rope")) if form == "relative" else plain(method)
+
+
+def by_heads(tables: Sequence[mrrope.FrequencyTable], heads: int) -> list[mrrope.FrequencyTable | mrrope.HeadTables]:
+    """Return every ``heads`` neighbouring tables as the ops take them: as one table where all of them are equal."""
+    groups = [tables[i : i + heads] for i in range(0, len(tables), heads)]
+    return [group[0] if len(set(group)) == 1 else mrrope.HeadTables(group) for group in groups]
 
 
 class CaseTensors:

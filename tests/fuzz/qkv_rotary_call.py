@@ -13,7 +13,7 @@ import mrrope
 from fuzz import float64_reference
 from fuzz.float64_reference import PhaseSteps
 from fuzz.op_call import Arguments, Expected, OpCall, Tensor, compute_eps
-from fuzz.op_cases import OpCase
+from fuzz.op_cases import OpCase, by_heads
 
 
 @contextlib.contextmanager
@@ -42,14 +42,15 @@ class QkvRotaryCall(OpCall):
         rows = (case.tokens,) if case.layout == "thd" else (case.batch, case.tokens)
         outputs = (case.q_heads + 2 * case.k_heads) * case.head_dim
         weight = self.tensors.random((outputs, case.inputs)) / case.magnitude
-        self.tables = [case.make_table(i) for i in range(1 if case.tables == "one" else case.batch)]
+        self.tables = case.make_tables(1 if case.tables == "one" else case.batch, case.table_heads)
+        given = by_heads(self.tables, case.table_heads)
         x = self.tensors.random((*rows, case.inputs + 8))[..., : case.inputs]
         self.arguments = {
             "x": x if case.memory == "padded" else x.contiguous(),
             "weight": weight,
             "bias": self.tensors.random((outputs,)) if case.bias else None,
             "positions": self.tensors.positions(),
-            "table": self.tables[0] if case.tables == "one" else self.tables,
+            "table": given[0] if case.tables == "one" else given,
             "num_q_heads": case.q_heads,
             "num_kv_heads": case.k_heads,
             "layout": case.layout,
@@ -81,21 +82,19 @@ class QkvRotaryCall(OpCall):
         )
         return [part.transpose(1, 2) if case.layout == "bhsd" else part for part in parts]
 
-    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None, by: Tensor) -> list[Tensor]:
+    def by_head(self, by: list[Tensor], x: Tensor) -> Tensor:
+        return float64_reference.of_every_head(by, x, self.case.layout)
+
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None, by: list[Tensor]) -> list[Tensor]:
         q, k, v = self.heads(linear(x, weight, bias))
-        return [
-            float64_reference.rotated(q, by, self.case.pairing),
-            float64_reference.rotated(k, by, self.case.pairing),
-            v,
-        ]
+        return [*(float64_reference.rotated(heads, self.by_head(by, heads), self.case.pairing) for heads in (q, k)), v]
 
     def expected(self, before: Arguments) -> list[Expected]:
         """Return q, k and v, with a rounding of the product, one of the rotation, and the error of sums allowed."""
         case, tolerance, eps = self.case, TOLERANCES[self.case.torch_dtype], compute_eps(self.case)
         given = [None if before[name] is None else before[name].double() for name in ("x", "weight", "bias")]
-        by = float64_reference.rotations(
-            before["positions"], PhaseSteps.of(self.tables, case.device), case.layout, None
-        )
+        steps = PhaseSteps.of_heads(self.tables, case.table_heads, case.device)
+        by = [float64_reference.rotations(before["positions"], one, case.layout, None) for one in steps]
         leaves = [None if x is None else x.requires_grad_() for x in given]
         whole = self.project(*leaves, by)
         sizes = self.heads(linear(*(None if x is None else x.detach().abs() for x in given)))
@@ -120,14 +119,14 @@ class QkvRotaryCall(OpCall):
         return found
 
     def expected_gradients(
-        self, before: Arguments, leaves: list[Tensor | None], whole: list[Tensor], by: Tensor
+        self, before: Arguments, leaves: list[Tensor | None], whole: list[Tensor], by: list[Tensor]
     ) -> list[Expected]:
         """Return the gradients; those of q and k are rotated back and rounded before the products."""
         case, eps = self.case, compute_eps(self.case) * (self.case.components + 64)
         given = [g.double() for g in before["gradients"]]
         wanted = [x for x in leaves if x is not None]
         values = torch.autograd.grad(whole, wanted, given)
-        rotated_back = [float64_reference.rotated(g, by.conj(), case.pairing) for g in given[:2]]
+        rotated_back = [float64_reference.rotated(g, self.by_head(by, g).conj(), case.pairing) for g in given[:2]]
         back = [float64_reference.pair_norms(g, case.rotary_dim, case.pairing) for g in rotated_back]
         joined = torch.cat([g.transpose(1, 2) if case.layout == "bhsd" else g for g in (*back, given[2].abs())], dim=-2)
         joined = joined.flatten(-2).reshape(-1, leaves[1].shape[0])

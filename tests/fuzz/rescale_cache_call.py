@@ -11,7 +11,7 @@ import mrrope
 from fuzz import float64_reference
 from fuzz.float64_reference import PhaseSteps
 from fuzz.op_call import Arguments, Expected, OpCall, Tensor
-from fuzz.op_cases import OpCase
+from fuzz.op_cases import OpCase, by_heads
 
 SPARE_BLOCKS = 3
 
@@ -23,6 +23,8 @@ class RescaleCacheCall(OpCall):
         super().__init__(case)
         self.row_of_pair: Tensor | None = None
         self.olds, self.news = (self.tables(stream) for stream in (0, 1))
+        given_olds, given_news = (self.given_tables(tables) for tables in (self.olds, self.news))
+        self.stays = [old == new for old, new in zip(given_olds, given_news, strict=True)]
         memory = "contiguous" if case.memory == "packed" else case.memory
         layers = [self.tensors.view(case.heads_shape(case.q_heads), memory) for i in range(case.layers)]
         blocks = None
@@ -36,27 +38,29 @@ class RescaleCacheCall(OpCall):
         self.arguments = {
             "keys": layers,
             "positions": self.tensors.positions(),
-            "old": self.table_argument(self.olds),
-            "new": self.table_argument(self.news),
+            "old": given_olds[0] if case.tables == "one" else given_olds,
+            "new": given_news[0] if case.tables == "one" else given_news,
             "layout": case.layout,
             "pairing": case.pairing,
             "blocks": blocks,
         }
 
     def tables(self, stream: int) -> list[mrrope.FrequencyTable]:
-        """Return one table per sequence, at least one."""
+        """Return the head tables of each sequence, one after the other, of at least one sequence."""
         random = self.case.numpy_random(6, stream)
-        count = 1 if self.case.tables == "one" else self.case.sequences
-        return [self.case.make_table(int(random.integers(0, self.case.table_count + 1))) for _ in range(max(1, count))]
+        count = 1 if self.case.tables == "one" else max(1, self.case.sequences)
+        numbers = random.integers(0, self.case.table_count + 1, count * self.case.table_heads)
+        return [self.case.make_table(int(number)) for number in numbers]
 
-    def table_argument(self, tables: list[mrrope.FrequencyTable]) -> Any:
-        given: list[Any] = tables
-        if self.case.position_rows:
-            rows = self.case.position_rows
-            sections = self.case.numpy_random(3).multinomial(self.case.rotary_dim // 2, [1.0 / rows] * rows)
-            given = [mrrope.AxisTables.of_sections(table, sections.tolist()) for table in tables]
-            self.row_of_pair = torch.tensor([given[0].axis_of_pair], device=self.case.device)
-        return given[0] if self.case.tables == "one" else given
+    def given_tables(self, tables: list[mrrope.FrequencyTable]) -> list[Any]:
+        """Return what the op is given for each sequence."""
+        if not self.case.position_rows:
+            return by_heads(tables, self.case.table_heads)
+        rows = self.case.position_rows
+        sections = self.case.numpy_random(3).multinomial(self.case.rotary_dim // 2, [1.0 / rows] * rows)
+        given = [mrrope.AxisTables.of_sections(table, sections.tolist()) for table in tables]
+        self.row_of_pair = torch.tensor([given[0].axis_of_pair], device=self.case.device)
+        return given
 
     def written(self, arguments: Arguments) -> list[Tensor]:
         return arguments["keys"]
@@ -67,12 +71,16 @@ class RescaleCacheCall(OpCall):
 
     def expected(self, before: Arguments) -> list[Expected]:
         case = self.case
-        steps = PhaseSteps.of(self.news, case.device).relative_to(PhaseSteps.of(self.olds, case.device))
-        by = float64_reference.rotations(before["positions"], steps, case.layout, self.row_of_pair)
-        stays = torch.tensor([old == new for old, new in zip(self.olds, self.news, strict=True)], device=case.device)
+        olds, news = (PhaseSteps.of_heads(x, case.table_heads, case.device) for x in (self.olds, self.news))
+        of_tables = [
+            float64_reference.rotations(before["positions"], new.relative_to(old), case.layout, self.row_of_pair)
+            for old, new in zip(olds, news, strict=True)
+        ]
+        stays = torch.tensor(self.stays, device=case.device)
         found = []
         for i, keys in enumerate(before["keys"]):
             taken = keys if before["blocks"] is None else keys[before["blocks"]]
+            by = float64_reference.of_every_head(of_tables, taken, case.layout)
             value = float64_reference.rotated(taken, by, case.pairing)
             allowed = float64_reference.allowed_error(value, case.torch_dtype, case.rotary_dim, case.pairing)
             kept = stays.view(-1, *[1] * (keys.dim() - 1))

@@ -11,7 +11,7 @@ import mrrope
 from fuzz import float64_reference
 from fuzz.float64_reference import PhaseSteps
 from fuzz.op_call import Alternative, Arguments, Expected, OpCall, Tensor
-from fuzz.op_cases import OpCase
+from fuzz.op_cases import OpCase, by_heads
 
 SPARE_SLOTS = 3
 
@@ -24,10 +24,8 @@ class RotaryAndCacheCall(OpCall):
         q, k, v = self.tensors.heads(case.q_heads, case.k_heads, case.k_heads)
         count = {"one": 1, "each": case.batch, "index": case.table_count}[case.tables]
         self.table_heads = case.k_heads if case.has_table_per_key_head else 1
-        self.tables = [case.make_table(i) for i in range(count * self.table_heads)]
-        given: list[mrrope.FrequencyTable | mrrope.HeadTables] = list(self.tables)
-        if case.has_table_per_key_head:
-            given = [mrrope.HeadTables(self.tables[i * case.k_heads : (i + 1) * case.k_heads]) for i in range(count)]
+        self.tables = case.make_tables(count, self.table_heads)
+        given = by_heads(self.tables, self.table_heads)
         tokens, sequences = case.tokens, case.sequences
         blocks, size = (-(-sequences * tokens // 4) + 2, 5) if case.paged else (sequences, tokens + SPARE_SLOTS)
         random = case.numpy_random(7)
@@ -87,12 +85,11 @@ class RotaryAndCacheCall(OpCall):
 
     def rotated(self, x: Tensor, before: Arguments) -> Tensor:
         """Return q or k rotated; neighbouring heads share a head table."""
-        case, of_tables = self.case, []
-        for head in range(self.table_heads):
-            steps = PhaseSteps.of(self.tables[head :: self.table_heads], case.device)
-            if before["table_index"] is not None:
-                steps = steps.select(before["table_index"])
-            of_tables.append(float64_reference.rotations(before["positions"], steps, case.layout, None))
+        case = self.case
+        steps = PhaseSteps.of_heads(self.tables, self.table_heads, case.device)
+        if before["table_index"] is not None:
+            steps = [one.select(before["table_index"]) for one in steps]
+        of_tables = [float64_reference.rotations(before["positions"], one, case.layout, None) for one in steps]
         by = float64_reference.of_every_head(of_tables, x, case.layout)
         return float64_reference.rotated(x, by, case.pairing)
 

@@ -6,10 +6,15 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from norm_reference import EPS, OVERS
 from rotary_reference import TOLERANCES, components_of, pairs_of
+from tensor_bits import same_bits
+from torch.library import opcheck
 
 import mrrope
 from mrrope.tables import packed_stack
+
+CACHE_OPS = [mrrope.rotary_and_cache_, mrrope.qk_norm_rotary_and_cache_]
 
 
 def plain_table(rotary_dim, base=1e4, attention_factor=1.0):
@@ -191,8 +196,97 @@ def test_norms_compile_with_gradients(device):
             torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-12)
 
 
+def norm_call(device, over):
+    """Return q and k of two sequences, their weights, and two positions a token."""
+    heads = [random_heads(device, 2, count, 5, 16) for count in (4, 2)]
+    weights = [random_heads(device, 16 * (count if over == "all_heads" else 1)) for count in (4, 2)]
+    return heads, weights, torch.randint(-50, 50, (2, 2, 5), device=device)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("over", OVERS)
+def test_opcheck_of_norms(device, over, requires_grad):
+    heads, weights, positions = norm_call(device, over)
+    for x in (*heads, *weights):
+        x.requires_grad_(requires_grad)
+    tables = mrrope.AxisTables([plain_table(8), plain_table(4)])
+    rest = (weights, positions, tables.packed(positions.device), EPS, 1.0, over)
+    ops = torch.ops.mrrope
+    opcheck(ops.qk_norm_rotary.default, (heads, *rest))
+    if not requires_grad:
+        opcheck(ops.qk_norm_rotary_.default, (heads, *rest))
+        opcheck(ops.qk_norm_rotary_backward.default, ([torch.randn_like(x) for x in heads], heads, *rest))
+
+
+@pytest.mark.parametrize("over", OVERS)
+def test_norms_and_gradients_in_a_cuda_graph(cuda, over):
+    tables = mrrope.AxisTables([plain_table(8), plain_table(4)]).to(cuda)
+    heads, weights, positions = norm_call(cuda, over)
+    leaves = [x.requires_grad_() for x in (*heads, *weights)]
+
+    def step():
+        found = mrrope.qk_norm_rotary(*leaves, positions, tables, eps=EPS, over=over)
+        return [*found, *torch.autograd.grad([x.square().sum() for x in found], leaves)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()  # what the first backward sets up is not for the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = step()
+    positions.random_(-50, 50)
+    with torch.no_grad():
+        for x in leaves:
+            x.normal_()
+    graph.replay()
+    assert all(same_bits(x, y) for x, y in zip(found, step(), strict=True))
+
+
+def cache_call(op, device, tables):
+    """Return the arguments of a call with two sequences and two positions a token."""
+    arguments = {
+        **{name: random_heads(device, 2, heads, 5, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))},
+        "positions": torch.randint(-50, 50, (2, 2, 5), device=device),
+        "table": tables,
+        **{name: torch.zeros(4, 4, 2, 16, device=device) for name in ("key_cache", "value_cache")},
+        "slots": torch.randperm(16)[:10].view(2, 5).to(device),
+    }
+    if op is mrrope.rotary_and_cache_:
+        return arguments
+    return arguments | {name: random_heads(device, 16) for name in ("q_weight", "k_weight")} | {"eps": EPS}
+
+
+@pytest.mark.parametrize("q_out", [False, True])
+@pytest.mark.parametrize("op", CACHE_OPS)
+def test_opcheck_of_cache_ops(device, op, q_out):
+    tables = mrrope.AxisTables([plain_table(8), plain_table(4)])
+    arguments = cache_call(op, device, tables)
+    arguments |= {"table": tables.packed(arguments["q"].device), "paged": True}
+    if q_out:
+        arguments["q_out"] = torch.zeros_like(arguments["q"])
+    overloads = getattr(torch.ops.mrrope, op.__name__)
+    opcheck(overloads.into if q_out else overloads.default, (), arguments)
+
+
+@pytest.mark.parametrize("op", CACHE_OPS)
+def test_cache_ops_in_a_cuda_graph(cuda, op):
+    tables = mrrope.AxisTables([plain_table(8), plain_table(4)]).to(cuda)
+    captured, eager = (cache_call(op, cuda, tables) for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op(**captured)
+    for name, x in captured.items():
+        if isinstance(x, torch.Tensor):
+            x.copy_(eager[name])
+    graph.replay()
+    op(**eager)
+    for name in ("q", "key_cache", "value_cache"):
+        assert same_bits(captured[name], eager[name])
+
+
 @pytest.mark.usefixtures("dynamo")
-@pytest.mark.parametrize("op", [mrrope.rotary_and_cache_, mrrope.qk_norm_rotary_and_cache_])
+@pytest.mark.parametrize("op", CACHE_OPS)
 def test_cache_ops_compile(device, op):
     tables = mrrope.AxisTables([plain_table(8), plain_table(8)]).to(device)
     weights = random_heads(device, 2, 16, dtype=torch.float64)

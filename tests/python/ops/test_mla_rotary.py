@@ -1,5 +1,6 @@
 """mla_rotary: rotation of q's and the key's rope parts and the assembly of the key, with their gradients."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from large_memory import addresses_past_31_bits, skip_unless_free
 from op_errors import assert_refused
 from rotary_cases import DTYPES, LAYOUTS, OWN_MEMORY, PAIRINGS, onto, storage_of, table_of, whole_memory
 from rotary_reference import TOLERANCES, assert_rotated, components_of, pairs_of, rotated
@@ -18,6 +20,7 @@ import mrrope
 OP = torch.ops.mrrope.mla_rotary.default
 BACKWARD = torch.ops.mrrope.mla_rotary_backward.default
 HEAD = {"bhsd": 1, "bshd": 2, "thd": 1}
+TOKEN = {"bhsd": 2, "bshd": 1, "thd": 0}
 
 
 @dataclass(frozen=True)
@@ -93,37 +96,24 @@ TABLE = table_of("mrrope_pro", 16)
 # --- numbers ---
 
 
-@given(case=cases())
-@example(DEEPSEEK)
-def test_rotates_and_assembles(device, case):
-    q, k_nope, k_rope = case.tensors(device)
-    before = [whole_memory(x).clone() for x in (q, k_nope, k_rope)]
-    positions, table = case.positions(device), table_of("mrrope_pro", case.rope)
-    out, key = mrrope.mla_rotary(q, k_nope, k_rope, positions, table, **case.options)
+def assert_rotated_and_assembled(case, results, inputs, positions, table):
+    (out, key), (q, k_nope, k_rope) = results, inputs
     assert_rotated(out[..., case.nope :], q[..., case.nope :], positions, table, case.layout, case.pairing)
     assert torch.equal(out[..., : case.nope], q[..., : case.nope])
-    assert key.is_contiguous()
     assert torch.equal(key[..., : case.nope], k_nope)
-    shared = case.with_heads(k_rope).expand(case.shape(case.k_heads, case.rope))
-    assert_rotated(key[..., case.nope :], shared, positions, table, case.layout, case.pairing)
-    for x, y in zip((q, k_nope, k_rope), before, strict=True):
-        assert same_bits(whole_memory(x), y)
+    rotated_key = key[..., case.nope :]
+    shared = case.with_heads(k_rope).expand_as(rotated_key)
+    assert_rotated(rotated_key, shared, positions, table, case.layout, case.pairing)
 
 
-@given(case=cases())
-@example(DEEPSEEK)
-def test_gradients_are_one_rounding_of_the_exact_ones(device, case):
-    inputs = [x.requires_grad_() for x in case.tensors(device)]
-    positions, table = case.positions(device), table_of("mrrope_pro", case.rope)
-    results = mrrope.mla_rotary(*inputs, positions, table, **case.options)
-    given = [torch.randn_like(x) for x in results]
-    q_gradient, k_nope_gradient, k_rope_gradient = torch.autograd.grad(results, inputs, given)
+def assert_gradients(case, gradients, given, positions, table):
+    """Assert the gradients of q, k_nope and k_rope from those given of q and the key."""
+    q_gradient, k_nope_gradient, k_rope_gradient = gradients
     arguments = (positions, table, case.layout, case.pairing, True)
     assert_rotated(q_gradient[..., case.nope :], given[0][..., case.nope :], *arguments)
     assert torch.equal(q_gradient[..., : case.nope], given[0][..., : case.nope])
     assert torch.equal(k_nope_gradient, given[1][..., : case.nope])
-    assert k_rope_gradient.shape == inputs[2].shape
-    of_heads = given[1][..., case.nope :].double()
+    of_heads = given[1][..., case.nope :].detach().double()
     head = HEAD[case.layout]
     exact = rotated(of_heads.sum(head, keepdim=True), *arguments)
     magnitudes = pairs_of(of_heads.abs().sum(head, keepdim=True).cpu().numpy(), case.pairing)
@@ -135,6 +125,31 @@ def test_gradients_are_one_rounding_of_the_exact_ones(device, case):
     allowed = (tolerance.arithmetic + case.k_heads * unit) * magnitudes + tolerance.rounding * exact.abs() + smallest
     actual = case.with_heads(k_rope_gradient).cpu().double()
     assert ((actual - exact).abs() <= allowed).all()
+
+
+@given(case=cases())
+@example(DEEPSEEK)
+def test_rotates_and_assembles(device, case):
+    q, k_nope, k_rope = case.tensors(device)
+    before = [whole_memory(x).clone() for x in (q, k_nope, k_rope)]
+    positions, table = case.positions(device), table_of("mrrope_pro", case.rope)
+    results = mrrope.mla_rotary(q, k_nope, k_rope, positions, table, **case.options)
+    assert_rotated_and_assembled(case, results, (q, k_nope, k_rope), positions, table)
+    assert results[1].is_contiguous()
+    for x, y in zip((q, k_nope, k_rope), before, strict=True):
+        assert same_bits(whole_memory(x), y)
+
+
+@given(case=cases())
+@example(DEEPSEEK)
+def test_gradients_are_one_rounding_of_the_exact_ones(device, case):
+    inputs = [x.requires_grad_() for x in case.tensors(device)]
+    positions, table = case.positions(device), table_of("mrrope_pro", case.rope)
+    results = mrrope.mla_rotary(*inputs, positions, table, **case.options)
+    given = [torch.randn_like(x) for x in results]
+    gradients = torch.autograd.grad(results, inputs, given)
+    assert gradients[2].shape == inputs[2].shape
+    assert_gradients(case, gradients, given, positions, table)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -238,6 +253,43 @@ def test_empty_tensors(device, empty):
         assert (gradients[2] == 0).all()
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_offsets_past_31_bits_on_the_cpu(layout):
+    case = Case(layout=layout, dtype=torch.bfloat16)
+    inputs, positions = case.tensors("cpu"), case.positions("cpu")
+    results = mrrope.mla_rotary(*inputs, positions, TABLE, layout=layout)
+    memory, start, far = addresses_past_31_bits(), 0, []
+    for x in (*inputs, *results):
+        far.append(memory.as_strided(x.shape, (2**31, *x.stride()[1:]), start).copy_(x))
+        start += x[0].numel()
+    leaves = [x.requires_grad_() for x in far[:3]]
+    again = mrrope.mla_rotary(*leaves, positions, TABLE, layout=layout)
+    assert_rotated_and_assembled(case, again, inputs, positions, TABLE)
+    assert_gradients(case, torch.autograd.grad(again, leaves, far[3:]), results, positions, TABLE)
+
+
+@pytest.mark.parametrize("layout", ["thd", "bhsd"])
+def test_more_than_2_to_the_31_elements(cuda, layout):
+    skip_unless_free(24)
+    case = Case(layout=layout, dtype=torch.bfloat16, batch=1, tokens=2**22 + 3, nope=64, rope=64, head_dimension=True)
+
+    def random_heads(heads, dim):
+        return torch.empty(case.shape(heads, dim), dtype=case.dtype, device=cuda).normal_().requires_grad_()
+
+    inputs = [random_heads(case.q_heads, 128), random_heads(case.k_heads, 64), random_heads(1, 64)]
+    positions, table = torch.arange(case.tokens, device=cuda), table_of("mrrope_pro", 64)
+    results = mrrope.mla_rotary(*inputs, positions, table, **case.options)
+    assert all(x.numel() > 2**31 for x in results)
+    gradients = torch.autograd.grad(results, inputs, results)
+    for start in (0, case.tokens // 2, case.tokens - 64):
+        of_inputs, of_results, of_gradients = (
+            [x.narrow(TOKEN[layout], start, 64) for x in tensors] for tensors in (inputs, results, gradients)
+        )
+        at = positions[start : start + 64]
+        assert_rotated_and_assembled(case, of_results, of_inputs, at, table)
+        assert_gradients(case, of_gradients, of_results, at, table)
+
+
 # --- schemas, modes and torch.compile ---
 
 
@@ -310,6 +362,49 @@ def test_graph_capture(cuda):
     torch.cuda.synchronize()
     expected = mrrope.mla_rotary(q, k_nope, k_rope, positions, table)
     assert all(same_bits(x, y) for x, y in zip(results, expected, strict=True))
+
+
+def rotated_with_gradients(inputs, positions, table):
+    """Return q and the key, and the gradients of the inputs where those of q and the key are q and the key."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    results = mrrope.mla_rotary(*leaves, positions, table)
+    return [*results, *torch.autograd.grad(results, leaves, results)]
+
+
+def test_runs_on_the_current_stream(cuda):
+    inputs, positions, table = DEEPSEEK.tensors(cuda), DEEPSEEK.positions(cuda), table_of("yarn", 64).to(cuda)
+    expected = rotated_with_gradients(inputs, positions, table)
+    late = [torch.zeros_like(x) for x in inputs]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        # The inputs are written late on this stream, so that a kernel on another stream would read zeros.
+        torch.cuda._sleep(200_000_000)
+        for x, y in zip(late, inputs, strict=True):
+            x.copy_(y)
+        found = rotated_with_gradients(late, positions, table)
+    stream.synchronize()
+    assert all(same_bits(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_threads_may_call_on_streams_of_their_own(cuda):
+    cases = [replace(DEEPSEEK, tokens=300, seed=seed) for seed in range(8)]
+    table = table_of("yarn", 64).to(cuda)
+    calls = [(case.tensors(cuda), case.positions(cuda), table) for case in cases]
+    expected = [rotated_with_gradients(*call) for call in calls]
+    torch.cuda.synchronize()
+
+    def on_its_own_stream(call):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)  # until the kernels of all threads are queued, to run at once
+            found = rotated_with_gradients(*call)
+        stream.synchronize()
+        return found
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        for found, wanted in zip(threads.map(on_its_own_stream, calls), expected, strict=True):
+            assert all(same_bits(x, y) for x, y in zip(found, wanted, strict=True))
 
 
 # --- errors ---

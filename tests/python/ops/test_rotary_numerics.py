@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from large_memory import addresses_past_31_bits, skip_unless_free
 from markers import needs_cuda
 from rotary_cases import (
     DTYPES,
@@ -24,7 +25,6 @@ from tensor_bits import bits_of
 import mrrope
 
 WIDE = [torch.float64, torch.float32]
-GIB = 2**30
 
 
 def assert_same_bits(actual: torch.Tensor | None, expected: torch.Tensor | None) -> None:
@@ -274,11 +274,7 @@ def test_threads_do_not_change_the_result():
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_offsets_past_31_bits_on_the_cpu(layout):
-    try:
-        # 4 GiB of addresses; only the pages of the two sequences are allocated.
-        memory = torch.empty(2**31 + 4096, dtype=torch.bfloat16)
-    except RuntimeError:
-        pytest.skip("the system does not lend out memory it does not have")
+    memory = addresses_past_31_bits()
     case = Case(layout=layout, dtype=torch.bfloat16, heads=(4, None))
     strides = case.heads_on("cpu")[0].stride()
     far = memory.as_strided(case.shape(4), (2**31, *strides[1:]))
@@ -288,11 +284,6 @@ def test_offsets_past_31_bits_on_the_cpu(layout):
     assert_rotated(result, x, positions, table, layout)
     mrrope.rotary_(far, None, positions, table, layout)
     assert_same_bits(far, result)
-
-
-def skip_unless_free(gib: int) -> None:
-    if torch.cuda.mem_get_info()[0] < gib * GIB:
-        pytest.skip(f"needs {gib} GiB of free device memory")
 
 
 @needs_cuda
