@@ -60,11 +60,12 @@ int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape) {
     constexpr int64_t threads_for_two = 1 << 16;
     const int64_t threads_for_eight = shape.rounds_cache_only ? 3 << 18 : 3 << 17;
     constexpr int64_t max_threads_for_two_over_all_heads = 1 << 17;  // two blocks per SM, unlike qk_norm_rotary
-    if (shape.needs_lookup) return norm_heads_per_thread_with_lookup;
+    if (shape.table_heads > 1) return norm_heads_per_thread_with_lookup;
     const int64_t heads = shape.q_heads + 2 * shape.kv_heads + shape.gate_heads;
     const int lanes = lanes_per_head(shape, 2);
     const int64_t threads = shape.batch * shape.tokens * heads * lanes;
     if (shape.over == NormOver::all_heads) {
+        if (shape.needs_lookup) return norm_heads_per_thread_with_lookup;
         const bool two_fit = threads_over_all_heads(shape, lanes, 2) <= norm_max_block_threads;
         return two_fit && (max_heads(shape) <= 2 || threads <= max_threads_for_two_over_all_heads) ? 2 : 4;
     }
@@ -144,7 +145,8 @@ QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const
             plan.block_threads = static_cast<int>(std::min<int64_t>(threads, norm_block_threads));
             plan.tokens_per_block = plan.block_threads / plan.team;
             if (heads_per_thread == 8) {
-                const bool is_fixed = lanes == 8 && shape.rotary_dim == shape.head_dim && shape.element_size == 2;
+                const bool is_fixed =
+                    !shape.needs_lookup && lanes == 8 && shape.rotary_dim == shape.head_dim && shape.element_size == 2;
                 plan.fixed_lanes = is_fixed ? lanes : 0;
                 plan.q_sharers_log2 = sharers_log2(plan.groups.queries, plan);
                 plan.k_sharers_log2 = sharers_log2(plan.groups.keys, plan);

@@ -74,8 +74,8 @@ struct QkNormRotaryAndCachePlan {
 
 QkNormRotaryAndCachePlan plan(const QkNormRotaryAndCacheShape& shape, const Device& device);
 
-// plan() with a given maximum of heads per thread: 1, 2 or 8; over all heads 2 or 4; with a lookup 2. Heads that no
-// warp can hold take two passes.
+// plan() with a given maximum of heads per thread: 1, 2 or 8; over all heads 2 or 4, with a lookup 2; with several head
+// tables 2. Heads that no warp can hold take two passes.
 QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const Device& device, int heads_per_thread);
 
 // qk_norm_rotary_and_cache_cuda by a given plan.

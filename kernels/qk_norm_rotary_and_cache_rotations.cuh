@@ -16,26 +16,36 @@ struct WarpRotations {
 
     // Sharers of a token divide the pairs of their lanes. Calls load_heads() after the first loads of its own, since
     // loads return in issue order. `column` is the lane's in `of`. All threads of the warp must call it.
-    template <class Lane, class F>
+    template <bool needs_lookup, class Lane, class F>
     __device__ void compute(const RotaryArgs& args, const Lane& lane, const StorePlace& place, int column,
                             const Element* weight, Real offset, F&& load_heads) {
         constexpr int at_once = 2;
         struct Loaded {
             uint64_t step;
+            int row;  // of positions
             Real first_weight;
             Real second_weight;
         };
+        int64_t offset_of_table = 0;
+        if constexpr (needs_lookup) {
+            offset_of_table = table_offset(args.choice, place.batch, place.token, /*table_head=*/0);
+        }
+        const uint64_t* table = args.table + offset_of_table;
         const auto load = [&](int i) {
             const Pair<int> at = components_of_pair(lane, i);
-            Loaded loaded{args.table[lane.pair(i)], 0, 0};
+            Loaded loaded{table[lane.pair(i)], 0, 0, 0};
+            if (needs_lookup && args.positions.row_of_pair != nullptr) {
+                const uint64_t word = args.positions.row_of_pair[offset_of_table + lane.pair(i)];
+                loaded.row = position_row_of(word, args.positions.rows);
+            }
             if (weight != nullptr) {
                 loaded.first_weight = static_cast<Real>(weight[at.first]);
                 loaded.second_weight = static_cast<Real>(weight[at.second]);
             }
             return loaded;
         };
-        const int64_t position = load_position(args.positions, 0, place.batch, place.token);
-        const uint64_t factor = args.table[args.rotary_dim / 2];
+        int64_t position = load_position(args.positions, 0, place.batch, place.token);
+        const uint64_t factor = table[args.rotary_dim / 2];
         Loaded loaded[at_once];
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < at_once; ++j) loaded[j] = load(place.sharer + j * place.sharers);
@@ -45,6 +55,9 @@ struct WarpRotations {
         for (int i = place.sharer; i < Vector; i += at_once * place.sharers) {
             CUTLASS_PRAGMA_UNROLL
             for (int j = 0; j < at_once; ++j) {
+                if constexpr (needs_lookup) {
+                    position = load_position(args.positions, loaded[j].row, place.batch, place.token);
+                }
                 const uint64_t phase = phase_of(lane.rotates() ? position : 0, loaded[j].step);
                 of[i + j * place.sharers][column] =
                     WeightedRotation<Real>(loaded[j].first_weight + offset, loaded[j].second_weight + offset,

@@ -213,10 +213,18 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
 
 template <class Element, Pairing pairing, NormOver over>
 auto register_kernel(const QkNormRotaryPlan& plan, bool needs_lookup) {
-    if (needs_lookup && plan.heads_per_thread == norm_heads_per_thread_with_lookup) {
-        return pdl_kernel<qk_norm_rotary_kernel<Element, norm_heads_per_thread_with_lookup, pairing, over, true>>;
+    if (needs_lookup) {
+        if (plan.heads_per_thread == norm_heads_per_thread_with_lookup) {
+            return pdl_kernel<qk_norm_rotary_kernel<Element, norm_heads_per_thread_with_lookup, pairing, over, true>>;
+        }
+        if constexpr (over == NormOver::head) {
+            if (plan.heads_per_thread == 8) {
+                return pdl_kernel<qk_norm_rotary_kernel<Element, 8, pairing, over, true>>;
+            }
+        }
+        throw std::logic_error("mrrope: no kernel finds tables and norms that many heads a thread");
     }
-    switch (needs_lookup ? 0 : plan.heads_per_thread) {
+    switch (plan.heads_per_thread) {
         case 1:
             if constexpr (over == NormOver::head)
                 return pdl_kernel<qk_norm_rotary_kernel<Element, 1, pairing, over, false>>;

@@ -55,10 +55,16 @@ int choose_heads_per_thread(const QkNormRotaryShape& shape, const Device& device
     constexpr int64_t threads_for_two = 1 << 12;
     constexpr int64_t threads_for_four = 1 << 20;
     constexpr int64_t threads_for_eight = 1 << 21;
+    // Three positions per token, 32 + 8 heads: 1024 tokens take 9.96 us, with two heads per thread 11.1; 8192 tokens
+    // 49.8 and 67.8; with one position 7.98 and 46.0.
+    constexpr int64_t threads_for_eight_with_lookup = 1 << 18;
     const int64_t max_threads_for_two_over_all_heads = device.pdl ? 1 << 20 : 1 << 17;
-    if (shape.needs_lookup) return norm_heads_per_thread_with_lookup;
     const int64_t threads = shape.batch * shape.tokens * (shape.q_heads + shape.k_heads) * lanes;
     const int max_heads = std::max(shape.q_heads, shape.k_heads);
+    if (shape.needs_lookup) {
+        const bool shares_lookup = shape.over == NormOver::head && shape.table_heads == 1 && max_heads > 2;
+        return shares_lookup && threads >= threads_for_eight_with_lookup ? 8 : norm_heads_per_thread_with_lookup;
+    }
     if (shape.over == NormOver::all_heads) {
         const bool two_fit = threads_over_all_heads(shape, lanes, 2) <= norm_max_block_threads;
         return two_fit && (max_heads <= 2 || threads <= max_threads_for_two_over_all_heads) ? 2 : 4;

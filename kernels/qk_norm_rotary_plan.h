@@ -40,6 +40,7 @@ inline constexpr int norm_row_min_blocks_per_sm = 4;
 // three blocks of two heads per thread, and took 1.23 with two; before sm_90 three would spill.
 constexpr int norm_min_blocks_per_sm(NormOver over, int heads_per_thread, bool needs_lookup, bool pdl) {
     if (over == NormOver::all_heads) return heads_per_thread == 2 && pdl ? 3 : 2;
+    if (heads_per_thread == 8 && needs_lookup && !pdl) return 3;  // four would spill
     if (heads_per_thread >= 4 || needs_lookup) return 4;
     return heads_per_thread == 2 ? 5 : 7;
 }
@@ -49,7 +50,7 @@ constexpr int norm_heads_in_registers(int heads_per_thread) {
     return heads_per_thread < 4 ? heads_per_thread : 4;
 }
 
-// Heads per thread of the only instantiation with a lookup, and of the backward pass.
+// Heads per thread with a lookup, and of the backward pass. With one head table, many tokens have eight over a head.
 inline constexpr int norm_heads_per_thread_with_lookup = 2;
 
 // A row is the set of elements that share one mean square: a head, or all heads of q or of k of one token.
@@ -75,7 +76,8 @@ struct QkNormRotaryPlan {
 
 QkNormRotaryPlan plan(const QkNormRotaryShape& shape, const Device& device);
 
-// plan() with a given maximum of heads per thread: 1, 2, 4 or 8; over all heads 2 or 4; with a lookup 2.
+// plan() with a given maximum of heads per thread: 1, 2, 4 or 8; over all heads 2 or 4; with a lookup 2, or over a head
+// with one head table 8.
 QkNormRotaryPlan plan_with(const QkNormRotaryShape& shape, const Device& device, int heads_per_thread);
 
 // qk_norm_rotary_cuda by a given plan.

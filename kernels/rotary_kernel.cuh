@@ -41,8 +41,8 @@ using LayoutOf = std::conditional_t<whole_heads, WholeHeadLayout<pairing, Vector
 // whole_heads: further lanes copy the tail, so that neighbouring threads access whole heads. Otherwise the lanes copy
 // it in a loop after the rotation, one vector at a time.
 //
-// has_head_tables: there are several head tables, and a thread's heads are all of one. With position_rows there may be.
-// A run-time choice costs 1 token 0.07 us and 8192 tokens 3 %.
+// has_head_tables: there are several head tables, and a thread's heads are all of one. A run-time choice costs 1 token
+// 0.07 us and 8192 tokens 3 %.
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool has_head_tables,
           bool whole_heads, bool tokens_inside>
 __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm(HeadsPerThread))
@@ -52,6 +52,9 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     using Trigger = RotarySchedule::Trigger;
     constexpr RotarySchedule schedule = rotary_schedule(lookup, HeadsPerThread, compiled_for_pdl);
     constexpr bool has_choice = lookup != TableLookup::single;
+    constexpr bool has_rows = lookup == TableLookup::position_rows;
+    // Small launches are latency-bound. With more heads per thread it would cost registers.
+    constexpr bool loads_rows_ahead = has_rows && HeadsPerThread == 1;
     const RotaryArgs& args = launch.args;
     const int thread = blockIdx.x * rotary_block_threads + threadIdx.x;
     auto [lane, group, batch, token] = launch.map.template place<tokens_inside>(thread);
@@ -107,7 +110,10 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
             if (j < heads.count) fragments[j].load(in[j], layout);
         }
     };
-    const int64_t only_position = load_position(positions, token_position);
+    int64_t position = 0;
+    if constexpr (!has_rows) position = load_position(positions, token_position);
+    [[maybe_unused]] PositionRowsAhead positions_ahead;
+    if constexpr (loads_rows_ahead) positions_ahead.load(positions, token_position);
     if constexpr (has_choice && !schedule.speculates_index) index = load_index(args.choice, token_index, batch);
     if constexpr (schedule.loads_heads_before_table) {
         load_heads();
@@ -117,6 +123,8 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     const uint64_t* table = args.table + offset;
     uint64_t steps[Vector];
     load_phase_steps(steps, table, layout);
+    [[maybe_unused]] uint64_t rows[loads_rows_ahead ? Vector : 1];
+    if constexpr (loads_rows_ahead) load_phase_steps(rows, positions.row_of_pair + offset, layout);
     uint64_t factor = table[half];
     if constexpr (!schedule.loads_heads_before_table) load_heads();
     uint32_t verified_index = index;
@@ -133,15 +141,17 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
 
     const Real direction = args.conjugate ? Real(-1) : Real(1);
     CosSin<Real> by[Vector];
+    [[maybe_unused]] const int64_t row_bytes = positions.row_stride * (positions.is_int64 ? 8 : 4);
     const auto compute_cos_sin = [&] {
         const auto gain = static_cast<Real>(attention_factor_of(factor));
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < Vector; ++j) {
-            int64_t position = only_position;
-            if constexpr (lookup == TableLookup::position_rows) {
-                const uint64_t* row_of_pair = positions.row_of_pair + offset;
-                const int64_t row = position_row_of(row_of_pair[layout.pair(j)], positions.rows);
-                position = load_position(positions, row, batch, token);
+            if constexpr (loads_rows_ahead) {
+                position = positions_ahead(positions, position_row_of(rows[j], positions.rows), batch, token);
+            } else if constexpr (has_rows) {
+                const uint64_t word = positions.row_of_pair[offset + layout.pair(j)];
+                const int64_t row_offset = position_row_of(word, positions.rows) * row_bytes;
+                position = load_position(positions, static_cast<const char*>(token_position) + row_offset);
             }
             by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, direction);
         }
@@ -234,18 +244,13 @@ void with_plan(const RotaryPlan& plan, Pairing pairing, Launch&& launch) {
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads>
 void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     const bool has_head_tables = args.choice.heads > 1;
-    if (args.positions.row_of_pair != nullptr) {
-        if constexpr (HeadsPerThread == heads_per_thread_with_rows) {
-            constexpr bool may_have_head_tables = true;
-            return launch_planned<Element, Vector, HeadsPerThread, pairing, TableLookup::position_rows,
-                                  may_have_head_tables, whole_heads>(args, plan, stream);
-        }
-        throw std::logic_error("mrrope: no rotary kernel takes positions with rows by such a plan");
-    }
     const auto launch = [&]<TableLookup lookup> {
         if (has_head_tables) {
-            return launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, true, whole_heads>(args, plan,
-                                                                                                       stream);
+            if constexpr (lookup != TableLookup::position_rows || HeadsPerThread == heads_per_thread_with_rows) {
+                return launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, true, whole_heads>(args, plan,
+                                                                                                           stream);
+            }
+            throw std::logic_error("mrrope: no rotary kernel takes positions with rows by such a plan");
         }
         if constexpr (HeadsPerThread != heads_of_whole_table) {
             return launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, false, whole_heads>(args, plan,
@@ -253,6 +258,7 @@ void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t 
         }
         throw std::logic_error("mrrope: no rotary kernel takes that many heads a thread by one table");
     };
+    if (args.positions.row_of_pair != nullptr) return launch.template operator()<TableLookup::position_rows>();
     if (args.choice.count > 1) {
         if (plan.speculates_table) return launch.template operator()<TableLookup::speculative>();
         return launch.template operator()<TableLookup::indexed>();

@@ -44,8 +44,12 @@ bool takes_full_vectors(const RotaryShape& shape, int64_t threads) {
     return threads >= (has_even_head_tables ? threads_for_full_vectors_of_head_tables : threads_for_full_vectors);
 }
 
+bool has_rows_and_head_tables(const RotaryShape& shape) {
+    return shape.with_rows && shape.table_heads > 1;
+}
+
 int choose_vector(const RotaryShape& shape, int64_t threads, int full) {
-    if (full == 1 || shape.with_rows || takes_full_vectors(shape, threads)) return full;
+    if (full == 1 || has_rows_and_head_tables(shape) || takes_full_vectors(shape, threads)) return full;
     return threads < threads_for_vectors ? 1 : full / 2;
 }
 
@@ -72,10 +76,22 @@ int choose_heads_per_thread_of_table(int heads, int64_t threads, const Device& d
     return heads <= 5 || heads % 3 == 0 ? 3 : 2;
 }
 
+// A row and a position for each pair are more to share between heads. Microseconds on an H200 with three positions per
+// token, by heads per thread, 128 wide; why interleaved pairs differ is not known:
+//                                       2       3    one position, 2    copy
+//       256 x 32                     3.54    3.65                       2.86
+//      1024 x 32                     7.06    6.84                       5.95
+//      1024 x 40                             8.18                7.12   7.13
+//      8192 x 32                     38.5    37.7                       34.6
+//      8192 x 40                             47.6                43.7   42.7
+//    131072 x 32                      549     518                        507
+//      4608 x 48, interleaved        33.6    36.2                       30.2
+//     32760 x 80, interleaved         344     357                        316
 int choose_heads_per_thread(const RotaryShape& shape, const Device& device, int64_t threads, int full) {
-    if (shape.with_rows) return heads_per_thread_with_rows;
+    if (has_rows_and_head_tables(shape)) return heads_per_thread_with_rows;
     const int heads = shape.heads / shape.table_heads;
     if (heads == 1 || !takes_full_vectors(shape, threads)) return 1;
+    if (full > 1 && heads > 2 && shape.with_rows && !shape.interleaved) return 3;
     if (full == 1 || heads % 2 == 0) return 2;
     if (shape.table_heads > 1) return choose_heads_per_thread_of_table(heads, threads, device);
     return heads <= 5 ? 3 : 2;  // with five heads two per thread would leave every third thread with one
@@ -117,6 +133,7 @@ RotaryShape shape_of(const RotaryArgs& args) {
             .element_size = element_size,
             .aligned = starts_aligned(args.q, element_size) && starts_aligned(args.k, element_size),
             .with_rows = args.positions.row_of_pair != nullptr,
+            .interleaved = args.pairing == Pairing::interleaved,
             .copies_tail = copies_tail(args),
             .tokens_adjacent = tokens_are_adjacent(args.q) && tokens_are_adjacent(args.k),
             .table_heads = args.choice.heads};

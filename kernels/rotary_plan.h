@@ -21,6 +21,7 @@ struct RotaryShape {
     int element_size = 0;
     bool aligned = false;          // every head starts at a multiple of 16 bytes
     bool with_rows = false;        // a token has several positions, and every pair names one
+    bool interleaved = false;      // Pairing
     bool copies_tail = false;      // out of place, with unrotated components
     bool tokens_adjacent = false;  // the tokens of a head lie closer together than the heads of a token
     int table_heads = 1;           // TableChoice::heads
@@ -51,7 +52,7 @@ inline constexpr int heads_of_whole_table = 5;
 // rotary_plan.cpp.
 inline constexpr int64_t threads_for_full_vectors = 1 << 16;
 
-// The only instantiation for tokens with several positions.
+// The only instantiation for tokens with several positions and several head tables.
 inline constexpr int heads_per_thread_with_rows = 2;
 
 // Whether there is an instantiation with tokens inside, of one table: for large launches only.

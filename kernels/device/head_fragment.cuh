@@ -144,6 +144,32 @@ __device__ int64_t load_position(const PositionsView& positions, int64_t row, In
     return load_position(positions, position_address(positions, row, batch, token));
 }
 
+// The first positions of a token that may have several, loaded before the row of a pair is known, so that the two loads
+// do not wait for one another.
+struct PositionRowsAhead {
+    static constexpr int count = 4;  // time, height and width, and text
+    int64_t of[count];
+
+    // `first`: the address of the token's position in row 0.
+    __device__ void load(const PositionsView& positions, const void* first) {
+        const int64_t row_bytes = positions.row_stride * (positions.is_int64 ? 8 : 4);
+        CUTLASS_PRAGMA_UNROLL
+        for (int row = 0; row < count; ++row) {
+            const bool exists = row == 0 || row < positions.rows;
+            of[row] = exists ? load_position(positions, static_cast<const char*>(first) + row * row_bytes) : 0;
+        }
+    }
+
+    template <class Index>
+    __device__ int64_t operator()(const PositionsView& positions, int row, Index batch, Index token) const {
+        if (positions.rows > count) return load_position(positions, row, batch, token);
+        int64_t position = of[0];
+        CUTLASS_PRAGMA_UNROLL
+        for (int other = 1; other < count; ++other) position = row == other ? of[other] : position;
+        return position;
+    }
+};
+
 // Calls f with a value of the element type that `dtype` names.
 template <class F>
 void with_element(DType dtype, F&& f) {

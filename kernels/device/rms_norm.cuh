@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include "device/head_fragment.cuh"
 #include "device/table_choice.cuh"
 #include "lane_layout.h"
@@ -38,15 +40,26 @@ private:
 // compute() uses them.
 template <int Vector, bool needs_lookup>
 struct LaneAngles {
-    int64_t position;
-    int64_t offset = 0;
+    std::conditional_t<needs_lookup, PositionRowsAhead, int64_t> position;
+    uint32_t row_words[needs_lookup ? Vector : 1];  // low halves, of tokens with several positions
     uint64_t steps[Vector];
     uint64_t factor;
 
     template <class Lane>
     __device__ void load(const RotaryArgs& args, const Lane& lane, int batch, int token, int table_head) {
-        position = load_position(args.positions, 0, batch, token);
-        if constexpr (needs_lookup) offset = table_offset(args.choice, batch, token, table_head);
+        const void* first = position_address(args.positions, 0, batch, token);
+        int64_t offset = 0;
+        if constexpr (needs_lookup) {
+            position.load(args.positions, first);
+            offset = table_offset(args.choice, batch, token, table_head);
+            if (args.positions.row_of_pair != nullptr) {
+                const auto* halves = reinterpret_cast<const uint32_t*>(args.positions.row_of_pair + offset);
+                CUTLASS_PRAGMA_UNROLL
+                for (int j = 0; j < Vector; ++j) row_words[j] = halves[2 * lane.pair(j)];
+            }
+        } else {
+            position = load_position(args.positions, first);
+        }
         const uint64_t* table = args.table + offset;
         load_phase_steps(steps, table, lane);
         factor = table[args.rotary_dim / 2];
@@ -58,16 +71,18 @@ struct LaneAngles {
         const Real gain = lane.rotates() ? static_cast<Real>(attention_factor_of(factor)) : Real(1);
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < Vector; ++j) {
-            int64_t at = position;
-            if constexpr (needs_lookup) at = position_of_pair(args.positions, lane.pair(j), batch, token);
-            by[j] = scaled_cos_sin(phase_of(lane.rotates() ? at : 0, steps[j]), gain, direction);
+            const int64_t at = lane.rotates() ? position_of_pair(args.positions, j, batch, token) : 0;
+            by[j] = scaled_cos_sin(phase_of(at, steps[j]), gain, direction);
         }
     }
 
-    __device__ int64_t position_of_pair(const PositionsView& positions, int pair, int batch, int token) const {
-        if (positions.row_of_pair == nullptr) return position;
-        const int64_t row = position_row_of(positions.row_of_pair[offset + pair], positions.rows);
-        return load_position(positions, row, batch, token);
+    __device__ int64_t position_of_pair(const PositionsView& positions, int j, int batch, int token) const {
+        if constexpr (needs_lookup) {
+            if (positions.row_of_pair == nullptr) return position.of[0];
+            return position(positions, position_row_of(row_words[j], positions.rows), batch, token);
+        } else {
+            return position;
+        }
     }
 };
 

@@ -14,12 +14,13 @@ inline std::vector<RotaryPlan> every_plan(const RotaryShape& shape, bool has_cho
     large.tokens = 1 << 20;
     const int full = plan(large, h200).vector;
     std::vector<RotaryPlan> plans;
+    const bool has_rows_and_head_tables = shape.with_rows && shape.table_heads > 1;
     for (const int heads_per_thread : {1, 2}) {
-        if (!shape.with_rows || heads_per_thread == heads_per_thread_with_rows) {
+        if (!has_rows_and_head_tables || heads_per_thread == heads_per_thread_with_rows) {
             plans.push_back(plan_with(shape, h200, full, heads_per_thread));
         }
     }
-    if (full > 1 && !shape.with_rows) {
+    if (full > 1 && !has_rows_and_head_tables) {
         plans.push_back(plan_with(shape, h200, full, 3));
         if (shape.table_heads > 1) plans.push_back(plan_with(shape, h200, full, heads_of_whole_table));
         for (const int vector : {full / 2, 1}) plans.push_back(plan_with(shape, h200, vector, 1));

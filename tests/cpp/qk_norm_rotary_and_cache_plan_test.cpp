@@ -341,8 +341,9 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
                    {16, 17, 80, 96, 128, 256}, {{2, 3}}, [](const QkNormRotaryAndCacheShape& shape) {
                        std::vector<int> all_heads_per_thread{1};
                        if (plan(shape, h200).in_registers) {
-                           all_heads_per_thread = shape.needs_lookup             ? std::vector{2}
+                           all_heads_per_thread = shape.table_heads > 1          ? std::vector{2}
                                                   : shape.over == NormOver::head ? std::vector{1, 2, 8}
+                                                  : shape.needs_lookup           ? std::vector{2}
                                                                                  : std::vector{2, 4};
                        }
                        for (const int heads_per_thread : all_heads_per_thread) {

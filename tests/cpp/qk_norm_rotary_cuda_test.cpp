@@ -180,9 +180,14 @@ TEST_F(QkNormRotaryCuda, EveryRegisterKernel) {
                 o.over = NormOver::all_heads;
                 for (const int heads : {2, 4}) norm_by(heads);
                 o.rotary.tables = {.table_for = TableFor::each_index, .count = 3};
-                norm_by(2);
-                o.over = NormOver::head;
-                norm_by(2);
+                for (const int rows : {0, 3, 5}) {  // of positions: none, those that are loaded ahead, and more
+                    o.rotary.position_rows = rows;
+                    o.over = NormOver::all_heads;
+                    norm_by(2);
+                    o.over = NormOver::head;
+                    for (const int heads : {2, 8}) norm_by(heads);
+                }
+                o.rotary.position_rows = 0;
                 if (HasFailure()) return;
             }
         }

@@ -334,8 +334,8 @@ TEST_F(RotaryCuda, RowsOutOfRangeStayWithinThePositions) {
     const auto rows = words.begin() + rotary.tables().first_row_word();
     std::fill_n(rows, o.rotary_dim / 2, 2);
     const std::vector<uint64_t> in_range = words;
-    // The last is -3: negated tables have negated row numbers, whose sign is ignored.
-    const uint64_t wrong[] = {3, 1000, uint64_t{1} << 32, uint64_t{1} << 63, ~uint64_t{2}};
+    // The last is -3: negated tables have negated row numbers, whose sign is ignored. High halves are ignored, too.
+    const uint64_t wrong[] = {3, 1000, (uint64_t{1} << 32) + 2, uint64_t{1} << 31, ~uint64_t{2}};
     std::copy(std::begin(wrong), std::end(wrong), rows);
     DeviceCase device(rotary);
     words = in_range;

@@ -132,13 +132,19 @@ TEST(Plan, DividesFewHeadsEvenly) {
     EXPECT_EQ(plan(shape, h200).heads_per_thread, 2);
 }
 
-TEST(Plan, UsesTheOnlyInstantiationForPositionRows) {
+TEST(Plan, UsesTheOnlyInstantiationForPositionRowsAndHeadTables) {
     for_each_shape([&](RotaryShape shape) {
+        const RotaryPlan by_one_position = plan(shape, h200);
         shape.with_rows = true;
+        const RotaryPlan by_rows = plan(shape, h200);
+        EXPECT_EQ(by_rows.vector, by_one_position.vector) << describe(shape);
+        shape.interleaved = true;
+        EXPECT_EQ(plan(shape, h200).heads_per_thread, by_one_position.heads_per_thread) << describe(shape);
+        shape.table_heads = shape.heads;
         const RotaryPlan planned = plan(shape, h200);
         EXPECT_EQ(planned.heads_per_thread, heads_per_thread_with_rows) << describe(shape);
         EXPECT_TRUE(planned.vector == 1 || planned.vector == 16 / shape.element_size) << describe(shape);
-        EXPECT_EQ(planned.head_groups, (shape.heads + heads_per_thread_with_rows - 1) / heads_per_thread_with_rows);
+        EXPECT_EQ(planned.head_groups, shape.heads) << describe(shape);
     });
 }
 

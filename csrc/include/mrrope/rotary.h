@@ -42,7 +42,8 @@ struct HeadsView {
 };
 
 // int32 or int64 positions, [batch, tokens]; stride 0 broadcasts. Tokens with several positions, such as time, height
-// and width, have [rows, batch, tokens], and row_of_pair names the row for each pair; it is clamped to the last row.
+// and width, have [rows, batch, tokens], and row_of_pair names the row for each pair, in the low half of a word; it is
+// clamped to the last row.
 struct PositionsView {
     const void* data = nullptr;
     bool is_int64 = true;

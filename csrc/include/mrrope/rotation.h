@@ -44,11 +44,16 @@ MRROPE_HOST_DEVICE double attention_factor_of(uint64_t word) {
     return std::bit_cast<double>(without_negation(word));
 }
 
-// The row of positions for a pair. Clamped, so that no word leads out of bounds.
-MRROPE_HOST_DEVICE int64_t position_row_of(uint64_t word, int64_t rows) {
-    const uint64_t row = without_negation(word);
-    const auto last = static_cast<uint64_t>(rows - 1);
-    return static_cast<int64_t>(row < last ? row : last);
+// The row of positions for a pair, by the low half of its word: 64-bit arithmetic would cost a GPU three times as many
+// instructions. Clamped, so that no word leads out of bounds.
+MRROPE_HOST_DEVICE int position_row_of(uint32_t low_half, int64_t rows) {
+    const uint32_t row = low_half >> 31 ? 0 - low_half : low_half;  // as without_negation
+    const auto last = static_cast<uint32_t>(rows - 1);
+    return static_cast<int>(row < last ? row : last);
+}
+
+MRROPE_HOST_DEVICE int position_row_of(uint64_t word, int64_t rows) {
+    return position_row_of(static_cast<uint32_t>(word), rows);
 }
 
 // Cosine and sine of quarter * pi/2 + x, given those of x.
