@@ -10,12 +10,12 @@ rows of shapes that it has kernels for. Prints one table and writes NAME.json.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from flashinfer_pages import Pages, flashinfer_rope
 from op_benchmark import OpBenchmark
 from torch.nn.functional import rms_norm
 
@@ -40,16 +40,26 @@ class Shape:
     weight_offset: float = 0.0
     has_gate: bool = False
     has_norms: bool = True
+    over: str = "head"
+    """What a norm is over."""
+
+    @property
+    def weight_sizes(self) -> tuple[int, int]:
+        """Of q's and k's weights."""
+        if self.over == "head":
+            return self.head_dim, self.head_dim
+        return self.q_heads * self.head_dim, self.kv_heads * self.head_dim
 
     def __str__(self) -> str:
         gate = " gate" if self.has_gate else ""
-        norms = "" if self.has_norms else " no norms"
+        norms = (" all heads" if self.over == "all_heads" else "") if self.has_norms else " no norms"
         return f"{self.q_heads}/{self.kv_heads} x {self.head_dim}{gate}{norms}"
 
 
 QWEN3 = Shape(32, 8, 128, 128)  # Qwen3-8B
 QWEN3_NEXT = Shape(16, 2, 256, 64, weight_offset=1.0, has_gate=True)  # Qwen3-Next-80B-A3B
 QWEN3_32B = Shape(64, 8, 128, 128)
+OLMO2 = Shape(32, 32, 128, 128, over="all_heads")  # OLMo-2-7B
 LLAMA = Shape(32, 8, 128, 128, has_norms=False)  # Llama-3-8B
 
 
@@ -93,11 +103,16 @@ CASES = {
             (QWEN3, "float8_e4m3fn", "bfloat16"),
             (QWEN3, "float8_e4m3fn", "float8_e4m3fn"),
             (QWEN3_NEXT, "bfloat16", "bfloat16"),
+            (OLMO2, "bfloat16", "bfloat16"),
         )
         for tokens in TOKENS[device]
     ]
     for device in TOKENS
 }
+CASES["cuda"] += [
+    *(Case(tokens, QWEN3, "float8_e5m2", "bfloat16") for tokens in (1, 64, 8192)),
+    *(Case(tokens, OLMO2, "float8_e4m3fn", "bfloat16") for tokens in (1, 64, 8192)),
+]
 CASES["cuda"] += [
     Case(tokens, shape, cache, cache)
     for shape, cache in (
@@ -134,8 +149,9 @@ class Buffers:
         self.case, self.shape, self.packed, self.q = case, s, packed, q_and_gate[..., : s.head_dim]
         self.gate = q_and_gate[..., s.head_dim :] if s.has_gate else None
         self.k, self.v = (x.view(tokens, s.kv_heads, -1) for x in (k, v))
-        weights = 1.0 - s.weight_offset + 0.1 * torch.randn(2, s.head_dim, device=device)
-        self.q_weight, self.k_weight = weights.bfloat16()
+        self.q_weight, self.k_weight = (
+            (1.0 - s.weight_offset + 0.1 * torch.randn(size, device=device)).bfloat16() for size in s.weight_sizes
+        )
         self.table = table_of(s.rotary_dim, device)
         is_decoding = tokens <= MAX_DECODE_TOKENS
         numbers = torch.arange(tokens, device=device)
@@ -157,11 +173,16 @@ class Buffers:
                 self.q_scale_out = torch.empty(self.q.shape[:-1], device=device)
             else:
                 self.q_scale = self.scale
-        self.pages = FlashInferPages(self) if takes(case, FLASHINFER) else None
+        self.pages: Pages | None = None
+        if takes(case, FLASHINFER):
+            self.pages = Pages(self.table, self.positions, self.block, BLOCK_SIZE, is_decoding=is_decoding)
+            # Its norm kernels take weights in float32.
+            self.float_weights = {"q_norm_weight": self.q_weight.float(), "k_norm_weight": self.k_weight.float()}
+            self.inverse_scale = 1.0 if self.scale is None else 1.0 / float(self.scale)
 
     @property
     def norm(self) -> dict[str, Any]:
-        return {"eps": EPS, "weight_offset": self.shape.weight_offset}
+        return {"eps": EPS, "weight_offset": self.shape.weight_offset, "over": self.shape.over}
 
 
 def fused(buffers: Buffers) -> object:
@@ -219,36 +240,6 @@ def norms_then_rotary_and_cache(buffers: Buffers) -> None:
         b.gate.sigmoid_()
 
 
-@functools.cache
-def cos_sin_cache(table: mrrope.FrequencyTable, tokens: int, device: torch.device) -> torch.Tensor:
-    """Cosines, then sines, of all positions, which FlashInfer's ops read."""
-    angles = torch.arange(FIRST_POSITION + tokens, device=device).double()[:, None] * table.inv_freq.to(device)
-    return torch.cat([angles.cos(), angles.sin()], dim=-1).float()
-
-
-class FlashInferPages:
-    """The slots, weights and scales of buffers as FlashInfer's ops take them."""
-
-    def __init__(self, buffers: Buffers) -> None:
-        device, tokens = buffers.q.device, buffers.case.tokens
-        self.cos_sin = cos_sin_cache(buffers.table, tokens, device)
-        is_decoding = tokens <= MAX_DECODE_TOKENS
-        self.sequence = torch.arange(tokens, device=device) if is_decoding else torch.zeros_like(buffers.positions)
-        self.sequence, self.positions = self.sequence.int(), buffers.positions.int()
-        sequences = tokens if is_decoding else 1
-        ends = torch.arange(1, sequences + 1, device=device) * (tokens // sequences)
-        self.starts = torch.cat([torch.zeros_like(ends[:1]), ends]).int()
-        self.lengths = self.positions[(ends - 1)] + 1
-        page = self.positions // BLOCK_SIZE
-        self.table = torch.zeros(sequences, int(page.max()) + 1, device=device, dtype=torch.int32)
-        self.table[self.sequence.long(), page.long()] = buffers.block.int()
-        self.flat_table = self.table.flatten()
-        self.flat_starts = torch.arange(sequences + 1, device=device, dtype=torch.int32) * self.table.shape[1]
-        # Its norm kernels take weights in float32.
-        self.weights = {"q_norm_weight": buffers.q_weight.float(), "k_norm_weight": buffers.k_weight.float()}
-        self.inverse_scale = 1.0 if buffers.scale is None else 1.0 / float(buffers.scale)
-
-
 FLASHINFER_OPS = (
     "rope_quantize_fp8_append_paged_kv_cache",
     "cake_fused_qk_rmsnorm_rope_append_paged_kv_cache",
@@ -256,24 +247,14 @@ FLASHINFER_OPS = (
 )
 
 
-@functools.cache
-def flashinfer_ops() -> Any:
-    """FlashInfer's module, or None where it is not installed or too old for these ops."""
-    try:
-        ops = importlib.import_module("flashinfer.rope")
-    except ImportError:
-        return None
-    return ops if all(hasattr(ops, name) for name in FLASHINFER_OPS) else None
-
-
 def flashinfer(buffers: Buffers) -> object:
-    ops, b, p = flashinfer_ops(), buffers, buffers.pages
+    ops, b, p = flashinfer_rope(FLASHINFER_OPS), buffers, buffers.pages
     assert p is not None
     caches = (b.key_cache, b.value_cache)
     if not b.shape.has_norms:
         return ops.rope_quantize_fp8_append_paged_kv_cache(
             b.q, b.k, None, None, b.v, p.cos_sin, p.positions, caches, p.flat_table, p.flat_starts, p.sequence,
-            p.positions, page_size=BLOCK_SIZE, quant_scale_q=p.inverse_scale, quant_scale_kv=p.inverse_scale,
+            p.positions, page_size=BLOCK_SIZE, quant_scale_q=b.inverse_scale, quant_scale_kv=b.inverse_scale,
             q_rope_out=b.q_out, enable_pdl=True,
         )  # fmt: skip
     common = (b.packed, p.cos_sin, p.lengths, p.starts, p.table)
@@ -281,12 +262,12 @@ def flashinfer(buffers: Buffers) -> object:
     if b.q_out is None:
         return ops.cake_fused_qk_rmsnorm_rope_append_paged_kv_cache(
             *common, *caches, num_q_heads=b.shape.q_heads, num_kv_heads=b.shape.kv_heads, eps=EPS,
-            qk_norm_policy=norm_before_rotation, **p.weights, clear_unused_last_page_rows=False,
+            qk_norm_policy=norm_before_rotation, **b.float_weights, clear_unused_last_page_rows=False,
         )  # fmt: skip
     computed_q_scale, is_prefill = 1, False  # which is about the order of the scales only
     return ops.cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache(
         *common, caches, is_prefill, b.scale, b.scale, computed_q_scale,
-        qk_norm_policy=norm_before_rotation, **p.weights, out_q=b.q_out, q_scale=b.q_scale_out,
+        qk_norm_policy=norm_before_rotation, **b.float_weights, out_q=b.q_out, q_scale=b.q_scale_out,
     )  # fmt: skip
 
 
@@ -303,12 +284,13 @@ CONTENDERS: dict[str, Callable[[Buffers], object]] = {
 
 def takes(case: Case, name: str) -> bool:
     if name == FLASHINFER:
-        return case.shape in (QWEN3_32B, LLAMA) and flashinfer_ops() is not None
+        return case.shape in (QWEN3_32B, LLAMA) and flashinfer_rope(FLASHINFER_OPS) is not None
     if name == OURS:
         return True
-    # The unfused ops, which are compiled for every row, in some rows. NORMS_THEN_CACHE does not quantize q.
-    is_shown = case.shape in (QWEN3, QWEN3_NEXT) and case.tokens in (64, 8192)
-    return is_shown and not (name == NORMS_THEN_CACHE and case.float8_q)
+    # The unfused ops, which are compiled for every row, in some rows. NORMS_THEN_CACHE has norms per head only and does
+    # not quantize q.
+    is_shown = case.shape in (QWEN3, QWEN3_NEXT, OLMO2) and case.tokens in (64, 8192) and case.cache != "float8_e5m2"
+    return is_shown and not (name == NORMS_THEN_CACHE and (case.float8_q or case.shape == OLMO2))
 
 
 def relative_error(case: Case, run: Callable[[Buffers], object], device: str) -> float:

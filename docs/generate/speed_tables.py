@@ -106,6 +106,11 @@ def mla_rotary() -> list[str]:
     return times("mla_rotary_cuda.json", "tokens x heads", lambda row: row["name"])
 
 
+def axis_tables() -> list[str]:
+    """Return the times of the rotation by several positions per token."""
+    return times("axis_tables_cuda.json", "model, tokens x q/k heads", lambda row: row["name"])
+
+
 def qk_norm_rotary() -> list[str]:
     """Return the times of qk_norm_rotary and of norms followed by a rotation."""
     return times(
@@ -225,6 +230,7 @@ OF_OPS = (
     rotary_and_cache,
     mla_rotary_and_cache,
     mla_rotary,
+    axis_tables,
     qk_norm_rotary,
     qk_norm_rotary_and_cache,
     qkv_rotary,
