@@ -2,7 +2,7 @@
 
     python studies/table_set_study.py MODEL TEXTS HELD_OUT OTHER_KINDS [--scale 16] [--rows fixed shipped evolved ...]
         [--found model=NAME.table.json layer=... head=...] [--ladder NAME NAME ...] [--budget 5] [--documents 8]
-        [--trials 12] [--chunk 131072] [--minutes N] [--output benchmarks/results/table_sets]
+        [--trials 12] [--chunk 131072] [--minutes N] [--output benchmarks/results/table_sets_16x]
 
 MODEL is a folder, a name on the hub or a .gguf file; the texts are files or folders as for mrrope eval. Rows:
 
@@ -291,7 +291,7 @@ def run(options: argparse.Namespace, model: Any, tokenizer: Any) -> Results:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the script."""
-    options = script_parser(__doc__, "table_sets")
+    options = script_parser(__doc__, "table_sets_16x")
     options.add_argument("model")
     for texts in ("texts", "held_out", "other_kinds"):
         options.add_argument(texts, type=Path)

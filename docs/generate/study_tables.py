@@ -14,8 +14,8 @@ from mrrope.reporting.plotting import thousands
 STUDY, SMALL_MODELS = "study.json", "small_models.json"
 STUDY_TEXT, STUDY_KEYS = "study_text.json", "study_keys.json"
 """Studies of tables that were calibrated with a smaller and a larger weight of retrieval."""
-TABLE_SETS, OTHER_KINDS = "table_sets.json", "other kinds"
-"""The study of tables per layer and key head, and its part on texts of other kinds."""
+OTHER_KINDS = "other kinds"
+"""The part of a study of table sets that is on texts of other kinds than the search's."""
 BEST_FIXED = ("yarn_ratio", "mrrope_uni")
 """The best fixed methods at scale 16."""
 STUDY_SCALES = (2, 4, 8, 16)
@@ -243,12 +243,17 @@ def study_passkeys() -> list[str]:
     return table(["scale", "length", "prompts", "best fixed method", "`calibrated`", "`evolved`"], rows)
 
 
-def table_sets() -> list[str]:
+def table_sets_file(scale: int) -> str:
+    """Return the name of the study of tables per layer and key head at a scale."""
+    return f"table_sets_{scale}x.json"
+
+
+def table_sets(scale: int) -> list[str]:
     """Return held-out perplexity of one table and of sets, that on texts of other kinds, and pass keys found."""
-    found = result(TABLE_SETS).get("results", {})
+    found = result(table_sets_file(scale)).get("results", {})
     if not found.get("perplexity"):
         return NOT_MEASURED
-    others = parts_of(TABLE_SETS).get(OTHER_KINDS, {}).get("results", {})
+    others = parts_of(table_sets_file(scale)).get(OTHER_KINDS, {}).get("results", {})
     lengths = sorted({length for by_length in found["perplexity"].values() for length in by_length}, key=int)
     columns = []
     for by_method in (found["perplexity"], others.get("perplexity", {})):
@@ -273,20 +278,17 @@ def table_sets() -> list[str]:
 
 def table_set_lengths() -> list[str]:
     """Return held-out perplexity by length of the shipped sets, each up to its length, and of fixed methods at 16x."""
-    data = result(TABLE_SETS)
-    if not data.get("sets"):
+    results = {scale: result(table_sets_file(scale)).get("results", {}) for scale in STUDY_SCALES}
+    by_scale = {scale: found.get("perplexity", {}) for scale, found in results.items()}
+    if not all("head" in by_method for by_method in by_scale.values()):
         return NOT_MEASURED
-    fixed = {
-        f"`{method}`, 16x": second_halves(by_length)
-        for method, by_length in data["results"]["perplexity"].items()
-        if method in BEST_FIXED
+    widest = by_scale[STUDY_SCALES[-1]]
+    rows = {
+        "unpatched": second_halves(widest["rope"]),
+        **{f"`{method}`, 16x": second_halves(widest[method]) for method in BEST_FIXED},
+        **{f"`smollm2-135m-heads-{scale}x`": second_halves(one["head"]) for scale, one in by_scale.items()},
     }
-    sets = {
-        f"`smollm2-135m-heads-{scale}`": one["held_out"]["second_half_perplexity"]
-        for scale, one in data["sets"].items()
-    }
-    lengths = sorted({length for by_length in sets.values() for length in by_length}, key=int)
-    rows = {"unpatched": data["unpatched"], **fixed, **sets}
+    lengths = list(rows["unpatched"])
     columns = [{row: values[n] for row, values in rows.items() if n in values} for n in lengths]
     shown = [with_lowest_marked(column) for column in columns]
     return table(
@@ -339,13 +341,13 @@ TABLES: dict[str, Callable[[], list[str]]] = {
             study_means,
             study_passkeys,
             small_training,
-            table_sets,
             table_set_lengths,
             calibrated_tables,
         )
     },
     **{f"study_perplexity_{scale}": partial(study_perplexity, scale) for scale in STUDY_SCALES},
     **{f"study_tasks_{scale}": partial(study_tasks, scale) for scale in STUDY_SCALES},
+    **{f"table_sets_{scale}": partial(table_sets, scale) for scale in STUDY_SCALES},
     **{
         f"small_{task}_{head_dim}": partial(small_models, task, head_dim)
         for task in ("perplexity", "passkey")

@@ -105,8 +105,8 @@ def test_rows_are_measured_apart_and_once(folder: Path, tmp_path: Path, capsys, 
         with pytest.raises(ValueError, match=f"has the row '{row}' of others than are given now"):
             study.run(options(folder, tmp_path / "out", *given), model, tokenizer)
     monkeypatch.setattr(measurements, "RESULTS", tmp_path)
-    (tmp_path / "out.json").rename(tmp_path / "table_sets.json")
-    shown = {line.split(" | ")[0].strip("| `"): line for line in study_tables.table_sets()}
+    (tmp_path / "out.json").rename(tmp_path / "table_sets_16x.json")
+    shown = {line.split(" | ")[0].strip("| `"): line for line in study_tables.table_sets(16)}
     assert shown.keys() >= {"head", "ladder", "yarn"}
     for name in ("head", "yarn"):
         for part in (data, data["parts"][study.OTHER_KINDS]):
