@@ -76,22 +76,25 @@ int choose_heads_per_thread_of_table(int heads, int64_t threads, const Device& d
     return heads <= 5 || heads % 3 == 0 ? 3 : 2;
 }
 
-// A row and a position for each pair are more to share between heads. Microseconds on an H200 with three positions per
-// token, by heads per thread, 128 wide; why interleaved pairs differ is not known:
-//                                       2       3    one position, 2    copy
-//       256 x 32                     3.54    3.65                       2.86
-//      1024 x 32                     7.06    6.84                       5.95
-//      1024 x 40                             8.18                7.12   7.13
-//      8192 x 32                     38.5    37.7                       34.6
-//      8192 x 40                             47.6                43.7   42.7
-//    131072 x 32                      549     518                        507
-//      4608 x 48, interleaved        33.6    36.2                       30.2
-//     32760 x 80, interleaved         344     357                        316
+// Positions of their own make pairs more costly, which more heads share. Microseconds on an H200 with three positions
+// per token, by heads per thread, and of a copy in the same run; why interleaved pairs differ is not known:
+//                                    2    copy       3    copy
+//       256 x 32                  3.54    2.85    3.65    2.86
+//      1024 x 32                  7.06    5.95    6.84    5.88
+//      1024 x 40                  8.18    7.13    8.99    7.14
+//      8192 x 32                  38.5    34.6    37.7    34.5
+//      8192 x 40                  47.6    42.7    46.0    42.3
+//    131072 x 32                   549     507     518     507
+//      4608 x 48, interleaved     33.6    30.0    36.2    30.3
+//     32760 x 80, interleaved      344     316     357     317
+constexpr int64_t threads_for_three_heads_with_rows = 1 << 20;
+
 int choose_heads_per_thread(const RotaryShape& shape, const Device& device, int64_t threads, int full) {
     if (has_rows_and_head_tables(shape)) return heads_per_thread_with_rows;
     const int heads = shape.heads / shape.table_heads;
     if (heads == 1 || !takes_full_vectors(shape, threads)) return 1;
-    if (full > 1 && heads > 2 && shape.with_rows && !shape.interleaved) return 3;
+    const bool takes_three = shape.with_rows && !shape.interleaved && threads >= threads_for_three_heads_with_rows;
+    if (full > 1 && heads > 2 && takes_three) return 3;
     if (full == 1 || heads % 2 == 0) return 2;
     if (shape.table_heads > 1) return choose_heads_per_thread_of_table(heads, threads, device);
     return heads <= 5 ? 3 : 2;  // with five heads two per thread would leave every third thread with one

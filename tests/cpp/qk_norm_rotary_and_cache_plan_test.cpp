@@ -89,7 +89,7 @@ bool fits_registers(const QkNormRotaryAndCacheShape& shape) {
 // The combinations that are instantiated.
 bool has_kernel(const QkNormRotaryAndCachePlan& plan, NormOver over) {
     const int heads = plan.heads_per_thread;
-    if (over == NormOver::head) return plan.finds_table ? heads == 2 : heads == 1 || heads == 2 || heads == 8;
+    if (over == NormOver::head) return heads == 1 || heads == 2 || heads == 8;
     return plan.finds_table ? heads == 2 : heads == 4;
 }
 
@@ -108,6 +108,7 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
                 EXPECT_TRUE(fits_registers(shape));
                 EXPECT_TRUE(has_kernel(planned, shape.over));
                 EXPECT_TRUE(planned.finds_table || !shape.needs_lookup);
+                EXPECT_TRUE(planned.heads_per_thread == norm_heads_per_thread_with_lookup || shape.table_heads == 1);
                 EXPECT_EQ(planned.vector * shape.element_size, planned.heads_per_thread == 1 ? 8 : 16);
                 EXPECT_EQ(planned.lanes * 2 * planned.vector, shape.head_dim);
                 EXPECT_EQ(planned.team, static_cast<int>(std::bit_ceil(static_cast<unsigned>(planned.lanes))));

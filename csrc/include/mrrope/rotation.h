@@ -44,8 +44,8 @@ MRROPE_HOST_DEVICE double attention_factor_of(uint64_t word) {
     return std::bit_cast<double>(without_negation(word));
 }
 
-// The row of positions for a pair, by the low half of its word: 64-bit arithmetic would cost a GPU three times as many
-// instructions. Clamped, so that no word leads out of bounds.
+// The row of positions for a pair, by the low half of its word: a GPU's 64-bit arithmetic takes several instructions.
+// Clamped, so that no word leads out of bounds.
 MRROPE_HOST_DEVICE int position_row_of(uint32_t low_half, int64_t rows) {
     const uint32_t row = low_half >> 31 ? 0 - low_half : low_half;  // as without_negation
     const auto last = static_cast<uint32_t>(rows - 1);
