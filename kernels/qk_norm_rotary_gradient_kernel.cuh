@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
         steps.load(args.table, lane);
         if (lane.rotates()) gain = static_cast<Real>(attention_factor_of(args.table[args.rotary_dim / 2]));
     }
-    LaneAngles<Vector, true> angles;
+    LaneAngles<Vector, true, /*loads_rows=*/!over_head> angles;
     const auto load_angles = [&] {
         if constexpr (keeps_steps) {
             if (row.active && lane.rotates()) position = load_position(args.positions, 0, row.batch, row.token);

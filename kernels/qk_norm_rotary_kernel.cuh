@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         shared_cos_sin.template compute<pairing>(args, place.batch, place.token, direction);
     } else {
         // Issued first, as in rotary_kernel, since loads return in issue order.
-        LaneAngles<Vector, needs_lookup> angles;
+        LaneAngles<Vector, needs_lookup, needs_lookup && HeadsPerThread <= 2> angles;
         angles.load(args, lane, place.batch, place.token, heads.table);
         load_first();
         angles.compute(by, args, lane, place.batch, place.token, direction);

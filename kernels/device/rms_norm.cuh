@@ -38,27 +38,30 @@ private:
 
 // The angles of a lane at one token, by the table of a table head: load() issues the loads, before those of the heads;
 // compute() uses them.
-template <int Vector, bool needs_lookup>
+//
+// loads_rows: load() loads the positions of a token with several, and the row of each pair, too. Where registers are
+// scarce, compute() does.
+template <int Vector, bool needs_lookup, bool loads_rows = needs_lookup>
 struct LaneAngles {
-    std::conditional_t<needs_lookup, PositionRowsAhead, int64_t> position;
-    uint32_t row_words[needs_lookup ? Vector : 1];  // low halves, of tokens with several positions
+    std::conditional_t<loads_rows, PositionRowsAhead, int64_t> position;
+    uint32_t row_words[loads_rows ? Vector : 1];  // low halves
+    int64_t offset = 0;
     uint64_t steps[Vector];
     uint64_t factor;
 
     template <class Lane>
     __device__ void load(const RotaryArgs& args, const Lane& lane, int batch, int token, int table_head) {
         const void* first = position_address(args.positions, 0, batch, token);
-        int64_t offset = 0;
-        if constexpr (needs_lookup) {
+        if constexpr (loads_rows) {
             position.load(args.positions, first);
-            offset = table_offset(args.choice, batch, token, table_head);
-            if (args.positions.row_of_pair != nullptr) {
-                const auto* halves = reinterpret_cast<const uint32_t*>(args.positions.row_of_pair + offset);
-                CUTLASS_PRAGMA_UNROLL
-                for (int j = 0; j < Vector; ++j) row_words[j] = halves[2 * lane.pair(j)];
-            }
         } else {
             position = load_position(args.positions, first);
+        }
+        if constexpr (needs_lookup) offset = table_offset(args.choice, batch, token, table_head);
+        if (loads_rows && args.positions.row_of_pair != nullptr) {
+            const auto* halves = reinterpret_cast<const uint32_t*>(args.positions.row_of_pair + offset);
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < Vector; ++j) row_words[loads_rows ? j : 0] = halves[2 * lane.pair(j)];
         }
         const uint64_t* table = args.table + offset;
         load_phase_steps(steps, table, lane);
@@ -71,15 +74,21 @@ struct LaneAngles {
         const Real gain = lane.rotates() ? static_cast<Real>(attention_factor_of(factor)) : Real(1);
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < Vector; ++j) {
-            const int64_t at = lane.rotates() ? position_of_pair(args.positions, j, batch, token) : 0;
+            const int64_t at = lane.rotates() ? position_of_pair(args.positions, lane, j, batch, token) : 0;
             by[j] = scaled_cos_sin(phase_of(at, steps[j]), gain, direction);
         }
     }
 
-    __device__ int64_t position_of_pair(const PositionsView& positions, int j, int batch, int token) const {
-        if constexpr (needs_lookup) {
+    template <class Lane>
+    __device__ int64_t position_of_pair(const PositionsView& positions, const Lane& lane, int j, int batch,
+                                        int token) const {
+        if constexpr (loads_rows) {
             if (positions.row_of_pair == nullptr) return position.of[0];
             return position(positions, position_row_of(row_words[j], positions.rows), batch, token);
+        } else if constexpr (needs_lookup) {
+            if (positions.row_of_pair == nullptr) return position;
+            const uint64_t word = positions.row_of_pair[offset + lane.pair(j)];
+            return load_position(positions, position_row_of(word, positions.rows), batch, token);
         } else {
             return position;
         }
