@@ -47,10 +47,10 @@ void check_same_rows(const RescaleTables& stack) {
     for (int64_t table = 1; table < stack.count * stack.layers; ++table) {
         for (int64_t i = 0; i < words_of_row; ++i) {
             if (i % words == words - 1) continue;
-            const uint64_t row = without_negation(rows[table * 2 * words_of_row + i]);
-            TORCH_CHECK_VALUE(row == without_negation(rows[i]), "tables must all name the same row of positions for a ",
-                              "pair, ", without_negation(rows[i]), " for pair ", i % words, ", got ", row, " in table ",
-                              table / stack.layers);
+            const int expected = named_row(rows[i], 0);
+            const int row = named_row(rows[table * 2 * words_of_row + i], 0);
+            TORCH_CHECK_VALUE(row == expected, "tables must all name the same row of positions for a pair, ", expected,
+                              " for pair ", i % words, ", got ", row, " in table ", table / stack.layers);
         }
     }
 }

@@ -252,6 +252,28 @@ PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Lay
             .token_stride = stride_or_zero(p, p.dim() - 1)};
 }
 
+namespace {
+
+// The second row of a table: `words` for each of its heads, the last of which is unused.
+void check_rows_of_pairs(const uint64_t* row_of_pair, int64_t words_of_row, int64_t words, int64_t rows) {
+    for (int64_t i = 0; i < words_of_row; ++i) {
+        const int64_t pair = i % words;
+        const int64_t pairs_from_here = words - 1 - pair;
+        if (pairs_from_here == 0) continue;
+        const int row = named_row(row_of_pair[i], 0);
+        TORCH_CHECK_VALUE(row < rows, "table's second row must name rows of positions, 0 to ", rows - 1, ", got ", row,
+                          " for pair ", pair);
+        for (int ahead = 1; ahead < std::min<int64_t>(8, pairs_from_here); ++ahead) {
+            const int expected = named_row(row_of_pair[i + ahead], 0);
+            const int got = named_row(row_of_pair[i], ahead);
+            TORCH_CHECK_VALUE(got == expected, "table's second row must repeat the row of pair ", pair + ahead, ", ",
+                              expected, ", in byte ", ahead, " of the word of pair ", pair, ", got ", got);
+        }
+    }
+}
+
+}  // namespace
+
 PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Layout& layout, const at::Tensor& table) {
     const at::Tensor& x = heads.tensor;
     const at::Tensor& p = positions.tensor;
@@ -264,17 +286,13 @@ PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Lay
     TORCH_CHECK_VALUE(p.size(0) >= 1 && p.size(2) == tokens && (p.size(1) == batch || p.size(1) == 1), positions.name,
                       " with a table of two rows must be [rows, ", batch, ", ", tokens, "] for ", heads.name, " of ",
                       x.sizes(), " in layout ", layout.name, ", got ", p.sizes());
-    const int64_t words = table.size(-1);
+    TORCH_CHECK_VALUE(p.size(0) <= max_position_rows, positions.name, " must have at most ", max_position_rows,
+                      " rows, got ", p.size(0));
     const int64_t words_of_row = table.numel() / table.size(0) / 2;  // those of all heads
     const auto* row_of_pair = static_cast<const uint64_t*>(table.const_data_ptr()) + words_of_row;
     if (table.is_cpu()) {
-        for (int64_t i = 0; i < table.numel() / 2; ++i) {
-            const int64_t pair = i % words;
-            if (pair == words - 1) continue;
-            const uint64_t row = without_negation(row_of_pair[i / words_of_row * 2 * words_of_row + i % words_of_row]);
-            TORCH_CHECK_VALUE(row < static_cast<uint64_t>(p.size(0)),
-                              "table's second row must name rows of positions, 0 to ", p.size(0) - 1, ", got ", row,
-                              " for pair ", pair);
+        for (int64_t first = 0; first < table.numel() / 2; first += words_of_row) {
+            check_rows_of_pairs(row_of_pair + 2 * first, words_of_row, table.size(-1), p.size(0));
         }
     }
     return {.data = p.const_data_ptr(),

@@ -10,6 +10,10 @@ namespace mrrope {
 
 inline constexpr int access_bytes = 16;
 
+// Threads with vectors hold all positions of a token: time, height and width, and text. With more rows they take single
+// components.
+inline constexpr int max_rows_with_vectors = 4;
+
 // `lanes` threads per head, each with `vector` components from each half of the rotated part.
 struct HeadSplit {
     int vector = 1;

@@ -104,7 +104,7 @@ __device__ void rotate_within(const Lane& lane, WideFragment<Real, Vector>& wide
 // lane save a quarter of the instructions per head of float8 q.
 template <class Element, int HeadsPerThread, Pairing pairing, NormOver over, bool needs_lookup, bool has_float8,
           int FixedLanes = 0>
-__global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : norm_max_block_threads,
+__global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPerThread),
                                   norm_and_cache_min_blocks_per_sm(over, HeadsPerThread, needs_lookup, has_float8,
                                                                    FixedLanes))
     qk_norm_rotary_and_cache_kernel(const __grid_constant__ QkNormRotaryAndCacheLaunch<RealOf<Element>> launch) {
@@ -115,12 +115,13 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     using Fragment = HeadFragment<Element, Vector>;
     using Wide = WideFragment<Real, Vector>;
     constexpr bool over_head = over == NormOver::head;
+    constexpr bool may_have_head_tables = needs_lookup && HeadsPerThread == norm_heads_per_thread_with_lookup;
     const RotaryArgs& args = launch.args.rotary;
-    const StorePlace place = launch.map.template place<over, HeadsPerThread == 8>(blockIdx.x, threadIdx.x);
+    const StorePlace place = launch.map.template place<over, (HeadsPerThread > 2)>(blockIdx.x, threadIdx.x);
     const Lane lane{place.lane, is_fixed ? FixedLanes * Vector : args.rotary_dim / 2};
     const int team = is_fixed ? FixedLanes : launch.map.plan.team;
     const HeadsOfKind<Real>& of = launch.heads(place.kind);
-    const StridedHeads heads = launch.map.template heads_of<needs_lookup>(place, of.view.heads);
+    const StridedHeads heads = launch.map.template heads_of<may_have_head_tables>(place, of.view.heads);
     const VectorsFromFirst vectors{lane.second() - lane.first()};
     const Element* in = static_cast<const Element*>(of.view.in) +
                         offset_of(of.view.in_strides, place.batch, place.token, heads.first) + lane.first();
@@ -135,6 +136,9 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         compute_before_wait(always_false, position_address(args.positions, 0, place.batch, place.token));
         compute_before_wait(always_false, token_slot);
         compute_before_wait(always_false, args.table + lane.pair(0));
+        if constexpr (needs_lookup) {
+            compute_before_wait(always_false, index_address(args.choice, place.batch, place.token));
+        }
     }
     pdl_wait();
 
@@ -283,7 +287,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     } else {
         // Over all heads every head has weights of its own. As in qk_norm_rotary_kernel: more than two sets would cost
         // too many registers during the reduction.
-        constexpr int weights_held = over_head ? 1 : 2;
+        constexpr int weights_held = over_head || HeadsPerThread == 1 ? 1 : 2;
         Fragment weights[weights_held];
         const auto load_weights = [&](int j) {
             weights[j % weights_held] = Fragment{};
@@ -302,18 +306,34 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         __shared__ std::conditional_t<over_head, std::monostate, SharedCosSin<Real, Vector>> shared_cos_sin;
         CosSin<Real> by[Vector];
         if (shares_cos_sin) {
-            load_first_heads();
-            load_first_weights();
             if constexpr (!over_head) {
-                shared_cos_sin.template compute<pairing, needs_lookup>(args, place.batch, place.token, Real(1));
+                typename SharedCosSin<Real, Vector>::template Share<pairing, needs_lookup> share;
+                // First in small launches, which are bound by latency. A lookup would be waited for.
+                constexpr bool loads_angles_first = HeadsPerThread <= 2 && !needs_lookup;
+                if constexpr (loads_angles_first) share.load(args, place.batch, place.token);
+                load_first_heads();
+                load_first_weights();
+                if constexpr (!loads_angles_first) share.load(args, place.batch, place.token);
+                shared_cos_sin.compute(share, args, place.batch, place.token, Real(1));
             }
         } else {
-            // Issued first, since loads return in issue order.
-            LaneAngles<Vector, needs_lookup> angles;
-            angles.load(args, lane, place.batch, place.token, heads.table);
+            // Issued first, since loads return in issue order. With a lookup, after the heads: the compiler waits for
+            // a token's positions as soon as it can, and would issue those of the heads later. One token with three
+            // positions takes 1.61 us on an H200, not 1.83.
+            LaneAngles<Lane, Vector, needs_lookup> angles;
+            const auto load_angles = [&] {
+                angles.load_positions(args, lane, place.batch, place.token, heads.table);
+                angles.load_steps(args, lane, heads.table);
+            };
+            angles.load_index(args, place.batch, place.token);
+            if constexpr (!needs_lookup) load_angles();
             load_first_heads();
             load_first_weights();
-            angles.compute(by, args, lane, place.batch, place.token, Real(1));
+            if constexpr (needs_lookup) {
+                __syncwarp();  // the compiler moves no load across it
+                load_angles();
+            }
+            angles.compute(by, lane, Real(1));
         }
         pdl_trigger();
 
@@ -336,7 +356,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
                 Real sum[1] = {0};
                 CUTLASS_PRAGMA_UNROLL
                 for (int j = 0; j < held; ++j) sum[0] += has_head(j) ? sum_of_squares(j) : Real(0);
-                sum_over_block(sum);
+                sum_over_block</*is_repeated=*/false>(sum);
                 const Real scale = launch.inverse_rms(sum[0], of);
                 CUTLASS_PRAGMA_UNROLL
                 for (int i = 0; i < Vector; ++i) {
@@ -385,6 +405,12 @@ auto store_kernel(const QkNormRotaryAndCachePlan& plan, NormOver over) {
     }
     if (plan_is(head, 8, true)) {
         return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 8, pairing, head, true, has_float8>>;
+    }
+    if (plan_is(all_heads, 1, false)) {
+        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 1, pairing, all_heads, false, has_float8>>;
+    }
+    if (plan_is(all_heads, 2, false)) {
+        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 2, pairing, all_heads, false, has_float8>>;
     }
     if (plan_is(all_heads, 4, false)) {
         return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 4, pairing, all_heads, false, has_float8>>;

@@ -38,9 +38,14 @@ int max_heads(const QkNormRotaryAndCacheShape& shape) {
     return std::max({shape.q_heads, shape.kv_heads, shape.gate_heads});
 }
 
-int64_t threads_over_all_heads(const QkNormRotaryAndCacheShape& shape, int lanes, int heads_per_thread) {
+int64_t threads_over_all_heads(const QkNormRotaryAndCacheShape& shape, int heads_per_thread) {
     const int64_t groups = groups_of(max_heads(shape), heads_per_thread, shape.table_heads);
-    return ceil_div(lanes * groups, warp) * warp;
+    return ceil_div(lanes_per_head(shape, heads_per_thread) * groups, warp) * warp;
+}
+
+bool block_holds_row(const QkNormRotaryAndCacheShape& shape, int heads_per_thread) {
+    const int64_t threads = threads_over_all_heads(shape, heads_per_thread);
+    return threads > 0 && threads <= norm_and_cache_max_block_threads(NormOver::all_heads, heads_per_thread);
 }
 
 // Microseconds on an H200 by heads per thread, and of a copy of as many bytes; bfloat16, 32 heads of q, and 8 each of k
@@ -56,18 +61,24 @@ int64_t threads_over_all_heads(const QkNormRotaryAndCacheShape& shape, int lanes
 //       8192         105    59.9    53.2     49.8
 //      32768         412     231     203      191
 // At 1024 tokens a float8 cache takes 9.5 us with two heads and 10.7 us with eight; with float8 q too, 10.0 and 9.8.
+// Over all heads, 32 each of q, k and v; with a float8 cache in brackets:
+//     tokens                1                2                4         copy
+//         64      3.05 [3.02]      3.29 [3.37]      3.56 [5.00]         2.61
+//        256      8.95 [8.75]      5.84 [6.10]      6.65 [7.06]         5.05
+//       1024      30.9 [30.1]      16.8 [16.5]      17.2 [17.1]         14.8
+//       8192                        109  [105]       108  [102]         98.5
 int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape) {
     constexpr int64_t threads_for_two = 1 << 16;
     const int64_t threads_for_eight = shape.rounds_cache_only ? 3 << 18 : 3 << 17;
-    constexpr int64_t max_threads_for_two_over_all_heads = 1 << 17;  // two blocks per SM, unlike qk_norm_rotary
+    constexpr int64_t threads_for_four = 1 << 21;  // over all heads
     if (shape.table_heads > 1) return norm_heads_per_thread_with_lookup;
     const int64_t heads = shape.q_heads + 2 * shape.kv_heads + shape.gate_heads;
     const int lanes = lanes_per_head(shape, 2);
     const int64_t threads = shape.batch * shape.tokens * heads * lanes;
     if (shape.over == NormOver::all_heads) {
         if (shape.needs_lookup) return norm_heads_per_thread_with_lookup;
-        const bool two_fit = threads_over_all_heads(shape, lanes, 2) <= norm_max_block_threads;
-        return two_fit && (max_heads(shape) <= 2 || threads <= max_threads_for_two_over_all_heads) ? 2 : 4;
+        if (threads < threads_for_two && block_holds_row(shape, 1)) return 1;
+        return block_holds_row(shape, 2) && (max_heads(shape) <= 2 || threads < threads_for_four) ? 2 : 4;
     }
     if (threads < threads_for_two && lanes_per_head(shape, 1) > 0) return 1;
     return max_heads(shape) > 2 && threads >= threads_for_eight ? 8 : 2;
@@ -102,7 +113,8 @@ QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args) {
         .rotary_dim = rotary.rotary_dim,
         .element_size = element_size,
         .over = args.over,
-        .aligned = starts_aligned(rotary.q, element_size, size_of(args.q_stored_as, rotary.dtype)) &&
+        .aligned = rotary.positions.rows <= max_rows_with_vectors &&
+                   starts_aligned(rotary.q, element_size, size_of(args.q_stored_as, rotary.dtype)) &&
                    starts_aligned(args.k.view, element_size, cached_size) &&
                    starts_aligned(args.v.view, element_size, cached_size) &&
                    starts_aligned(args.gate, element_size, element_size) && starts_aligned(args.q_weight) &&
@@ -126,11 +138,9 @@ QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const
     QkNormRotaryAndCachePlan plan;
     const int lanes = lanes_per_head(shape, heads_per_thread);
     const bool over_head = shape.over == NormOver::head;
-    const int64_t threads_of_row = threads_over_all_heads(shape, lanes, heads_per_thread);
-    if (lanes > 0 && (over_head || threads_of_row <= norm_max_block_threads)) {
+    if (over_head ? lanes > 0 : block_holds_row(shape, heads_per_thread)) {
         plan.in_registers = true;
-        // Over all heads with two heads per thread, one kernel serves calls with and without a lookup.
-        plan.finds_table = shape.needs_lookup || (!over_head && heads_per_thread == norm_heads_per_thread_with_lookup);
+        plan.finds_table = shape.needs_lookup;
         plan.vector = norm_and_cache_vector(shape.element_size, heads_per_thread);
         plan.lanes = lanes;
         plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
@@ -156,7 +166,7 @@ QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const
             const int groups = groups_of(max_heads(shape), heads_per_thread, shape.table_heads);
             plan.groups = {std::min(shape.q_heads, groups), std::min(shape.kv_heads, groups),
                            std::min(shape.kv_heads, groups), std::min(shape.gate_heads, groups)};
-            plan.block_threads = static_cast<int>(threads_of_row);
+            plan.block_threads = static_cast<int>(threads_over_all_heads(shape, heads_per_thread));
             plan.units = rows_of(shape, shape.over);
         }
     } else {

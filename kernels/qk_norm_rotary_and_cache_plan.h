@@ -20,7 +20,7 @@ struct QkNormRotaryAndCacheShape {
     int rotary_dim = 0;
     int element_size = 0;
     NormOver over = NormOver::head;
-    bool aligned = false;            // every vector that is loaded or stored is aligned to its size
+    bool aligned = false;            // every vector is aligned to its size; not with too many rows for vectors
     bool needs_lookup = false;       // several tables, or several positions per token
     bool computes_q_scale = false;   // a scale per token and head of q
     bool rounds_cache_only = false;  // k and v are stored as float8, q is not
@@ -38,11 +38,22 @@ constexpr int norm_and_cache_min_blocks_per_sm(NormOver over, int heads_per_thre
 #else
     constexpr bool is_old = false;
 #endif
-    if (over == NormOver::all_heads) return is_old && has_float8 ? 1 : 2;
+    if (over == NormOver::all_heads) {
+        if (heads_per_thread == 1) return 1;
+        if (heads_per_thread == 2 && !needs_lookup) return is_old ? 2 : 3;
+        return is_old && has_float8 ? 1 : 2;
+    }
     if (heads_per_thread == 8 && fixed_lanes > 0) return is_old && has_float8 ? 4 : 6;
-    if (heads_per_thread == 8) return !has_float8 ? 5 : is_old ? 3 : 4;
+    if (heads_per_thread == 8 && has_float8) return is_old ? 3 : 4;
+    if (heads_per_thread == 8) return is_old && needs_lookup ? 4 : 5;
     if (heads_per_thread == 2) return is_old || needs_lookup ? 4 : 5;
     return 6;
+}
+
+// For __launch_bounds__, too. Over all heads, a block has a row.
+constexpr int norm_and_cache_max_block_threads(NormOver over, int heads_per_thread) {
+    if (over == NormOver::head) return norm_block_threads;
+    return heads_per_thread == 1 ? 1024 : norm_max_block_threads;
 }
 
 // Components of a vector. A thread of a small launch, which is bound by latency, has one head, and half vectors: it
@@ -74,8 +85,8 @@ struct QkNormRotaryAndCachePlan {
 
 QkNormRotaryAndCachePlan plan(const QkNormRotaryAndCacheShape& shape, const Device& device);
 
-// plan() with a given maximum of heads per thread: 1, 2 or 8; over all heads 2 or 4, with a lookup 2; with several head
-// tables 2. Heads that no warp can hold take two passes.
+// plan() with a given maximum of heads per thread: 1, 2 or 8; over all heads 1, 2 or 4, with a lookup 2; with several
+// head tables 2. Heads that no warp can hold take two passes.
 QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const Device& device, int heads_per_thread);
 
 // qk_norm_rotary_and_cache_cuda by a given plan.

@@ -71,10 +71,13 @@ private:
         CUTLASS_PRAGMA_NO_UNROLL
         for (int pair = threadIdx.x; pair < half; pair += norm_row_block_threads) {
             const WholeHeadLayout<pairing, 1> lane(pair, half);
-            LaneAngles<1, true> angles;
-            angles.load(args_, lane, row_.batch, row_.token, head / heads_per_table);
+            LaneAngles<WholeHeadLayout<pairing, 1>, 1, true> angles;
+            const int table_head = head / heads_per_table;
+            angles.load_index(args_, row_.batch, row_.token);
+            angles.load_positions(args_, lane, row_.batch, row_.token, table_head);
+            angles.load_steps(args_, lane, table_head);
             CosSin<Real> by[1];
-            angles.compute(by, args_, lane, row_.batch, row_.token, Real(1));
+            angles.compute(by, lane, Real(1));
             const Pair<Real> rotated = rotate<Real>({normed(head, lane.first()), normed(head, lane.second())}, by[0]);
             f(lane.first(), rotated.first);
             f(lane.second(), rotated.second);

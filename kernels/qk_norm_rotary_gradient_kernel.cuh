@@ -136,12 +136,13 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
         steps.load(args.table, lane);
         if (lane.rotates()) gain = static_cast<Real>(attention_factor_of(args.table[args.rotary_dim / 2]));
     }
-    LaneAngles<Vector, true, /*loads_rows=*/!over_head> angles;
+    LaneAngles<Lane, Vector, true> angles;
     const auto load_angles = [&] {
         if constexpr (keeps_steps) {
             if (row.active && lane.rotates()) position = load_position(args.positions, 0, row.batch, row.token);
         } else if constexpr (!shares_cos_sin) {
-            angles.load(args, lane, row.batch, row.token, heads.table);
+            angles.load_index(args, row.batch, row.token);
+            angles.load_steps(args, lane, heads.table);
         }
     };
     if (over_head && first_row < thread.rows) load_angles();
@@ -161,8 +162,8 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
     const auto load_weights = [&](Fragment& weights, int64_t head) {
         weights.load(view.weight + head * args.head_dim, lane);
     };
-    // Before sm_90 one set of weights that is kept would spill with a lookup, too.
-    constexpr bool keeps_weights = over_head && (compiled_for_pdl || !needs_lookup);
+    // With a lookup, one set of weights that is kept would spill, too.
+    constexpr bool keeps_weights = over_head && !needs_lookup;
     Fragment weights[weight_sets];
     if constexpr (keeps_weights) load_weights(weights[0], 0);
     const auto weight_of = [&](int j) {
@@ -193,7 +194,8 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < Vector; ++i) by[i] = scaled_cos_sin(phase_of(position, steps[i]), gain, direction);
         } else {
-            angles.compute(by, args, lane, row.batch, row.token, direction);
+            angles.load_positions(args, lane, row.batch, row.token, heads.table);  // ahead, they would spill
+            angles.compute(by, lane, direction);
         }
         Element* out = view.out + offset_of(view.out_strides, row.batch, row.token, heads.first);
         const int heads_left = row.active ? heads.end - heads.first : 0;  // heads.step is the same in every row
@@ -327,10 +329,13 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
             };
             for_each_row_pair(threadIdx.x, heads, half, [&](int head, int pair) {
                 const WholeHeadLayout<pairing, 1> lane(pair, half);
-                LaneAngles<1, true> angles;
-                angles.load(args, lane, batch, token, (first_head + head) / heads_per_table);
+                LaneAngles<WholeHeadLayout<pairing, 1>, 1, true> angles;
+                const int table_head = (first_head + head) / heads_per_table;
+                angles.load_index(args, batch, token);
+                angles.load_positions(args, lane, batch, token, table_head);
+                angles.load_steps(args, lane, table_head);
                 CosSin<Real> by[1];
-                angles.compute(by, args, lane, batch, token, direction);
+                angles.compute(by, lane, direction);
                 const Pair<Real> v =
                     rotate<Real>({gradient_at(head, lane.first()), gradient_at(head, lane.second())}, by[0]);
                 f(head, lane.first(), v.first);

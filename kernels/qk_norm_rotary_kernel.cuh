@@ -34,11 +34,12 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     using Fragment = HeadFragment<Element, Vector>;
     using Wide = WideFragment<Real, Vector>;
     constexpr bool over_head = over == NormOver::head;
+    constexpr bool may_have_head_tables = needs_lookup && HeadsPerThread == norm_heads_per_thread_with_lookup;
     const RotaryArgs& args = launch.args.rotary;
     const NormPlace place = launch.map.template place<over>(blockIdx.x, threadIdx.x);
     const Lane lane(place.lane, args.rotary_dim / 2);
     const NormView<Element> view(launch.args, place.is_q);
-    const StridedHeads heads = launch.map.template heads_of<needs_lookup>(place, view.heads);
+    const StridedHeads heads = launch.map.template heads_of<may_have_head_tables>(place, view.heads);
     const Element* in = view.in + offset_of(view.in_strides, place.batch, place.token, heads.first);
     const int64_t in_step = heads.step * view.in_strides.head;
     const auto has_head = [&](int j) { return place.active && heads.exists(j); };
@@ -86,11 +87,20 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         static_assert(!needs_lookup, "heads share cos/sin of one table only");
         shared_cos_sin.template compute<pairing>(args, place.batch, place.token, direction);
     } else {
-        // Issued first, as in rotary_kernel, since loads return in issue order.
-        LaneAngles<Vector, needs_lookup, needs_lookup && HeadsPerThread <= 2> angles;
-        angles.load(args, lane, place.batch, place.token, heads.table);
+        // In the order of qk_norm_rotary_and_cache_kernel.
+        LaneAngles<Lane, Vector, needs_lookup> angles;
+        const auto load_angles = [&] {
+            angles.load_positions(args, lane, place.batch, place.token, heads.table);
+            angles.load_steps(args, lane, heads.table);
+        };
+        angles.load_index(args, place.batch, place.token);
+        if constexpr (!needs_lookup) load_angles();
         load_first();
-        angles.compute(by, args, lane, place.batch, place.token, direction);
+        if constexpr (needs_lookup) {
+            __syncwarp();  // the compiler moves no load across it
+            load_angles();
+        }
+        angles.compute(by, lane, direction);
     }
     pdl_trigger();
     // Folding the weights into cos/sin costs registers, which pays off with eight heads per thread.
@@ -194,10 +204,13 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
             return static_cast<Real>(in[head * view.in_strides.head + at]) * scale *
                    (static_cast<Real>(weight[at]) + launch.constants.weight_offset);
         };
-        LaneAngles<1, true> angles;
-        angles.load(args, lane, batch, token, (first_head + head) / heads_per_table);
+        LaneAngles<WholeHeadLayout<pairing, 1>, 1, true> angles;
+        const int table_head = (first_head + head) / heads_per_table;
+        angles.load_index(args, batch, token);
+        angles.load_positions(args, lane, batch, token, table_head);
+        angles.load_steps(args, lane, table_head);
         CosSin<Real> by[1];
-        angles.compute(by, args, lane, batch, token, direction);
+        angles.compute(by, lane, direction);
         const Pair<Real> rotated = rotate<Real>({normed(lane.first()), normed(lane.second())}, by[0]);
         out[head * view.out_strides.head + lane.first()] = static_cast<Element>(rotated.first);
         out[head * view.out_strides.head + lane.second()] = static_cast<Element>(rotated.second);

@@ -19,7 +19,7 @@ struct QkNormRotaryShape {
     int rotary_dim = 0;
     int element_size = 0;
     NormOver over = NormOver::head;
-    bool aligned = false;       // every head, and the weights, start at a multiple of 16 bytes
+    bool aligned = false;       // as in RotaryShape, of the weights, too
     bool needs_lookup = false;  // several tables, or several positions per token
     int table_heads = 1;        // TableChoice::heads
 };
@@ -39,7 +39,7 @@ inline constexpr int norm_row_min_blocks_per_sm = 4;
 // `pdl`: compiled for sm_90 or later. Over all heads, 1024 tokens of 32 + 32 heads take 1.14 copies on an H200 with
 // three blocks of two heads per thread, and took 1.23 with two; before sm_90 three would spill.
 constexpr int norm_min_blocks_per_sm(NormOver over, int heads_per_thread, bool needs_lookup, bool pdl) {
-    if (over == NormOver::all_heads) return heads_per_thread == 2 && pdl ? 3 : 2;
+    if (over == NormOver::all_heads) return heads_per_thread == 2 && pdl && !needs_lookup ? 3 : 2;
     if (heads_per_thread == 8 && needs_lookup && !pdl) return 3;  // four would spill
     if (heads_per_thread >= 4 || needs_lookup) return 4;
     return heads_per_thread == 2 ? 5 : 7;

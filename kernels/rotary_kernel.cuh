@@ -45,7 +45,9 @@ using LayoutOf = std::conditional_t<whole_heads, WholeHeadLayout<pairing, Vector
 // 0.07 us and 8192 tokens 3 %.
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool has_head_tables,
           bool whole_heads, bool tokens_inside>
-__global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm(HeadsPerThread))
+__global__ void __launch_bounds__(rotary_block_threads,
+                                  rotary_min_blocks_per_sm(HeadsPerThread) -
+                                      (whole_heads && lookup == TableLookup::position_rows ? 1 : 0))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LayoutOf<pairing, Vector, whole_heads>;
@@ -53,8 +55,6 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     constexpr RotarySchedule schedule = rotary_schedule(lookup, HeadsPerThread, compiled_for_pdl);
     constexpr bool has_choice = lookup != TableLookup::single;
     constexpr bool has_rows = lookup == TableLookup::position_rows;
-    // Small launches are latency-bound. With more heads per thread it would cost registers.
-    constexpr bool loads_rows_ahead = has_rows && HeadsPerThread == 1;
     const RotaryArgs& args = launch.args;
     const int thread = blockIdx.x * rotary_block_threads + threadIdx.x;
     auto [lane, group, batch, token] = launch.map.template place<tokens_inside>(thread);
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     int64_t position = 0;
     if constexpr (!has_rows) position = load_position(positions, token_position);
     [[maybe_unused]] PositionRowsAhead positions_ahead;
-    if constexpr (loads_rows_ahead) positions_ahead.load(positions, token_position);
+    if constexpr (has_rows) positions_ahead.load(positions, token_position);
     if constexpr (has_choice && !schedule.speculates_index) index = load_index(args.choice, token_index, batch);
     if constexpr (schedule.loads_heads_before_table) {
         load_heads();
@@ -123,8 +123,8 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
     const uint64_t* table = args.table + offset;
     uint64_t steps[Vector];
     load_phase_steps(steps, table, layout);
-    [[maybe_unused]] uint64_t rows[loads_rows_ahead ? Vector : 1];
-    if constexpr (loads_rows_ahead) load_phase_steps(rows, positions.row_of_pair + offset, layout);
+    [[maybe_unused]] PairRows<Layout, Vector> rows;
+    if constexpr (has_rows) rows.load(positions.row_of_pair + offset, layout);
     uint64_t factor = table[half];
     if constexpr (!schedule.loads_heads_before_table) load_heads();
     uint32_t verified_index = index;
@@ -141,17 +141,14 @@ __global__ void __launch_bounds__(rotary_block_threads, rotary_min_blocks_per_sm
 
     const Real direction = args.conjugate ? Real(-1) : Real(1);
     CosSin<Real> by[Vector];
-    [[maybe_unused]] const int64_t row_bytes = positions.row_stride * (positions.is_int64 ? 8 : 4);
     const auto compute_cos_sin = [&] {
         const auto gain = static_cast<Real>(attention_factor_of(factor));
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < Vector; ++j) {
-            if constexpr (loads_rows_ahead) {
-                position = positions_ahead(positions, position_row_of(rows[j], positions.rows), batch, token);
-            } else if constexpr (has_rows) {
-                const uint64_t word = positions.row_of_pair[offset + layout.pair(j)];
-                const int64_t row_offset = position_row_of(word, positions.rows) * row_bytes;
-                position = load_position(positions, static_cast<const char*>(token_position) + row_offset);
+            if constexpr (has_rows) {
+                position = Vector == 1 && positions.rows > max_rows_with_vectors
+                               ? load_position(positions, min(int64_t{rows[j]}, positions.rows - 1), batch, token)
+                               : positions_ahead[rows[j]];
             }
             by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, direction);
         }

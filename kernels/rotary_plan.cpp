@@ -77,23 +77,21 @@ int choose_heads_per_thread_of_table(int heads, int64_t threads, const Device& d
 }
 
 // Positions of their own make pairs more costly, which more heads share. Microseconds on an H200 with three positions
-// per token, by heads per thread, and of a copy in the same run; why interleaved pairs differ is not known:
-//                                    2    copy       3    copy
-//       256 x 32                  3.54    2.85    3.65    2.86
-//      1024 x 32                  7.06    5.95    6.84    5.88
-//      1024 x 40                  8.18    7.13    8.99    7.14
-//      8192 x 32                  38.5    34.6    37.7    34.5
-//      8192 x 40                  47.6    42.7    46.0    42.3
-//    131072 x 32                   549     507     518     507
-//      4608 x 48, interleaved     33.6    30.0    36.2    30.3
-//     32760 x 80, interleaved      344     316     357     317
+// per token, by heads per thread, and of a copy in the same run:
+//                                    2       3    copy
+//       256 x 32                  3.16    3.20    2.89
+//      1024 x 32                  6.40    6.40    6.00
+//      8192 x 32                  38.6    37.8    35.5
+//    131072 x 32                   545     530     510
+//      4608 x 48, interleaved     33.1    32.7    30.9
+//     32760 x 80, interleaved      341     333     319
 constexpr int64_t threads_for_three_heads_with_rows = 1 << 20;
 
 int choose_heads_per_thread(const RotaryShape& shape, const Device& device, int64_t threads, int full) {
     if (has_rows_and_head_tables(shape)) return heads_per_thread_with_rows;
     const int heads = shape.heads / shape.table_heads;
     if (heads == 1 || !takes_full_vectors(shape, threads)) return 1;
-    const bool takes_three = shape.with_rows && !shape.interleaved && threads >= threads_for_three_heads_with_rows;
+    const bool takes_three = shape.with_rows && threads >= threads_for_three_heads_with_rows;
     if (full > 1 && heads > 2 && takes_three) return 3;
     if (full == 1 || heads % 2 == 0) return 2;
     if (shape.table_heads > 1) return choose_heads_per_thread_of_table(heads, threads, device);
@@ -134,9 +132,9 @@ RotaryShape shape_of(const RotaryArgs& args) {
             .head_dim = args.head_dim,
             .rotary_dim = args.rotary_dim,
             .element_size = element_size,
-            .aligned = starts_aligned(args.q, element_size) && starts_aligned(args.k, element_size),
+            .aligned = args.positions.rows <= max_rows_with_vectors && starts_aligned(args.q, element_size) &&
+                       starts_aligned(args.k, element_size),
             .with_rows = args.positions.row_of_pair != nullptr,
-            .interleaved = args.pairing == Pairing::interleaved,
             .copies_tail = copies_tail(args),
             .tokens_adjacent = tokens_are_adjacent(args.q) && tokens_are_adjacent(args.k),
             .table_heads = args.choice.heads};

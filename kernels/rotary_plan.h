@@ -19,9 +19,8 @@ struct RotaryShape {
     int head_dim = 0;
     int rotary_dim = 0;
     int element_size = 0;
-    bool aligned = false;          // every head starts at a multiple of 16 bytes
+    bool aligned = false;          // every head starts at a multiple of 16 bytes; not with too many rows for vectors
     bool with_rows = false;        // a token has several positions, and every pair names one
-    bool interleaved = false;      // Pairing
     bool copies_tail = false;      // out of place, with unrotated components
     bool tokens_adjacent = false;  // the tokens of a head lie closer together than the heads of a token
     int table_heads = 1;           // TableChoice::heads

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mrrope.position_rows import MAX_ROWS, packed_rows
 from mrrope.tables import FrequencyTable, OpTable, integers, require_table
 
 
@@ -29,13 +30,15 @@ class AxisTables(OpTable):
 
         Raises:
             TypeError: ``tables`` holds something else.
-            ValueError: ``tables`` is empty, or two attention factors differ.
+            ValueError: ``tables`` is empty or has more than 128, or two attention factors differ.
         """
         if not isinstance(tables, Iterable):
             raise TypeError(f"tables must be a FrequencyTable per axis, got {type(tables).__name__}")
         tables = tuple(tables)
-        if not tables:
-            raise ValueError("tables must hold a FrequencyTable per axis, got none")
+        if not 0 < len(tables) <= MAX_ROWS:
+            raise ValueError(
+                f"tables must hold a FrequencyTable per axis, 1 to {MAX_ROWS}, got {len(tables) or 'none'}"
+            )
         for i, table in enumerate(tables):
             factor = require_table(f"tables[{i}]", table).attention_factor
             if factor != tables[0].attention_factor:
@@ -57,12 +60,14 @@ class AxisTables(OpTable):
 
         Raises:
             TypeError: ``table`` is not a FrequencyTable, or ``sections`` are not integers.
-            ValueError: ``sections`` do not add up to the table's pairs.
+            ValueError: ``sections`` do not add up to the table's pairs, or are more than 128.
         """
         pairs = require_table("table", table).rotary_dim // 2
         counts = integers("sections", sections)
         if min(counts, default=-1) < 0 or sum(counts) != pairs:
             raise ValueError(f"sections must add up to the table's {pairs} pairs, got {counts}")
+        if len(counts) > MAX_ROWS:
+            raise ValueError(f"sections must be at most {MAX_ROWS}, got {len(counts)}")
         if interleaved:
             turns = [pair % len(counts) for pair in range(pairs)]
             axis_of_pair = [axis if pair < len(counts) * counts[axis] else 0 for pair, axis in enumerate(turns)]
@@ -79,8 +84,10 @@ class AxisTables(OpTable):
         phase_steps = [word for table in tables for word in table._core.packed()[:-1]]
         factor = tables[0]._core.packed()[-1]
         with torch.inference_mode(False):
-            words = [[*phase_steps, factor], [*axis_of_pair, 0]]
-            super().__init__(torch.tensor([words], dtype=torch.int64, device="cpu"))
+            steps, axes_of_pairs = (
+                torch.tensor(x, dtype=torch.int64, device="cpu") for x in ([*phase_steps, factor], axis_of_pair)
+            )
+            super().__init__(torch.stack([steps, packed_rows(axes_of_pairs)])[None])
 
     def _words_of_heads(self) -> list[list[int]]:
         steps, axes = self.packed(torch.device("cpu"))[0].tolist()

@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "head_split.h"
 #include "lane_layout.h"
 #include "mrrope/rotary.h"
 #include "mrrope/rotation.h"
@@ -39,6 +40,24 @@ __device__ void load_phase_steps(uint64_t (&steps)[Vector], const uint64_t* tabl
         for (int j = 0; j < Vector; ++j) steps[j] = table[layout.pair(j)];
     }
 }
+
+// The rows of positions of a lane's pairs. A word has those of eight neighbouring pairs.
+template <class Layout, int Vector>
+struct PairRows {
+    static constexpr bool has_two_runs = !Layout::crosses_vectors;  // of neighbouring pairs
+    static constexpr int run = has_two_runs ? Vector / 2 : Vector;
+    static_assert(run <= 8);
+
+    uint64_t words[has_two_runs ? 2 : 1];
+
+    __device__ void load(const uint64_t* row_of_pair, const Layout& layout) {
+        words[0] = row_of_pair[layout.pair(0)];
+        if constexpr (has_two_runs) words[1] = row_of_pair[layout.pair(run)];
+    }
+
+    // Not clamped to the rows that exist.
+    __device__ int operator[](int j) const { return named_row(words[j / run], j % run); }
+};
 
 // A lane's two vectors in the precision of the computation.
 template <class Real, int Vector>
@@ -147,25 +166,23 @@ __device__ int64_t load_position(const PositionsView& positions, int64_t row, In
 // The first positions of a token that may have several, loaded before the row of a pair is known, so that the two loads
 // do not wait for one another.
 struct PositionRowsAhead {
-    static constexpr int count = 4;  // time, height and width, and text
-    int64_t of[count];
+    int64_t of[max_rows_with_vectors];
 
-    // `first`: the address of the token's position in row 0.
+    // `first`: the address of the token's position in row 0. Rows that do not exist repeat the last.
     __device__ void load(const PositionsView& positions, const void* first) {
         const int64_t row_bytes = positions.row_stride * (positions.is_int64 ? 8 : 4);
+        const auto* address = static_cast<const char*>(first);
         CUTLASS_PRAGMA_UNROLL
-        for (int row = 0; row < count; ++row) {
-            const bool exists = row == 0 || row < positions.rows;
-            of[row] = exists ? load_position(positions, static_cast<const char*>(first) + row * row_bytes) : 0;
+        for (int row = 0; row < max_rows_with_vectors; ++row) {
+            if (row > 0 && row < positions.rows) address += row_bytes;
+            of[row] = load_position(positions, address);
         }
     }
 
-    template <class Index>
-    __device__ int64_t operator()(const PositionsView& positions, int row, Index batch, Index token) const {
-        if (positions.rows > count) return load_position(positions, row, batch, token);
+    __device__ int64_t operator[](int row) const {
         int64_t position = of[0];
         CUTLASS_PRAGMA_UNROLL
-        for (int other = 1; other < count; ++other) position = row == other ? of[other] : position;
+        for (int other = 1; other < max_rows_with_vectors; ++other) position = row >= other ? of[other] : position;
         return position;
     }
 };

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <type_traits>
+#include <variant>
 
 #include "device/head_fragment.cuh"
 #include "device/table_choice.cuh"
@@ -36,62 +37,73 @@ private:
     }
 };
 
-// The angles of a lane at one token, by the table of a table head: load() issues the loads, before those of the heads;
+// The angles of a lane at one token, by the table of a table head. The load functions issue loads, load_index() first;
 // compute() uses them.
-//
-// loads_rows: load() loads the positions of a token with several, and the row of each pair, too. Where registers are
-// scarce, compute() does.
-template <int Vector, bool needs_lookup, bool loads_rows = needs_lookup>
+template <class Lane, int Vector, bool needs_lookup>
 struct LaneAngles {
-    std::conditional_t<loads_rows, PositionRowsAhead, int64_t> position;
-    uint32_t row_words[loads_rows ? Vector : 1];  // low halves
-    int64_t offset = 0;
+    // All positions of a token, while the row of a pair is not known. With one pair it is waited for.
+    static constexpr bool loads_all_rows = needs_lookup && Vector > 1;
+
+    std::conditional_t<loads_all_rows, PositionRowsAhead, int64_t> position;
+    [[no_unique_address]] std::conditional_t<loads_all_rows, PairRows<Lane, Vector>, std::monostate> rows;
     uint64_t steps[Vector];
     uint64_t factor;
+    uint32_t index = 0;  // of the table
 
-    template <class Lane>
-    __device__ void load(const RotaryArgs& args, const Lane& lane, int batch, int token, int table_head) {
-        const void* first = position_address(args.positions, 0, batch, token);
-        if constexpr (loads_rows) {
-            position.load(args.positions, first);
-        } else {
-            position = load_position(args.positions, first);
+    __device__ void load_index(const RotaryArgs& args, int batch, int token) {
+        if constexpr (needs_lookup) {
+            index = mrrope::load_index(args.choice, index_address(args.choice, batch, token), batch);
         }
-        if constexpr (needs_lookup) offset = table_offset(args.choice, batch, token, table_head);
-        if (loads_rows && args.positions.row_of_pair != nullptr) {
-            const auto* halves = reinterpret_cast<const uint32_t*>(args.positions.row_of_pair + offset);
-            CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < Vector; ++j) row_words[loads_rows ? j : 0] = halves[2 * lane.pair(j)];
-        }
-        const uint64_t* table = args.table + offset;
+    }
+
+    __device__ void load_steps(const RotaryArgs& args, const Lane& lane, int table_head) {
+        const uint64_t* table = args.table + offset_of_table(args, table_head);
         load_phase_steps(steps, table, lane);
         factor = table[args.rotary_dim / 2];
     }
 
-    template <class Real, class Lane>
-    __device__ void compute(CosSin<Real> (&by)[Vector], const RotaryArgs& args, const Lane& lane, int batch, int token,
-                            Real direction) const {
-        const Real gain = lane.rotates() ? static_cast<Real>(attention_factor_of(factor)) : Real(1);
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) {
-            const int64_t at = lane.rotates() ? position_of_pair(args.positions, lane, j, batch, token) : 0;
-            by[j] = scaled_cos_sin(phase_of(at, steps[j]), gain, direction);
+    __device__ void load_positions(const RotaryArgs& args, const Lane& lane, int batch, int token, int table_head) {
+        const PositionsView& positions = args.positions;
+        if constexpr (loads_all_rows) {
+            const void* first = position_address(positions, 0, batch, token);
+            if (positions.row_of_pair != nullptr) {
+                rows.load(positions.row_of_pair + offset_of_table(args, table_head), lane);
+                position.load(positions, first);
+            } else {
+                rows = {};
+                position.of[0] = load_position(positions, first);
+            }
+        } else {
+            int row = 0;
+            if (needs_lookup && positions.row_of_pair != nullptr) {
+                const uint64_t word = positions.row_of_pair[offset_of_table(args, table_head) + lane.pair(0)];
+                row = position_row_of(word, positions.rows);
+            }
+            position = load_position(positions, row, batch, token);
         }
     }
 
-    template <class Lane>
-    __device__ int64_t position_of_pair(const PositionsView& positions, const Lane& lane, int j, int batch,
-                                        int token) const {
-        if constexpr (loads_rows) {
-            if (positions.row_of_pair == nullptr) return position.of[0];
-            return position(positions, position_row_of(row_words[j], positions.rows), batch, token);
-        } else if constexpr (needs_lookup) {
-            if (positions.row_of_pair == nullptr) return position;
-            const uint64_t word = positions.row_of_pair[offset + lane.pair(j)];
-            return load_position(positions, position_row_of(word, positions.rows), batch, token);
-        } else {
-            return position;
+    template <class Real>
+    __device__ void compute(CosSin<Real> (&by)[Vector], const Lane& lane, Real direction) const {
+        const Real gain = lane.rotates() ? static_cast<Real>(attention_factor_of(factor)) : Real(1);
+        // Once: for every pair it would be a branch.
+        const auto of_rotated = lane.rotates() ? position : decltype(position){};
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < Vector; ++j) {
+            int64_t of_pair;
+            if constexpr (loads_all_rows) {
+                of_pair = of_rotated[rows[j]];
+            } else {
+                of_pair = of_rotated;
+            }
+            by[j] = scaled_cos_sin(phase_of(of_pair, steps[j]), gain, direction);
         }
+    }
+
+private:
+    __device__ int64_t offset_of_table(const RotaryArgs& args, int table_head) const {
+        if constexpr (!needs_lookup) return 0;
+        return table_offset(args.choice, index) + head_table_offset(args.choice, table_head);
     }
 };
 
@@ -105,17 +117,42 @@ struct SharedCosSin {
 
     __device__ CosSin<Real>& operator[](int pair) { return of[pair + pair / Vector * 2]; }
 
+    // A thread's share of the work: load() issues the loads of its first pair.
+    template <Pairing pairing, bool needs_lookup>
+    struct Share {
+        using Lane = WholeHeadLayout<pairing, 1>;
+
+        LaneAngles<Lane, 1, needs_lookup> angles;
+        int pair = threadIdx.x;
+
+        __device__ bool exists(const RotaryArgs& args) const { return pair < args.rotary_dim / 2; }
+
+        __device__ Lane lane(const RotaryArgs& args) const { return {pair, args.rotary_dim / 2}; }
+
+        __device__ void load(const RotaryArgs& args, int batch, int token) {
+            if (!exists(args)) return;
+            angles.load_index(args, batch, token);
+            angles.load_positions(args, lane(args), batch, token, /*table_head=*/0);
+            angles.load_steps(args, lane(args), /*table_head=*/0);
+        }
+    };
+
+    template <class Share>
+    __device__ void compute(Share& share, const RotaryArgs& args, int batch, int token, Real direction) {
+        while (share.exists(args)) {
+            CosSin<Real> cos_sin[1];
+            share.angles.compute(cos_sin, share.lane(args), direction);
+            (*this)[share.pair] = cos_sin[0];
+            share.pair += blockDim.x;
+            share.load(args, batch, token);
+        }
+    }
+
     template <Pairing pairing, bool needs_lookup = false>
     __device__ void compute(const RotaryArgs& args, int batch, int token, Real direction) {
-        const int pairs = args.rotary_dim / 2;
-        for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
-            const WholeHeadLayout<pairing, 1> lane(pair, pairs);
-            LaneAngles<1, needs_lookup> angles;
-            angles.load(args, lane, batch, token, /*table_head=*/0);
-            CosSin<Real> cos_sin[1];
-            angles.compute(cos_sin, args, lane, batch, token, direction);
-            (*this)[pair] = cos_sin[0];
-        }
+        Share<pairing, needs_lookup> share;
+        share.load(args, batch, token);
+        compute(share, args, batch, token, direction);
     }
 };
 
@@ -230,24 +267,24 @@ __device__ inline float max_over_block(float x) {
     return max_over_team(threadIdx.x % warp < warps ? of_warps[threadIdx.x % warp] : 0.0f, warp);
 }
 
-// All-reduce over the block.
-template <int Count, class Real>
+// All-reduce over the block. is_repeated: the kernel may call it again.
+template <bool is_repeated = true, int Count, class Real>
 __device__ void sum_over_block(Real (&sums)[Count]) {
     constexpr int warp = 32;
     __shared__ Real of_warps[Count][warp];
     sum_over_team(sums, warp);
-    __syncthreads();  // the sums of a previous call may still be read
+    if (is_repeated) __syncthreads();  // the sums of a previous call may still be read
     if (threadIdx.x % warp == 0) {
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < Count; ++j) of_warps[j][threadIdx.x / warp] = sums[j];
     }
     __syncthreads();
     const int warps = (blockDim.x + warp - 1) / warp;
+    const int team = 1 << (32 - __clz(warps - 1));  // the power of two from the number of warps on
+    const int of = threadIdx.x & (team - 1);
     CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Count; ++j) {
-        sums[j] = threadIdx.x % warp < warps ? of_warps[j][threadIdx.x % warp] : Real(0);
-    }
-    sum_over_team(sums, warp);
+    for (int j = 0; j < Count; ++j) sums[j] = of < warps ? of_warps[j][of] : Real(0);
+    sum_over_team(sums, team);
 }
 
 }  // namespace mrrope

@@ -14,6 +14,7 @@ from torch import nn
 
 from mrrope.hf.pair_sources import PairSources, pair_sources
 from mrrope.hf.rope_types import ROPE_TYPES, tables_per_layer_or_head
+from mrrope.position_rows import packed_rows
 from mrrope.table_lookup import NativeRope
 from mrrope.table_set import OfOneLayer
 from mrrope.tables import FrequencyTable, frequency_table
@@ -78,7 +79,7 @@ class RopeSettings(NativeRope):
         rows = [words.expand(heads, -1)]
         if self.sources is not None:
             words[:, :-1] = words[:, self.sources.frequency]
-            rows.append(torch.nn.functional.pad(self.sources.row, (0, 1)).expand(heads, -1))
+            rows.append(packed_rows(self.sources.row).expand(heads, -1))
         return torch.stack(rows)[None]
 
 

@@ -73,12 +73,12 @@ def _cos_sin(
 
     Both are ``[batch, tokens, rotary_dim]``, or ``[batch, tokens, tables, rotary_dim]`` for head tables.
     """
-    # Second rows name the row of positions that rotates each pair.
+    # Second rows name the row of positions that rotates each pair, in the low byte.
     words, *rows = [table] if table.dim() == 1 else [table[:, None]] if table.dim() == 2 else table[:, None].unbind(2)
     if positions.dim() == 3:
         positions = positions.permute(1, 2, 0)
         positions = torch.take_along_dim(
-            positions[:, :, None] if table.dim() == 4 else positions, rows[0][..., :-1].abs(), dim=-1
+            positions[:, :, None] if table.dim() == 4 else positions, rows[0][..., :-1].abs() & 0xFF, dim=-1
         )
     else:
         positions = positions[..., None, None] if table.dim() == 4 else positions[..., None]

@@ -14,6 +14,7 @@ from torch import nn
 import mrrope.ops  # noqa: F401 (registers the ops)
 from mrrope.hf.auto_scale.ladder import Ladder
 from mrrope.ops.decompositions import RADIANS_PER_PHASE_UNIT
+from mrrope.position_rows import packed_rows
 from mrrope.tables import FrequencyTable
 from mrrope.vllm import hooks
 from mrrope.vllm.rope_request import ROPE_TYPE
@@ -76,8 +77,7 @@ class ServedRotaryEmbedding(nn.Module):
         packed = torch.stack([table.packed(torch.device("cpu")) for table in ladder.tables])
         if self.mrope_section:
             rows = position_rows(self.mrope_section, mrope_interleaved, self.rotary_dim // 2)
-            rows = nn.functional.pad(rows, (0, 1))
-            packed = torch.stack([packed, rows.expand_as(packed)], dim=1)
+            packed = torch.stack([packed, packed_rows(rows).expand_as(packed)], dim=1)
         elif ladder.is_fixed:
             packed = packed[0]
         # Buffers are saved and restored by vLLM's sleep mode; casts of the model leave integers alone.

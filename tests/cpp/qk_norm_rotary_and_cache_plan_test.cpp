@@ -90,7 +90,7 @@ bool fits_registers(const QkNormRotaryAndCacheShape& shape) {
 bool has_kernel(const QkNormRotaryAndCachePlan& plan, NormOver over) {
     const int heads = plan.heads_per_thread;
     if (over == NormOver::head) return heads == 1 || heads == 2 || heads == 8;
-    return plan.finds_table ? heads == 2 : heads == 4;
+    return plan.finds_table ? heads == 2 : heads == 1 || heads == 2 || heads == 4;
 }
 
 TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
@@ -107,7 +107,9 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
             if (planned.in_registers) {
                 EXPECT_TRUE(fits_registers(shape));
                 EXPECT_TRUE(has_kernel(planned, shape.over));
-                EXPECT_TRUE(planned.finds_table || !shape.needs_lookup);
+                EXPECT_EQ(planned.finds_table, shape.needs_lookup);
+                EXPECT_LE(planned.block_threads,
+                          norm_and_cache_max_block_threads(shape.over, planned.heads_per_thread));
                 EXPECT_TRUE(planned.heads_per_thread == norm_heads_per_thread_with_lookup || shape.table_heads == 1);
                 EXPECT_EQ(planned.vector * shape.element_size, planned.heads_per_thread == 1 ? 8 : 16);
                 EXPECT_EQ(planned.lanes * 2 * planned.vector, shape.head_dim);
@@ -116,7 +118,6 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
                 EXPECT_EQ(planned.groups.queries % (1 << planned.q_sharers_log2), 0);
                 EXPECT_EQ(planned.groups.keys % (1 << planned.k_sharers_log2), 0);
                 EXPECT_LE(planned.team << std::max(planned.q_sharers_log2, planned.k_sharers_log2), warp);
-                EXPECT_LE(planned.block_threads, over_head ? norm_block_threads : norm_max_block_threads);
                 if (!over_head && shape.computes_q_scale) {
                     EXPECT_EQ(planned.team, planned.lanes);
                 }
@@ -184,6 +185,24 @@ TEST(Plan, GivesThreadsMoreHeadsInLargeLaunches) {
     }
 }
 
+TEST(Plan, GivesThreadsMoreHeadsInLargeLaunchesOverAllHeads) {
+    QkNormRotaryAndCacheShape shape = qwen3_shape(1);
+    shape.over = NormOver::all_heads;
+    shape.kv_heads = 32;
+    for (const auto& [tokens, heads_per_thread] : {std::pair{1, 1}, {64, 1}, {256, 2}, {1024, 2}, {8192, 4}}) {
+        shape.tokens = tokens;
+        EXPECT_EQ(plan(shape, h200).heads_per_thread, heads_per_thread) << tokens;
+    }
+    // No block holds a row with fewer heads per thread.
+    shape.tokens = 1;
+    shape.q_heads = 64;
+    EXPECT_EQ(plan(shape, h200).heads_per_thread, 1);
+    shape.q_heads = 65;
+    EXPECT_EQ(plan(shape, h200).heads_per_thread, 4);
+    shape.q_heads = 129;
+    EXPECT_FALSE(plan(shape, h200).in_registers);
+}
+
 // --- thread-to-element map of the kernels
 
 // Runs the map over all threads of a launch; records which reduction every component of q and k takes part in.
@@ -206,7 +225,7 @@ public:
                     const StorePlace place = place_over_head(map, block, thread);
                     run_in_registers(map, place, team);
                 } else {
-                    run_in_registers(map, map.place<NormOver::all_heads, false>(block, thread), block);
+                    run_in_registers(map, place_over_all_heads(map, block, thread), block);
                 }
                 if (::testing::Test::HasFatalFailure()) return;
             }
@@ -217,6 +236,11 @@ public:
     static StorePlace place_over_head(const QkNormRotaryAndCacheMap<PlainDivmod>& map, int block, int thread) {
         return map.plan.heads_per_thread == 8 ? map.place<NormOver::head, true>(block, thread)
                                               : map.place<NormOver::head, false>(block, thread);
+    }
+
+    static StorePlace place_over_all_heads(const QkNormRotaryAndCacheMap<PlainDivmod>& map, int block, int thread) {
+        return map.plan.heads_per_thread == 4 ? map.place<NormOver::all_heads, true>(block, thread)
+                                              : map.place<NormOver::all_heads, false>(block, thread);
     }
 
     // Every thread finds the rotations of its lane at its token in its warp's memory, each written by one thread.
@@ -345,7 +369,7 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
                            all_heads_per_thread = shape.table_heads > 1          ? std::vector{2}
                                                   : shape.over == NormOver::head ? std::vector{1, 2, 8}
                                                   : shape.needs_lookup           ? std::vector{2}
-                                                                                 : std::vector{2, 4};
+                                                                                 : std::vector{1, 2, 4};
                        }
                        for (const int heads_per_thread : all_heads_per_thread) {
                            Coverage kernel(shape);

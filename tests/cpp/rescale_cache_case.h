@@ -208,7 +208,7 @@ inline RescaleCacheOptions random_rescale_options(uint64_t seed) {
     o.placement = random_placement(o.dtype, random);
     o.only_last_layer_misaligned = coin();
     o.positions = random_position_options(random);
-    o.position_rows = coin() ? 0 : upto(1, 4);
+    o.position_rows = coin() ? 0 : upto(1, 6);
     o.table_layers = coin() ? 1 : static_cast<int>(upto(2, 4));
     if (coin()) return o;
     o.table_heads = static_cast<int>(upto(2, 4));

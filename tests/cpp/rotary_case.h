@@ -306,7 +306,7 @@ inline CaseOptions random_options(uint64_t seed, RandomLimits limits = {}) {
     o.in = random_placement(o.dtype, random);
     o.out = random_placement(o.dtype, random);
     o.positions = random_position_options(random);
-    o.position_rows = coin() ? 0 : upto(1, 4);
+    o.position_rows = coin() ? 0 : upto(1, 6);
     o.tables = random_table_options(random);
     if (coin()) return o;
     o.tables.heads = static_cast<int>(upto(2, 4));

@@ -42,9 +42,7 @@ public:
                                     .scale = is_first ? 8.0 : 1.0 + static_cast<double>(table),
                                     .attention_factor = options.attention_factor / static_cast<double>(table + 1)}));
             std::copy(one.begin(), one.end(), words_.begin() + first_word);
-            for (int pair = 0; options.position_rows > 0 && pair < pairs_; ++pair) {
-                words_[first_word + first_row_word() + pair] = random() % options.position_rows;
-            }
+            if (options.position_rows > 0) name_rows(first_word + first_row_word(), options.position_rows, random);
         }
     }
 
@@ -66,10 +64,18 @@ public:
         }
     }
     int64_t row(int64_t table, int pair, int head = 0) const {
-        return static_cast<int64_t>(words_[word_of(table, head) + first_row_word() + pair]);
+        return static_cast<int64_t>(words_[word_of(table, head) + first_row_word() + pair] & 0xff);
     }
 
 private:
+    // A random row for every pair: a word holds those of its own pair and of seven after it, one per byte.
+    void name_rows(int64_t first_word, int64_t rows, std::mt19937_64& random) {
+        for (int pair = pairs_ - 1; pair >= 0; --pair) {
+            const uint64_t after = pair == pairs_ - 1 ? 0 : words_[first_word + pair + 1];
+            words_[first_word + pair] = after << 8 | random() % rows;
+        }
+    }
+
     int64_t word_of(int64_t table, int head) const { return table * stride_ + head * head_stride_; }
 
     int pairs_;

@@ -13,6 +13,7 @@ from fuzz.float64_reference import PhaseSteps
 from fuzz.op_call import Alternative, Arguments, Expected, OpCall, Tensor, compute_eps
 from fuzz.op_cases import OpCase
 from mrrope.ops import decompositions
+from mrrope.position_rows import packed_rows
 from mrrope.tables import packed_stack
 
 
@@ -54,11 +55,9 @@ class RotaryCall(OpCall):
         packed = packed_stack(self.tables, torch.device("cpu"))
         self.row_of_pair = None
         if case.position_rows:
-            rows = case.numpy_random(3).integers(0, case.position_rows, size=(len(packed), packed.shape[1]))
-            rows = torch.from_numpy(rows)
-            rows[:, -1] = 0
-            self.row_of_pair = rows[:, :-1].to(case.device)
-            packed = torch.stack([packed, rows], dim=1)
+            rows = case.numpy_random(3).integers(0, case.position_rows, size=(len(packed), packed.shape[1] - 1))
+            self.row_of_pair = torch.from_numpy(rows).to(case.device)
+            packed = torch.stack([packed, packed_rows(torch.from_numpy(rows))], dim=1)
         elif case.tables == "one" and case.table_heads == 1:
             packed = packed[0]
         if case.table_heads > 1:

@@ -42,8 +42,7 @@ struct HeadsView {
 };
 
 // int32 or int64 positions, [batch, tokens]; stride 0 broadcasts. Tokens with several positions, such as time, height
-// and width, have [rows, batch, tokens], and row_of_pair names the row for each pair, in the low half of a word; it is
-// clamped to the last row.
+// and width, have [rows, batch, tokens], at most max_position_rows, and row_of_pair names the row for each pair.
 struct PositionsView {
     const void* data = nullptr;
     bool is_int64 = true;
@@ -51,8 +50,9 @@ struct PositionsView {
     int64_t token_stride = 1;
     int64_t rows = 1;
     int64_t row_stride = 0;
-    // In the tables' memory space. Each table has its own, as far apart as the tables: TableChoice::stride and
-    // TableChoice::head_stride.
+    // Byte i of a pair's word is the row of the pair i pairs after it, of the same table, so that one load gives a GPU
+    // thread the rows of all its pairs. Rows that do not exist are clamped to the last. In the tables' memory space;
+    // each table has its own words, as far apart as the tables: TableChoice::stride and TableChoice::head_stride.
     const uint64_t* row_of_pair = nullptr;
 };
 

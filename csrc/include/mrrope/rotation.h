@@ -44,16 +44,19 @@ MRROPE_HOST_DEVICE double attention_factor_of(uint64_t word) {
     return std::bit_cast<double>(without_negation(word));
 }
 
-// The row of positions for a pair, by the low half of its word: a GPU's 64-bit arithmetic takes several instructions.
-// Clamped, so that no word leads out of bounds.
-MRROPE_HOST_DEVICE int position_row_of(uint32_t low_half, int64_t rows) {
-    const uint32_t row = low_half >> 31 ? 0 - low_half : low_half;  // as without_negation
-    const auto last = static_cast<uint32_t>(rows - 1);
-    return static_cast<int>(row < last ? row : last);
+// The top bit of a word that names rows of positions tells whether it was negated.
+inline constexpr int max_position_rows = 128;
+
+// The row of positions that a word of PositionsView::row_of_pair names for the pair `ahead` pairs after its own.
+MRROPE_HOST_DEVICE int named_row(uint64_t word, int ahead) {
+    return static_cast<int>(without_negation(word) >> (8 * ahead) & 0xff);
 }
 
+// The row of positions for a pair. Clamped, so that no word leads out of bounds.
 MRROPE_HOST_DEVICE int position_row_of(uint64_t word, int64_t rows) {
-    return position_row_of(static_cast<uint32_t>(word), rows);
+    const int row = named_row(word, 0);
+    const int last = static_cast<int>(rows) - 1;
+    return row < last ? row : last;
 }
 
 // Cosine and sine of quarter * pi/2 + x, given those of x.

@@ -363,7 +363,8 @@ def test_equality_and_copies():
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: mrrope.AxisTables([]), ValueError, "tables must hold a FrequencyTable per axis, got none"),
+        (lambda: mrrope.AxisTables([]), ValueError, "tables must hold a FrequencyTable per axis, 1 to 128, got none"),
+        (lambda: mrrope.AxisTables([plain_table(2)] * 129), ValueError, "tables must hold .* 1 to 128, got 129"),
         (lambda: mrrope.AxisTables(3), TypeError, "tables must be a FrequencyTable per axis, got int"),
         (lambda: mrrope.AxisTables(["rope"]), TypeError, r"tables\[0\] must be a FrequencyTable"),
         (
@@ -380,6 +381,11 @@ def test_equality_and_copies():
             lambda: mrrope.AxisTables.of_sections(plain_table(8), [-1, 5]),
             ValueError,
             r"sections must add up to the table's 4 pairs, got \[-1, 5\]",
+        ),
+        (
+            lambda: mrrope.AxisTables.of_sections(plain_table(8), [4] + [0] * 128),
+            ValueError,
+            "sections must be at most 128, got 129",
         ),
         (lambda: mrrope.AxisTables.of_sections(plain_table(8), [1.5, 2.5]), TypeError, "sections must be an integer"),
         (

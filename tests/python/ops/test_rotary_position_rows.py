@@ -7,23 +7,24 @@ from rotary_reference import assert_rotated, rotated
 
 import mrrope
 from mrrope.ops import decompositions
+from mrrope.position_rows import packed_rows
 
 ROWS = 3
 ROTARY_DIM = 32
 
 
-def random_call(device, dtype=torch.float32, batch=2, tokens=5):
+def random_call(device, dtype=torch.float32, batch=2, tokens=5, rows=ROWS):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(batch, 4, tokens, 40, generator=generator).to(dtype)
     k = torch.randn(batch, 2, tokens, 40, generator=generator).to(dtype)
-    positions = torch.randint(0, 2**31, (ROWS, batch, tokens), generator=generator)
-    row_of_pair = torch.randint(0, ROWS, (ROTARY_DIM // 2,), generator=generator)
+    positions = torch.randint(0, 2**31, (rows, batch, tokens), generator=generator)
+    row_of_pair = torch.randint(0, rows, (ROTARY_DIM // 2,), generator=generator)
     return q.to(device), k.to(device), positions.to(device), row_of_pair
 
 
 def with_rows(table, row_of_pair, device):
     packed = table.packed(torch.device("cpu"))
-    return torch.stack([packed, torch.nn.functional.pad(row_of_pair, (0, 1))])[None].to(device)
+    return torch.stack([packed, packed_rows(row_of_pair)])[None].to(device)
 
 
 def rotated_by_rows(x, positions, row_of_pair, table, pairing):
@@ -39,9 +40,10 @@ def rotated_by_rows(x, positions, row_of_pair, table, pairing):
 @pytest.mark.parametrize("pairing", ["halves", "interleaved"])
 @pytest.mark.parametrize("positions_dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_each_pair_is_rotated_by_its_own_row(device, pairing, positions_dtype, in_place):
+@pytest.mark.parametrize("rows", [2, ROWS, 4, 5, 128])
+def test_each_pair_is_rotated_by_its_own_row(device, pairing, positions_dtype, in_place, rows):
     table = table_of("yarn", ROTARY_DIM)
-    q, k, positions, row_of_pair = random_call(device)
+    q, k, positions, row_of_pair = random_call(device, rows=rows)
     want = [rotated_by_rows(x.cpu(), positions, row_of_pair, table, pairing) for x in (q, k)]
     packed = with_rows(table, row_of_pair, device)
     arguments = ([q, k], positions.to(positions_dtype), packed, "bhsd", pairing)
@@ -79,6 +81,37 @@ def test_a_row_that_is_not_there_is_refused():
     row_of_pair[3] = ROWS
     with pytest.raises(ValueError, match=r"table's second row must name rows of positions, 0 to 2, got 3 for pair 3"):
         torch.ops.mrrope.rotary.default([q, k], positions, with_rows(table, row_of_pair, "cpu"), "bhsd", "halves")
+
+
+def test_a_word_has_the_rows_of_eight_pairs():
+    words = packed_rows(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 127, 9], [0, 0, 0, 0, 0, 0, 0, 0, 3]])).tolist()
+    assert [f"{word:x}" for word in words[0]] == [
+        "7f07060504030201", "97f070605040302", "97f0706050403", "97f07060504", "97f070605", "97f0706", "97f07", "97f",
+        "9", "0",
+    ]  # fmt: skip
+    assert words[1] == [0, *(3 << 8 * (8 - pair) for pair in range(1, 9)), 0]
+
+
+def test_a_word_with_rows_of_other_pairs_is_refused():
+    table = table_of("yarn", ROTARY_DIM)
+    q, k, positions, row_of_pair = random_call("cpu")
+    packed = with_rows(table, row_of_pair, "cpu")
+    packed[0, 1, 9] ^= 3 << 16
+    got = int(row_of_pair[11]) ^ 3
+    message = (
+        rf"table's second row must repeat the row of pair 11, {row_of_pair[11]}, in byte 2 of the word of pair 9, "
+        rf"got {got}"
+    )
+    with pytest.raises(ValueError, match=message):
+        torch.ops.mrrope.rotary.default([q, k], positions, packed, "bhsd", "halves")
+
+
+def test_more_rows_than_a_byte_names_are_refused():
+    table = table_of("yarn", ROTARY_DIM)
+    q, k, positions, row_of_pair = random_call("cpu", rows=129)
+    packed = with_rows(table, row_of_pair % 2, "cpu")
+    with pytest.raises(ValueError, match=r"positions must have at most 128 rows, got 129"):
+        torch.ops.mrrope.rotary.default([q, k], positions, packed, "bhsd", "halves")
 
 
 @pytest.mark.parametrize("shape", [(ROWS, 3, 5), (ROWS, 2, 4), (0, 2, 5)])

@@ -26,6 +26,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
 import mrrope
+from mrrope.position_rows import packed_rows
 
 ROTARY = torch.ops.mrrope.rotary.default
 ROTARY_ = torch.ops.mrrope.rotary_.default
@@ -152,7 +153,7 @@ def test_stacks_of_tables_with_position_rows(device, layout, with_index, positio
     generator = torch.Generator().manual_seed(0)
     positions = torch.randint(0, 2**31, (rows, batch, tokens), generator=generator).to(device)
     row_of_pair = torch.randint(0, rows, (3, rotary_dim // 2), generator=generator)
-    stack = torch.stack([stack_of(tables, "cpu"), torch.nn.functional.pad(row_of_pair, (0, 1))], dim=1).to(device)
+    stack = torch.stack([stack_of(tables, "cpu"), packed_rows(row_of_pair)], dim=1).to(device)
     if not position_rows:
         positions = positions[0]
     index = index_of([2, 0, 2], device) if with_index else None
@@ -171,10 +172,11 @@ def test_stacks_of_tables_with_position_rows(device, layout, with_index, positio
 
 def test_a_row_that_is_not_there_is_refused_in_every_table():
     q, stack = torch.randn(2, 1, 3, 8), stack_of(tables_of(2, 8), "cpu")
-    row_of_pair = torch.zeros(2, 5, dtype=torch.int64)
+    row_of_pair = torch.zeros(2, 4, dtype=torch.int64)
     row_of_pair[1, 3] = 4
+    stack = torch.stack([stack, packed_rows(row_of_pair)], dim=1)
     with pytest.raises(ValueError, match=r"table's second row must name rows of positions, 0 to 1, got 4 for pair 3"):
-        ROTARY([q], torch.zeros(2, 2, 3, dtype=torch.int64), torch.stack([stack, row_of_pair], dim=1), "bhsd", "halves")
+        ROTARY([q], torch.zeros(2, 2, 3, dtype=torch.int64), stack, "bhsd", "halves")
 
 
 # --- lifetime of the stack ---
