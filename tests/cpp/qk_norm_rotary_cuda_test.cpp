@@ -13,6 +13,7 @@
 #include "device_case.h"
 #include "device_memory.h"
 #include "device_properties.h"
+#include "head_split.h"
 #include "mrrope/qk_norm_rotary.h"
 #include "on_gpu.h"
 #include "qk_norm_rotary_case.h"
@@ -180,7 +181,7 @@ TEST_F(QkNormRotaryCuda, EveryRegisterKernel) {
                 o.over = NormOver::all_heads;
                 for (const int heads : {2, 4}) norm_by(heads);
                 o.rotary.tables = {.table_for = TableFor::each_index, .count = 3};
-                for (const int rows : {0, 3, 5}) {  // of positions: none, those that are loaded ahead, and more
+                for (const int rows : {0, 3, max_rows_with_vectors}) {
                     o.rotary.position_rows = rows;
                     o.over = NormOver::all_heads;
                     norm_by(2);

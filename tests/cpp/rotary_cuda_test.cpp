@@ -327,21 +327,27 @@ TEST_F(RotaryCuda, IndicesOutOfRangeStayWithinTheTables) {
 }
 
 TEST_F(RotaryCuda, RowsOutOfRangeStayWithinThePositions) {
-    CaseOptions o;
-    o.position_rows = 3;
-    RotaryCase rotary(o);
-    std::vector<uint64_t>& words = rotary.tables().words();
-    const auto rows = words.begin() + rotary.tables().first_row_word();
-    std::fill_n(rows, o.rotary_dim / 2, 2);
-    const std::vector<uint64_t> in_range = words;
-    // The last is -3: negated tables have negated row numbers, whose sign is ignored. High halves are ignored, too.
-    const uint64_t wrong[] = {3, 1000, (uint64_t{1} << 32) + 2, uint64_t{1} << 31, ~uint64_t{2}};
-    std::copy(std::begin(wrong), std::end(wrong), rows);
-    DeviceCase device(rotary);
-    words = in_range;
-    rotary_cuda(device.args(), nullptr);
-    device.fetch();
-    rotary.expect_rotated();
+    constexpr uint64_t one_in_every_byte = 0x0101010101010101;
+    for (const auto& [head_dim, rows] : {std::pair{128, 3}, {128, 5}, {6, 3}}) {  // vectors, then single components
+        for (const int wrong_row : {5, 127}) {
+            for (const bool negated : {false, true}) {  // negated tables have negated words, whose sign is ignored
+                CaseOptions o;
+                o.head_dim = o.rotary_dim = head_dim;
+                o.position_rows = rows;
+                RotaryCase rotary(o);
+                const auto first = rotary.tables().words().begin() + rotary.tables().first_row_word();
+                const uint64_t wrong = one_in_every_byte * wrong_row;
+                std::fill_n(first, o.rotary_dim / 2, negated ? 0 - wrong : wrong);
+                DeviceCase device(rotary);
+                std::fill_n(first, o.rotary_dim / 2, one_in_every_byte * (rows - 1));
+                rotary_cuda(device.args(), nullptr);
+                device.fetch();
+                SCOPED_TRACE(std::to_string(wrong_row) + (negated ? " negated" : ""));
+                rotary.expect_rotated();
+                if (HasFailure()) return;
+            }
+        }
+    }
 }
 
 // --- streams and launches

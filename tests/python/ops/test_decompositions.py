@@ -14,6 +14,7 @@ import mrrope
 from mrrope.hf import conventions
 from mrrope.ops import decompositions
 from mrrope.ops.decompositions import is_decode_step
+from mrrope.position_rows import packed_rows
 
 pytest.importorskip("transformers")
 
@@ -52,7 +53,7 @@ def test_tables_as_the_op_takes_them(device: str, layout: str, position_rows: bo
     table = stack_of(tables_of(count, 16), "cpu")
     if position_rows is not None:
         rows = torch.randint(0, 4, (count, 8), generator=generator)
-        table = torch.stack([table, torch.nn.functional.pad(rows, (0, 1))], dim=1)
+        table = torch.stack([table, packed_rows(rows)], dim=1)
     shape = (4, 3, case.tokens) if position_rows else (3, case.tokens)
     positions = torch.randint(0, 2**31, shape, generator=generator).to(device)
     arguments = [q, k], positions, table.to(device), layout, "interleaved", False
@@ -65,7 +66,7 @@ def test_rows_of_positions_for_all_sequences_with_a_table_for_each(device: str) 
     case, generator = Case(batch=3), torch.Generator().manual_seed(0)
     (q, k), table = case.heads_on(device), stack_of(tables_of(3, 16), "cpu")
     rows = torch.randint(0, 4, (3, 8), generator=generator)
-    table = torch.stack([table, torch.nn.functional.pad(rows, (0, 1))], dim=1).to(device)
+    table = torch.stack([table, packed_rows(rows)], dim=1).to(device)
     positions = torch.randint(0, 2**31, (4, 1, case.tokens), generator=generator).to(device)
     arguments = [q, k], positions, table, "bhsd", "halves", False
     result, by_op = decompositions.rotary(*arguments), torch.ops.mrrope.rotary.default(*arguments)

@@ -16,6 +16,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
 from mrrope.ops import decompositions
+from mrrope.position_rows import packed_rows
 
 OPS = torch.ops.mrrope
 EPS = 1e-6
@@ -67,7 +68,7 @@ class HeadCase:
         words = torch.randint(-(2**63), 2**63 - 1, shape, generator=generator)
         words[..., -1] = (0.5 + torch.rand(shape[:-1], generator=generator, dtype=torch.float64)).view(torch.int64)
         if self.position_rows:
-            words[:, 1] = torch.randint(self.position_rows, words[:, 1].shape, generator=generator)
+            words[:, 1] = packed_rows(torch.randint(self.position_rows, words[:, 1, :, 1:].shape, generator=generator))
         return words
 
     def positions(self) -> torch.Tensor:
@@ -112,7 +113,7 @@ class HeadCase:
                     words = table[number, :, head * self.tables // n_heads]
                     at = (token,) if self.layout == "thd" else (b, token)
                     if self.position_rows:
-                        of_pairs = torch.stack([positions[(int(row), *at)] for row in words[1, :-1]])
+                        of_pairs = torch.stack([positions[(int(row), *at)] for row in words[1, :-1] & 0xFF])
                     else:
                         of_pairs = positions[at].expand(self.rotary_dim // 2)
                     units = [unit_rotations(p, s)[0] for p, s in zip(of_pairs, words[0, :-1, None], strict=True)]
@@ -468,7 +469,9 @@ def test_bad_tables_are_refused(table, texts):
 def test_position_rows_out_of_range_are_refused():
     case = HeadCase(position_rows=3)
     table = case.packed()
-    table[0, 1, 2, 5] = 3
+    rows = table[0, 1, 2, :-1] & 0xFF
+    rows[5] = 3
+    table[0, 1, 2] = packed_rows(rows)
     heads, rest = changed(case, table=table)
     assert_refused(lambda: OPS.rotary(heads, *rest), ValueError, "0 to 2", "got 3 for pair 5")
 
