@@ -179,16 +179,6 @@ TEST_F(MlaRotaryAndCacheCuda, WritesAllInOneLaunchThatAGraphCanReplayWithOtherSl
     }
 }
 
-TEST_F(MlaRotaryAndCacheCuda, RunsOnTheStreamItIsGiven) {
-    const Stream stream;
-    MlaRotaryAndCacheCase cache{MlaCacheOptions{}};
-    MlaCacheDeviceCase device(cache);
-    mla_rotary_and_cache_cuda(device.args(), stream);
-    check(cudaStreamSynchronize(stream));
-    device.fetch();
-    cache.expect_written();
-}
-
 // By programmatic dependent launch a kernel may start while the preceding one still runs; every call rotates q further
 // from where the last one left it.
 TEST_F(MlaRotaryAndCacheCuda, OverlappingCallsGiveWhatSeparateCallsGive) {

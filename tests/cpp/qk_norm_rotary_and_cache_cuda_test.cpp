@@ -211,16 +211,6 @@ TEST_F(QkNormRotaryAndCacheCuda, OneLaunchThatAGraphCanReplayWithOtherSlots) {
     }
 }
 
-TEST_F(QkNormRotaryAndCacheCuda, RunsOnTheStreamItIsGiven) {
-    const Stream stream;
-    NormCacheCase norm{NormCacheOptions{}};
-    NormCacheOnDevice device(norm);
-    qk_norm_rotary_and_cache_cuda(device.args(), stream);
-    check(cudaStreamSynchronize(stream));
-    device.fetch();
-    norm.expect_stored();
-}
-
 // By programmatic dependent launch a kernel may start while the preceding one still runs; every call norms and rotates
 // q, and takes the gate's sigmoid, from where the last one left them.
 TEST_F(QkNormRotaryAndCacheCuda, OverlappingCallsGiveWhatSeparateCallsGive) {

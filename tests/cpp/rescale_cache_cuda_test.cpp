@@ -220,16 +220,6 @@ TEST_F(RescaleCacheCuda, IndicesOutOfRangeMeanTheLastTable) {
 
 // --- streams and launches
 
-TEST_F(RescaleCacheCuda, RunsOnTheStreamItIsGiven) {
-    const Stream stream;
-    RescaleCacheCase rescale({});
-    DeviceCase device(rescale);
-    rescale_cache_cuda(device.args(), stream);
-    check(cudaStreamSynchronize(stream));
-    device.fetch();
-    rescale.expect_rescaled();
-}
-
 // The device decides what is re-rotated, so one graph serves every decoding step.
 TEST_F(RescaleCacheCuda, AGraphReadsTheTableIndicesWhenItIsReplayed) {
     const Stream stream;

@@ -217,16 +217,6 @@ TEST_F(RotaryAndCacheCuda, WritesAllInOneLaunchThatAGraphCanReplayWithOtherSlots
     }
 }
 
-TEST_F(RotaryAndCacheCuda, RunsOnTheStreamItIsGiven) {
-    const Stream stream;
-    RotaryAndCacheCase cache{CacheOptions{}};
-    CacheDeviceCase device(cache);
-    rotary_and_cache_cuda(device.args(), stream);
-    check(cudaStreamSynchronize(stream));
-    device.fetch();
-    cache.expect_written();
-}
-
 // By programmatic dependent launch a kernel may start while the preceding one still runs; every
 // call rotates q further from where the last one left it.
 TEST_F(RotaryAndCacheCuda, OverlappingCallsGiveWhatSeparateCallsGive) {

@@ -352,18 +352,6 @@ TEST_F(RotaryCuda, RowsOutOfRangeStayWithinThePositions) {
 
 // --- streams and launches
 
-TEST_F(RotaryCuda, RunsOnTheStreamItIsGiven) {
-    const Stream stream;
-    CaseOptions o;
-    o.head_dim = o.rotary_dim = 64;
-    RotaryCase rotary(o);
-    DeviceCase device(rotary);
-    rotary_cuda(device.args(), stream);
-    check(cudaStreamSynchronize(stream));
-    device.fetch();
-    rotary.expect_rotated();
-}
-
 TEST_F(RotaryCuda, RotatesQueriesAndKeysInOneLaunchThatAGraphCanReplay) {
     const Stream stream;
     CaseOptions o;
