@@ -68,7 +68,7 @@ class OpCase:
     positions: str = choice("row", "broadcast", "matrix", "strided")
     position_dtype: str = choice("int64", "int32")
     reach: int = choice(0, 10, 2**12, 2**17, 2**31 - 1, 2**63 - 1)
-    position_rows: int = choice(0, 0, 0, 0, 1, 2, 3, 4)
+    position_rows: int = choice(0, 0, 0, 0, 1, 2, 3, 4, 6)
     method: str = choice(*METHODS)
     table_form: str = choice("plain", "plain", "relative", "inverse")
     scale: float = choice(1.0, 2.0, 8.0, 37.5)
