@@ -25,6 +25,7 @@ PACKAGE_LAYERS = [
         "mrrope.axis_tables",
         "mrrope.calibrated_tables",
         "mrrope.head_tables",
+        "mrrope.position_rows",
         "mrrope.table_json",
         "mrrope.table_lookup",
         "mrrope.table_set",
