@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
     };
     stage_row();
 
-    // Over a head, the angles of the next row are loaded ahead, too.
+    // Over a head, the angles of the next row are loaded ahead, too: all but the positions of a lookup.
     constexpr bool keeps_steps = over_head && !needs_lookup;
     __shared__ std::conditional_t<keeps_steps, PhaseStepsOfThreads<Vector, max_threads>, std::monostate> steps;
     int64_t position = 0;
@@ -332,8 +332,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
                 LaneAngles<WholeHeadLayout<pairing, 1>, 1, true> angles;
                 const int table_head = (first_head + head) / heads_per_table;
                 angles.load_index(args, batch, token);
-                angles.load_positions(args, lane, batch, token, table_head);
-                angles.load_steps(args, lane, table_head);
+                angles.load(args, lane, batch, token, table_head);
                 CosSin<Real> by[1];
                 angles.compute(by, lane, direction);
                 const Pair<Real> v =

@@ -89,10 +89,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     } else {
         // In the order of qk_norm_rotary_and_cache_kernel.
         LaneAngles<Lane, Vector, needs_lookup> angles;
-        const auto load_angles = [&] {
-            angles.load_positions(args, lane, place.batch, place.token, heads.table);
-            angles.load_steps(args, lane, heads.table);
-        };
+        const auto load_angles = [&] { angles.load(args, lane, place.batch, place.token, heads.table); };
         angles.load_index(args, place.batch, place.token);
         if constexpr (!needs_lookup) load_angles();
         load_first();
@@ -207,8 +204,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
         LaneAngles<WholeHeadLayout<pairing, 1>, 1, true> angles;
         const int table_head = (first_head + head) / heads_per_table;
         angles.load_index(args, batch, token);
-        angles.load_positions(args, lane, batch, token, table_head);
-        angles.load_steps(args, lane, table_head);
+        angles.load(args, lane, batch, token, table_head);
         CosSin<Real> by[1];
         angles.compute(by, lane, direction);
         const Pair<Real> rotated = rotate<Real>({normed(lane.first()), normed(lane.second())}, by[0]);
