@@ -264,6 +264,43 @@ def test_compiled_in_place(device):
     torch._dynamo.reset()
 
 
+# --- on a GPU ---
+
+
+@pytest.mark.parametrize("over", OVERS)
+def test_graph_capture(cuda, over):
+    case = Case(tokens=70, heads=(8, 2), head_dim=128, rotary_dim=128, dtype=torch.bfloat16)
+    heads, weights = case.heads_on(cuda), weights_of(case, over, cuda)
+    positions, table = case.positions(cuda), case.table().to(cuda)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = mrrope.qk_norm_rotary(*heads, *weights, positions, table, eps=EPS, over=over)
+    for x in (*heads, *weights):
+        x.normal_()
+    positions += 1000
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = mrrope.qk_norm_rotary(*heads, *weights, positions, table, eps=EPS, over=over)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_runs_on_the_current_stream(cuda):
+    case = Case(tokens=70, heads=(8, 2), head_dim=128, rotary_dim=128, dtype=torch.bfloat16)
+    heads, weights = case.heads_on(cuda), weights_of(case, "head", cuda)
+    positions, table = case.positions(cuda), case.table().to(cuda)
+    expected = mrrope.qk_norm_rotary(*heads, *weights, positions, table, eps=EPS)
+    late = [torch.zeros_like(x) for x in heads]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**8)  # on the default stream, the op would read zeros
+        for x, y in zip(late, heads, strict=True):
+            x.copy_(y)
+        found = mrrope.qk_norm_rotary(*late, *weights, positions, table, eps=EPS)
+    stream.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
 # --- against transformers ---
 
 
