@@ -278,11 +278,12 @@ PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Lay
     const at::Tensor& x = heads.tensor;
     const at::Tensor& p = positions.tensor;
     const bool has_rows = table.dim() == 3 || (table.dim() == 4 && table.size(1) == 2);
-    if (!has_rows || p.dim() != 3) return positions_view(positions, heads, layout);
     const int64_t tokens = x.size(layout.token);
     const int64_t batch = layout.batch_of(x);
-    TORCH_CHECK_VALUE(layout.batch >= 0, positions.name, " must be [", tokens, "] in layout ", layout.name,
-                      ", where a ", "token has one position, got ", p.sizes(), ": use layout bshd with a batch of 1");
+    TORCH_CHECK_VALUE(!has_rows || layout.batch >= 0 || p.dim() <= 1, positions.name, " must be [", tokens,
+                      "] in layout ", layout.name, ", where a token has one position, got ", p.sizes(),
+                      ": for several, use layout bshd with a batch of 1 and positions [rows, 1, ", tokens, "]");
+    if (!has_rows || p.dim() != 3) return positions_view(positions, heads, layout);
     TORCH_CHECK_VALUE(p.size(0) >= 1 && p.size(2) == tokens && (p.size(1) == batch || p.size(1) == 1), positions.name,
                       " with a table of two rows must be [rows, ", batch, ", ", tokens, "] for ", heads.name, " of ",
                       x.sizes(), " in layout ", layout.name, ", got ", p.sizes());

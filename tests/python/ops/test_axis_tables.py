@@ -407,8 +407,10 @@ def test_positions_must_fit(device):
         mrrope.rotary(q, None, torch.zeros(2, 1, 4, dtype=torch.int64, device=device), tables)
     of_packed_tokens = q[0].transpose(0, 1).contiguous()
     rows = torch.zeros(2, 1, 5, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match=r"positions must be \[5\] in layout thd, .* got \[2, 1, 5\]: use layout"):
-        mrrope.rotary(of_packed_tokens, None, rows, tables, layout="thd")
+    for several, got in ((rows, r"\[2, 1, 5\]"), (rows[:, 0], r"\[2, 5\]")):
+        expected = rf"positions must be \[5\] in layout thd, .* got {got}: for several, .* positions \[rows, 1, 5\]"
+        with pytest.raises(ValueError, match=expected):
+            mrrope.rotary(of_packed_tokens, None, several, tables, layout="thd")
     if device == "cpu":
         with pytest.raises(
             ValueError, match=r"table's second row must name rows of positions, 0 to 0, got 1 for pair 4"
