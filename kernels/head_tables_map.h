@@ -28,7 +28,7 @@ struct StridedHeads {
     MRROPE_HOST_DEVICE int count() const { return (end - first + step - 1) / step; }
 };
 
-// The groups of q, of k or of v, one group per thread: first those of the first table's heads, then the second's.
+// The groups of q or of k, one group per thread: first those of the first table's heads, then the second's.
 template <class Divmod>
 struct HeadTablesMap {
     Divmod groups;  // per table

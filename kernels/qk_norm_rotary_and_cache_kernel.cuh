@@ -320,10 +320,7 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
             // Issued first, since loads return in issue order. With a lookup, after the heads: the compiler waits for
             // a token's table and positions as soon as it can, and would load the heads after that.
             LaneAngles<Lane, Vector, needs_lookup> angles;
-            const auto load_angles = [&] {
-                angles.load_positions(args, lane, place.batch, place.token, heads.table);
-                angles.load_steps(args, lane, heads.table);
-            };
+            const auto load_angles = [&] { angles.load(args, lane, place.batch, place.token, heads.table); };
             angles.load_index(args, place.batch, place.token);
             if constexpr (!needs_lookup) load_angles();
             load_first_heads();
@@ -376,11 +373,11 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
 }
 
 template <class Element, Pairing pairing, bool has_float8>
-auto store_kernel(const QkNormRotaryAndCachePlan& plan, NormOver over) {
+auto store_kernel(const QkNormRotaryAndCachePlan& plan, NormOver over, bool needs_lookup) {
     constexpr NormOver head = NormOver::head;
     constexpr NormOver all_heads = NormOver::all_heads;
-    const auto plan_is = [&](NormOver plan_over, int heads_per_thread, bool finds_table) {
-        return over == plan_over && plan.heads_per_thread == heads_per_thread && plan.finds_table == finds_table;
+    const auto plan_is = [&](NormOver plan_over, int heads_per_thread, bool lookup) {
+        return over == plan_over && plan.heads_per_thread == heads_per_thread && needs_lookup == lookup;
     };
     if (plan_is(head, 1, false)) {
         return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 1, pairing, head, false, has_float8>>;
@@ -421,12 +418,12 @@ auto store_kernel(const QkNormRotaryAndCachePlan& plan, NormOver over) {
 }
 
 template <class Element, Pairing pairing>
-auto store_kernel(const QkNormRotaryAndCacheArgs& args, const QkNormRotaryAndCachePlan& plan) {
+auto store_kernel(const QkNormRotaryAndCacheArgs& args, const QkNormRotaryAndCachePlan& plan, bool needs_lookup) {
     if constexpr (sizeof(Element) <= 4) {
         if (plan.in_registers) {
             const bool has_float8 = is_float8(args.q_stored_as) || is_float8(args.cached_as);
-            return has_float8 ? store_kernel<Element, pairing, true>(plan, args.over)
-                              : store_kernel<Element, pairing, false>(plan, args.over);
+            return has_float8 ? store_kernel<Element, pairing, true>(plan, args.over, needs_lookup)
+                              : store_kernel<Element, pairing, false>(plan, args.over, needs_lookup);
         }
     }
     return pdl_kernel<qk_norm_rotary_and_cache_row_kernel<Element, pairing>>;
@@ -458,20 +455,21 @@ void launch_qk_norm_rotary_and_cache(const QkNormRotaryAndCacheArgs& args, const
                                      cudaStream_t stream) {
     using Real = RealOf<Element>;
     const auto blocks = static_cast<int>(blocks_of(plan, args.rotary.batch * args.rotary.tokens));
+    const QkNormRotaryAndCacheShape shape = shape_of(args);
     QkNormRotaryAndCacheLaunch<Real> launch{
         .args = args,
         .kinds = {},
         .eps = static_cast<Real>(args.eps),
         .weight_offset = static_cast<Real>(args.weight_offset),
-        .map = QkNormRotaryAndCacheMap<cutlass::FastDivmod>::of(plan, shape_of(args)),
+        .map = QkNormRotaryAndCacheMap<cutlass::FastDivmod>::of(plan, shape),
         .block_size = cutlass::FastDivmod(static_cast<int>(std::max<int64_t>(1, args.slots.block_size))),
         .slots = static_cast<uint32_t>(args.slots.count()),
     };
     if (is_float8(args.q_stored_as)) launch.q_range = Float8Range::of(args.q_stored_as);
     fill_kinds(launch.kinds, args);
     const auto kernel = args.rotary.pairing == Pairing::halves
-                            ? store_kernel<Element, Pairing::halves>(args, plan)
-                            : store_kernel<Element, Pairing::interleaved>(args, plan);
+                            ? store_kernel<Element, Pairing::halves>(args, plan, shape.needs_lookup)
+                            : store_kernel<Element, Pairing::interleaved>(args, plan, shape.needs_lookup);
     launch_with_pdl(kernel, dim3(blocks), plan.block_threads, stream, launch);
 }
 

@@ -52,7 +52,7 @@ MRROPE_HOST_DEVICE int rotation_column(int thread, int team, int sharers) {
     return thread_of_warp / (team * sharers) * team + thread_of_warp % team;
 }
 
-// A block of the two-pass kernel: one row.
+// A block of the kernel that goes component by component: one row.
 struct StoreRow {
     int batch;
     int token;
@@ -64,9 +64,8 @@ struct StoreRow {
 //
 // is_large: with eight heads per thread, or four over all heads.
 // Units of v and the gate come after those of q and k of all tiles. They run other code and are shorter, so that fewer
-// SMs idle at the end: 131072 tokens with float8 q take 590 us on an H200 instead of 629, and 8192 over all heads with
-// a float8 cache 102 instead of 123. With sharers, a block takes as many groups, of as many times fewer tokens. Small
-// launches, which are latency-bound, do without both.
+// SMs idle at the end: 131072 tokens with float8 q take 590 us on an H200 instead of 629. With sharers, a block takes
+// as many groups, of as many times fewer tokens. Small launches, which are latency-bound, do without both.
 template <class Divmod>
 struct QkNormRotaryAndCacheMap {
     QkNormRotaryAndCachePlan plan;

@@ -25,10 +25,10 @@ bool starts_aligned(const void* weights) {
 // Lanes per head where it is made of whole vectors, two per lane, and a warp can hold it; else 0.
 int lanes_per_head(const QkNormRotaryAndCacheShape& shape, int heads_per_thread) {
     if (shape.element_size > 4) return 0;  // float64 serves tests, where speed does not matter
-    const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
-    if (split.vector == 1 || shape.head_dim % (2 * split.vector) != 0) return 0;
-    const int lanes = shape.head_dim / (2 * norm_and_cache_vector(shape.element_size, heads_per_thread));
-    if (lanes > warp) return 0;
+    const int vector = norm_and_cache_vector(shape.element_size, heads_per_thread);
+    const bool fits = shape.aligned && shape.rotary_dim / 2 % vector == 0 && shape.head_dim % (2 * vector) == 0;
+    const int lanes = shape.head_dim / (2 * vector);
+    if (!fits || lanes > warp) return 0;
     // Over all heads, lanes of a head that are no power of two may lie in two warps, which share no maximum.
     const bool splits_heads = shape.over == NormOver::all_heads && !std::has_single_bit(static_cast<unsigned>(lanes));
     return shape.computes_q_scale && splits_heads ? 0 : lanes;
@@ -73,7 +73,7 @@ int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape) {
     constexpr int64_t threads_for_four = 1 << 21;  // over all heads
     if (shape.table_heads > 1) return norm_heads_per_thread_with_lookup;
     const int64_t heads = shape.q_heads + 2 * shape.kv_heads + shape.gate_heads;
-    const int lanes = lanes_per_head(shape, 2);
+    const int lanes = lanes_per_head(shape, 2);  // none where only half vectors fit, as in heads of 120
     const int64_t threads = shape.batch * shape.tokens * heads * lanes;
     if (shape.over == NormOver::all_heads) {
         if (shape.needs_lookup) return norm_heads_per_thread_with_lookup;
@@ -82,6 +82,16 @@ int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape) {
     }
     if (threads < threads_for_two && lanes_per_head(shape, 1) > 0) return 1;
     return max_heads(shape) > 2 && threads >= threads_for_eight ? 8 : 2;
+}
+
+// Threads of a block that takes one row component by component. That is latency-bound: in a large launch a head gets
+// one warp, so that as many heads as possible are under way: 8192 tokens of 32/8 heads of 100, without norms, take 480
+// us on an H200.
+int row_block_threads(const QkNormRotaryAndCacheShape& shape, int rows_per_token) {
+    constexpr int64_t rows_for_one_warp = 1 << 12;
+    if (shape.over == NormOver::all_heads) return norm_row_block_threads;
+    if (shape.batch * shape.tokens * rows_per_token >= rows_for_one_warp) return warp;
+    return static_cast<int>(std::min<int64_t>(ceil_div(shape.head_dim / 2, warp) * warp, norm_row_block_threads));
 }
 
 // As many as the groups divide into. Every sharer computes two rotations or more.
@@ -140,7 +150,6 @@ QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const
     const bool over_head = shape.over == NormOver::head;
     if (over_head ? lanes > 0 : block_holds_row(shape, heads_per_thread)) {
         plan.in_registers = true;
-        plan.finds_table = shape.needs_lookup;
         plan.vector = norm_and_cache_vector(shape.element_size, heads_per_thread);
         plan.lanes = lanes;
         plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
@@ -171,6 +180,7 @@ QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const
         }
     } else {
         plan.units = rows_of(shape, shape.over);
+        plan.block_threads = row_block_threads(shape, plan.units.count());
     }
     const int64_t threads_of_units = int64_t{plan.units.count()} * plan.block_threads;
     // The last block of each unit may have idle threads.

@@ -57,22 +57,21 @@ constexpr int norm_and_cache_max_block_threads(NormOver over, int heads_per_thre
 }
 
 // Components of a vector. A thread of a small launch, which is bound by latency, has one head, and half vectors: it
-// computes half as many cos/sin.
+// computes half as many cos/sin. So has one of a head that is not made of full vectors.
 constexpr int norm_and_cache_vector(int element_size, int heads_per_thread) {
     return (heads_per_thread == 1 ? 8 : 16) / element_size;
 }
 
-// As QkNormRotaryPlan, for four kinds of heads: those of q, k, v and the gate. Those of v and the gate are neither
-// normed nor rotated; a thread has heads of one kind.
+// As QkNormRotaryPlan, but by vectors of norm_and_cache_vector, for four kinds of heads: those of q, k, v and the gate.
+// Those of v and the gate are neither normed nor rotated; a thread has heads of one kind.
 struct QkNormRotaryAndCachePlan {
     bool in_registers = false;
-    bool finds_table = false;  // runs the kernel with needs_lookup
-    int vector = 1;            // components per load: norm_and_cache_vector
+    int vector = 1;  // components per load: norm_and_cache_vector
     int lanes = 1;
     int team = 1;  // threads that reduce a head: a power of two
     int heads_per_thread = 1;
     int fixed_lanes = 0;  // runs the kernel for heads of so many lanes that are rotated whole; 0: for all heads
-    HeadGroups groups;    // of up to heads_per_thread heads; two passes: none
+    HeadGroups groups;    // of up to heads_per_thread heads; component by component: none
     // What a token is divided into: over a head, in registers, the groups; otherwise rows.
     HeadGroups units;
     int block_threads = norm_row_block_threads;
@@ -86,7 +85,7 @@ struct QkNormRotaryAndCachePlan {
 QkNormRotaryAndCachePlan plan(const QkNormRotaryAndCacheShape& shape, const Device& device);
 
 // plan() with a given maximum of heads per thread: 1, 2 or 8; over all heads 1, 2 or 4, with a lookup 2; with several
-// head tables 2. Heads that no warp can hold take two passes.
+// head tables 2. Heads that are not made of such vectors, or that no warp can hold, go component by component.
 QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const Device& device, int heads_per_thread);
 
 // qk_norm_rotary_and_cache_cuda by a given plan.

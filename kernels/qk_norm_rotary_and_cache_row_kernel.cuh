@@ -9,8 +9,8 @@
 
 namespace mrrope {
 
-// Any shape, component by component: a block takes one row, and reads it once for its mean square, once to write it,
-// and once more for the scales of float8 that it computes.
+// Any shape, component by component: a block takes one row, and reads it to write it, before that for its mean square,
+// where it has a norm, and for the scales of float8 that it computes.
 template <class Element, Pairing pairing>
 class RowOfHeads {
     using Real = RealOf<Element>;
@@ -46,7 +46,7 @@ private:
         Real sums[1] = {0};
         for (int head = first_; head < end_; ++head) {
             CUTLASS_PRAGMA_NO_UNROLL
-            for (int at = threadIdx.x; at < args_.head_dim; at += norm_row_block_threads) {
+            for (int at = threadIdx.x; at < args_.head_dim; at += static_cast<int>(blockDim.x)) {
                 const auto x = static_cast<Real>(in(head)[at]);
                 sums[0] += x * x;
             }
@@ -69,13 +69,12 @@ private:
         const int half = rotates_ ? args_.rotary_dim / 2 : 0;
         const int heads_per_table = of_.view.heads / args_.choice.heads;
         CUTLASS_PRAGMA_NO_UNROLL
-        for (int pair = threadIdx.x; pair < half; pair += norm_row_block_threads) {
+        for (int pair = threadIdx.x; pair < half; pair += static_cast<int>(blockDim.x)) {
             const WholeHeadLayout<pairing, 1> lane(pair, half);
             LaneAngles<WholeHeadLayout<pairing, 1>, 1, true> angles;
             const int table_head = head / heads_per_table;
             angles.load_index(args_, row_.batch, row_.token);
-            angles.load_positions(args_, lane, row_.batch, row_.token, table_head);
-            angles.load_steps(args_, lane, table_head);
+            angles.load(args_, lane, row_.batch, row_.token, table_head);
             CosSin<Real> by[1];
             angles.compute(by, lane, Real(1));
             const Pair<Real> rotated = rotate<Real>({normed(head, lane.first()), normed(head, lane.second())}, by[0]);
@@ -83,7 +82,7 @@ private:
             f(lane.second(), rotated.second);
         }
         CUTLASS_PRAGMA_NO_UNROLL
-        for (int at = 2 * half + threadIdx.x; at < args_.head_dim; at += norm_row_block_threads) {
+        for (int at = 2 * half + threadIdx.x; at < args_.head_dim; at += static_cast<int>(blockDim.x)) {
             const Real x = normed(head, at);
             f(at, row_.kind == HeadKind::gate ? sigmoid<Element>(x) : x);
         }

@@ -31,7 +31,7 @@ QkNormRotaryShape shape_of(const QkNormRotaryGradientArgs& args);
 inline constexpr int norm_block_threads = 128;
 // Over all heads, where a block reduces a row.
 inline constexpr int norm_max_block_threads = 256;
-// The two-pass kernels.
+// The two-pass kernels. Some blocks of qk_norm_rotary_and_cache have fewer.
 inline constexpr int norm_row_block_threads = 128;
 // Minimum blocks per SM for __launch_bounds__. Without it the compiler spills a few registers to reach occupancies that
 // gain nothing.

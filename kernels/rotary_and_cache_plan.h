@@ -48,4 +48,7 @@ HeadGroups head_groups(int q_heads, int kv_heads, int heads_per_thread, int tabl
 
 RotaryPlan plan(const RotaryAndCacheShape& shape, const Device& device);
 
+// rotary_and_cache_cuda by a kernel of its own and a given plan. One position per token.
+void rotary_and_cache_cuda(const RotaryAndCacheArgs& args, const RotaryPlan& plan, CUstream_st* stream);
+
 }  // namespace mrrope

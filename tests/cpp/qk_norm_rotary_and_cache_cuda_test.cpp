@@ -150,6 +150,50 @@ TEST_F(QkNormRotaryAndCacheCuda, ManyTokensWithEightHeadsPerThread) {
     }
 }
 
+// 120 and 88 are no multiples of two full vectors: threads take half vectors, whatever the number of tokens.
+TEST_F(QkNormRotaryAndCacheCuda, HeadsOfHalfVectors) {
+    for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
+        for (const StoredAs stored_as : every_stored_as) {
+            for (const auto& [head_dim, rotary_dim] : {std::pair{120, 120}, {88, 32}}) {
+                for (const int64_t rows : {0, 3}) {
+                    NormCacheOptions o;
+                    o.cache.rotary.dtype = DType::bfloat16;
+                    o.cache.rotary.tokens = 70;
+                    o.cache.rotary.q_heads = 5;
+                    o.cache.rotary.k_heads = 3;
+                    o.cache.rotary.head_dim = head_dim;
+                    o.cache.rotary.rotary_dim = rotary_dim;
+                    o.cache.rotary.position_rows = rows;
+                    o.cache.blocks = 40;
+                    o.cache.cached_as = o.q_stored_as = stored_as;
+                    if (is_float8(stored_as)) o.q_scale = QScale::computed;
+                    o.over = over;
+                    store_and_expect(o);
+                    if (HasFailure()) return;
+                }
+            }
+        }
+    }
+}
+
+// One warp per row, where there are many.
+TEST_F(QkNormRotaryAndCacheCuda, ManyRowsComponentByComponent) {
+    for (const StoredAs stored_as : every_stored_as) {
+        NormCacheOptions o;
+        o.cache.rotary.dtype = DType::bfloat16;
+        o.cache.rotary.tokens = 700;
+        o.cache.rotary.q_heads = 4;
+        o.cache.rotary.k_heads = 1;
+        o.cache.rotary.head_dim = o.cache.rotary.rotary_dim = 100;
+        o.cache.blocks = 400;
+        o.cache.cached_as = o.q_stored_as = stored_as;
+        if (is_float8(stored_as)) o.q_scale = QScale::computed;
+        NormCacheCase norm(o);
+        ASSERT_EQ(plan(shape_of(norm.args()), current_device()).block_threads, 32);
+        store_and_expect(o);
+    }
+}
+
 TEST_F(QkNormRotaryAndCacheCuda, HeadTablesAndRows) {
     for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
         for (const int64_t rows : {0, 3}) {

@@ -80,47 +80,51 @@ void for_each_shape(const std::vector<HeadCounts>& heads, const std::vector<int>
     }
 }
 
-bool fits_registers(const QkNormRotaryAndCacheShape& shape) {
-    const int vector = 16 / shape.element_size;
+// By vectors of so many bytes.
+bool fits_registers(const QkNormRotaryAndCacheShape& shape, int vector_bytes) {
+    const int vector = vector_bytes / shape.element_size;
     return shape.aligned && shape.element_size <= 4 && shape.rotary_dim / 2 % vector == 0 &&
            shape.head_dim % (2 * vector) == 0 && shape.head_dim / (2 * vector) <= warp;
 }
 
 // The combinations that are instantiated.
-bool has_kernel(const QkNormRotaryAndCachePlan& plan, NormOver over) {
-    const int heads = plan.heads_per_thread;
-    if (over == NormOver::head) return heads == 1 || heads == 2 || heads == 8;
-    return plan.finds_table ? heads == 2 : heads == 1 || heads == 2 || heads == 4;
+bool has_kernel(const QkNormRotaryAndCacheShape& shape, int heads) {
+    if (shape.over == NormOver::head) return heads == 1 || heads == 2 || heads == 8;
+    return shape.needs_lookup ? heads == 2 : heads == 1 || heads == 2 || heads == 4;
 }
 
 TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
     for_each_shape(
         {{1, 0, 0}, {0, 2, 0}, {5, 3, 5}, {32, 8, 0}, {16, 2, 16}, {64, 64, 0}, {200, 1, 200}, {32, 8, 32, 8}},
-        {2, 17, 64, 72, 80, 96, 128, 256, 512, 576},
+        {2, 17, 64, 72, 80, 96, 120, 128, 256, 512, 576},
         {{1, 0}, {1, 1}, {3, 17}, {1, 8192}, {1, 131072}, {int64_t{1} << 20, 5}, {3, int64_t{1} << 33}},
         [](const QkNormRotaryAndCacheShape& shape) {
             const QkNormRotaryAndCachePlan planned = plan(shape, h200);
             const bool over_head = shape.over == NormOver::head;
             if (over_head) {
-                EXPECT_EQ(planned.in_registers, fits_registers(shape));
+                // Threads of one head take half vectors, and have one head table.
+                EXPECT_EQ(planned.in_registers,
+                          fits_registers(shape, 16) || (fits_registers(shape, 8) && shape.table_heads == 1));
             }
             if (planned.in_registers) {
-                EXPECT_TRUE(fits_registers(shape));
-                EXPECT_TRUE(has_kernel(planned, shape.over));
-                EXPECT_EQ(planned.finds_table, shape.needs_lookup);
+                EXPECT_TRUE(fits_registers(shape, planned.vector * shape.element_size));
+                EXPECT_TRUE(has_kernel(shape, planned.heads_per_thread));
                 EXPECT_LE(planned.block_threads,
                           norm_and_cache_max_block_threads(shape.over, planned.heads_per_thread));
                 EXPECT_TRUE(planned.heads_per_thread == norm_heads_per_thread_with_lookup || shape.table_heads == 1);
                 EXPECT_EQ(planned.vector * shape.element_size, planned.heads_per_thread == 1 ? 8 : 16);
                 EXPECT_EQ(planned.lanes * 2 * planned.vector, shape.head_dim);
                 EXPECT_EQ(planned.team, static_cast<int>(std::bit_ceil(static_cast<unsigned>(planned.lanes))));
-                EXPECT_EQ(planned.block_threads % warp, 0);
                 EXPECT_EQ(planned.groups.queries % (1 << planned.q_sharers_log2), 0);
                 EXPECT_EQ(planned.groups.keys % (1 << planned.k_sharers_log2), 0);
                 EXPECT_LE(planned.team << std::max(planned.q_sharers_log2, planned.k_sharers_log2), warp);
                 if (!over_head && shape.computes_q_scale) {
                     EXPECT_EQ(planned.team, planned.lanes);
                 }
+            }
+            EXPECT_TRUE(planned.block_threads % warp == 0 && planned.block_threads > 0);
+            if (!planned.in_registers) {
+                EXPECT_LE(planned.block_threads, norm_row_block_threads);
             }
             // Kernels count threads and blocks in 32 bits.
             EXPECT_LE(blocks_of(planned, planned.tokens_per_launch) * planned.block_threads,
@@ -182,6 +186,34 @@ TEST(Plan, GivesThreadsMoreHeadsInLargeLaunches) {
     for (const auto& [tokens, heads_per_thread] : {std::pair{256, 2}, {1024, 2}, {2048, 8}}) {
         shape.tokens = tokens;
         EXPECT_EQ(plan(shape, h200).heads_per_thread, heads_per_thread) << tokens;
+    }
+}
+
+TEST(Plan, TakesHalfVectorsWhereFullOnesDoNotFit) {
+    for (const int64_t tokens : {1, 8192}) {
+        for (const NormOver over : both_overs) {
+            QkNormRotaryAndCacheShape shape = qwen3_shape(tokens);
+            shape.over = over;
+            shape.head_dim = shape.rotary_dim = 120;
+            const QkNormRotaryAndCachePlan planned = plan(shape, h200);
+            EXPECT_TRUE(planned.in_registers);
+            EXPECT_EQ(planned.heads_per_thread, 1);
+            EXPECT_EQ(planned.lanes, 15);
+        }
+    }
+}
+
+TEST(Plan, GivesARowOneWarpInLargeLaunches) {
+    for (const auto& [tokens, over, threads] : {std::tuple{1, NormOver::head, 64},
+                                                {8192, NormOver::head, 32},
+                                                {1, NormOver::all_heads, norm_row_block_threads},
+                                                {8192, NormOver::all_heads, norm_row_block_threads}}) {
+        QkNormRotaryAndCacheShape shape = qwen3_shape(tokens);
+        shape.over = over;
+        shape.head_dim = shape.rotary_dim = 100;
+        const QkNormRotaryAndCachePlan planned = plan(shape, h200);
+        EXPECT_FALSE(planned.in_registers);
+        EXPECT_EQ(planned.block_threads, threads);
     }
 }
 
@@ -328,7 +360,7 @@ private:
         if (!place.active) return;
         const int count = heads_of(place.kind);
         const StridedHeads heads =
-            map.plan.finds_table ? map.heads_of<true>(place, count) : map.heads_of<false>(place, count);
+            shape_.needs_lookup ? map.heads_of<true>(place, count) : map.heads_of<false>(place, count);
         const int heads_per_thread = map.plan.heads_per_thread;
         ASSERT_TRUE(heads.exists(0)) << "an idle thread";
         ASSERT_FALSE(heads.exists(heads_per_thread)) << "heads left out";
@@ -363,8 +395,8 @@ private:
 
 TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
     for_each_shape({{1, 1, 1}, {5, 3, 0}, {0, 2, 0}, {3, 0, 3}, {16, 2, 16}, {32, 8, 32, 8}, {6, 3, 0, 3}},
-                   {16, 17, 80, 96, 128, 256}, {{2, 3}}, [](const QkNormRotaryAndCacheShape& shape) {
-                       std::vector<int> all_heads_per_thread{1};
+                   {16, 17, 80, 96, 120, 128, 256}, {{2, 3}}, [](const QkNormRotaryAndCacheShape& shape) {
+                       std::vector<int> all_heads_per_thread{shape.table_heads > 1 ? 2 : 1};
                        if (plan(shape, h200).in_registers) {
                            all_heads_per_thread = shape.table_heads > 1          ? std::vector{2}
                                                   : shape.over == NormOver::head ? std::vector{1, 2, 8}

@@ -14,6 +14,7 @@
 #include "devices.h"
 #include "mrrope/rotary_and_cache.h"
 #include "on_gpu.h"
+#include "qk_norm_rotary_and_cache_plan.h"
 #include "rotary_and_cache_case.h"
 #include "rotary_and_cache_plan.h"
 #include "token_slots.h"
@@ -32,6 +33,26 @@ protected:
         CacheDeviceCase device(cache);
         rotary_and_cache_cuda(device.args(), nullptr);
         device.fetch();
+        cache.expect_written();
+    }
+
+    // By the kernel that only rotates.
+    static void write_and_expect(const CacheOptions& options, const RotaryPlan& plan) {
+        RotaryAndCacheCase cache(options);
+        CacheDeviceCase device(cache);
+        rotary_and_cache_cuda(device.args(), plan, nullptr);
+        device.fetch();
+        cache.expect_written();
+    }
+
+    // By the kernel that norms.
+    static void write_and_expect(const CacheOptions& options, int heads_per_thread) {
+        RotaryAndCacheCase cache(options);
+        CacheDeviceCase device(cache);
+        const QkNormRotaryAndCacheArgs args{device.args()};
+        qk_norm_rotary_and_cache_cuda(args, plan_with(shape_of(args), current_device(), heads_per_thread), nullptr);
+        device.fetch();
+        SCOPED_TRACE(heads_per_thread);
         cache.expect_written();
     }
 
@@ -73,7 +94,7 @@ TEST_F(RotaryAndCacheCuda, EveryCacheOfEveryDTypeAndPairing) {
 
 // Full vectors, half vectors and single components; both numbers of heads per thread, with a remainder; one table and
 // several.
-TEST_F(RotaryAndCacheCuda, EveryKernel) {
+TEST_F(RotaryAndCacheCuda, EveryKernelThatOnlyRotates) {
     for (const DType dtype : all_dtypes) {
         for (const StoredAs cached_as : every_stored_as) {
             if (is_float8(cached_as) && dtype == DType::float64) continue;
@@ -98,7 +119,7 @@ TEST_F(RotaryAndCacheCuda, EveryKernel) {
                         const RotaryPlan planned = plan(shape_of(RotaryAndCacheCase(o).args()), h200);
                         ASSERT_EQ(planned.heads_per_thread, heads_per_thread);
                         ASSERT_EQ(planned.vector * size_of(dtype), full ? 16 : aligned ? 8 : size_of(dtype));
-                        write_and_expect(o);
+                        write_and_expect(o, planned);
                         if (HasFailure()) return;
                     }
                 }
@@ -107,7 +128,7 @@ TEST_F(RotaryAndCacheCuda, EveryKernel) {
     }
 }
 
-TEST_F(RotaryAndCacheCuda, HeadTablesByEveryKernel) {
+TEST_F(RotaryAndCacheCuda, HeadTablesByEveryKernelThatOnlyRotates) {
     for (const DType dtype : all_dtypes) {
         for (const StoredAs cached_as : every_stored_as) {
             if (is_float8(cached_as) && dtype == DType::float64) continue;
@@ -128,10 +149,42 @@ TEST_F(RotaryAndCacheCuda, HeadTablesByEveryKernel) {
                         o.rotary.tokens = full ? fewest_tokens(o, heads_per_thread, full) : 3;
                         o.block_size = 16;
                         o.blocks = o.rotary.tokens / 16 + 1;
-                        ASSERT_EQ(plan(shape_of(RotaryAndCacheCase(o).args()), h200).heads_per_thread,
-                                  heads_per_thread);
-                        write_and_expect(o);
+                        const RotaryPlan planned = plan(shape_of(RotaryAndCacheCase(o).args()), h200);
+                        ASSERT_EQ(planned.heads_per_thread, heads_per_thread);
+                        write_and_expect(o, planned);
                         if (HasFailure()) return;
+                    }
+                }
+            }
+        }
+    }
+}
+
+// Every number of heads per thread, with a remainder, and single components; one table, several, and head tables.
+TEST_F(RotaryAndCacheCuda, EveryPlanOfTheKernelThatNorms) {
+    for (const DType dtype : all_dtypes) {
+        for (const StoredAs cached_as : every_stored_as) {
+            if (is_float8(cached_as) && dtype == DType::float64) continue;
+            for (const Pairing pairing : both_pairings) {
+                for (const TableOptions& tables :
+                     {TableOptions{}, {.table_for = TableFor::each_index, .count = 4}, {.heads = 3}}) {
+                    for (const int heads_per_thread : {1, 2, 8}) {
+                        if (tables.heads > 1 && heads_per_thread != 2) continue;
+                        for (const bool aligned : {true, false}) {
+                            CacheOptions o;
+                            o.rotary.dtype = dtype;
+                            o.rotary.pairing = pairing;
+                            o.rotary.q_heads = 15;
+                            o.rotary.k_heads = 9;
+                            o.rotary.head_dim = o.rotary.rotary_dim = 128;
+                            o.rotary.in_place = true;
+                            o.rotary.in.misalignment = aligned ? 0 : 1;
+                            o.rotary.tables = tables;
+                            o.cached_as = cached_as;
+                            o.scale_for = is_float8(cached_as) ? ScaleFor::each_head : ScaleFor::none;
+                            write_and_expect(o, heads_per_thread);
+                            if (HasFailure()) return;
+                        }
                     }
                 }
             }
