@@ -95,6 +95,7 @@ class OpCase:
     q_float8: bool = choice(False, True)
     q_scales: str = choice("none", "one", "each", "computed")
     layers: int = choice(1, 2, 3)
+    table_sets: bool = choice(False, True)
     blocks: bool = choice(False, True)
     bias: bool = choice(False, True)
     inputs: int = choice(1, 2, 8, 24, 64, 96)
@@ -109,6 +110,8 @@ class OpCase:
             changes["position_rows"] = 0
         if op not in WITH_HEAD_TABLES or (op == "rescale_cache_" and changes.get("position_rows", self.position_rows)):
             changes["table_heads"] = 1
+        if op != "rescale_cache_" or changes.get("position_rows", self.position_rows):
+            changes["table_sets"] = False
         if op not in ("rotary", "rotary_"):
             changes |= {"conjugate": False, "negated": False}
         if op not in DIFFERENTIABLE or self.mode != "eager":

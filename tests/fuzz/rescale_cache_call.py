@@ -45,17 +45,26 @@ class RescaleCacheCall(OpCall):
             "blocks": blocks,
         }
 
+    @property
+    def sets_of_tables(self) -> int:
+        """How many layers have tables of their own."""
+        return self.case.layers if self.case.table_sets else 1
+
     def tables(self, stream: int) -> list[mrrope.FrequencyTable]:
-        """Return the head tables of each sequence, one after the other, of at least one sequence."""
+        """Return the head tables of the layers of each sequence, one after the other, of at least one sequence."""
         random = self.case.numpy_random(6, stream)
         count = 1 if self.case.tables == "one" else max(1, self.case.sequences)
-        numbers = random.integers(0, self.case.table_count + 1, count * self.case.table_heads)
-        return [self.case.make_table(int(number)) for number in numbers]
+        size = count * self.sets_of_tables * self.case.table_heads
+        return [self.case.make_table(int(number)) for number in random.integers(0, self.case.table_count + 1, size)]
 
     def given_tables(self, tables: list[mrrope.FrequencyTable]) -> list[Any]:
         """Return what the op is given for each sequence."""
         if not self.case.position_rows:
-            return by_heads(tables, self.case.table_heads)
+            layers = by_heads(tables, self.case.table_heads)
+            if not self.case.table_sets:
+                return layers
+            size = self.case.layers
+            return [mrrope.TableSet(layers[i : i + size]) for i in range(0, len(layers), size)]
         rows = self.case.position_rows
         sections = self.case.numpy_random(3).multinomial(self.case.rotary_dim // 2, [1.0 / rows] * rows)
         given = [mrrope.AxisTables.of_sections(table, sections.tolist()) for table in tables]
@@ -69,18 +78,27 @@ class RescaleCacheCall(OpCall):
         mrrope.rescale_cache_(**arguments)
         return arguments["keys"]
 
+    def rotations(self, positions: Tensor, layer: int) -> list[Tensor]:
+        """Return the factors of every head table of a layer."""
+        heads, sets = self.case.table_heads, self.sets_of_tables
+        first = layer % sets * heads
+
+        def of_layer(tables: list[mrrope.FrequencyTable]) -> list[PhaseSteps]:
+            its_tables = [table for i in range(first, len(tables), sets * heads) for table in tables[i : i + heads]]
+            return PhaseSteps.of_heads(its_tables, heads, self.case.device)
+
+        return [
+            float64_reference.rotations(positions, new.relative_to(old), self.case.layout, self.row_of_pair)
+            for old, new in zip(of_layer(self.olds), of_layer(self.news), strict=True)
+        ]
+
     def expected(self, before: Arguments) -> list[Expected]:
         case = self.case
-        olds, news = (PhaseSteps.of_heads(x, case.table_heads, case.device) for x in (self.olds, self.news))
-        of_tables = [
-            float64_reference.rotations(before["positions"], new.relative_to(old), case.layout, self.row_of_pair)
-            for old, new in zip(olds, news, strict=True)
-        ]
         stays = torch.tensor(self.stays, device=case.device)
         found = []
         for i, keys in enumerate(before["keys"]):
             taken = keys if before["blocks"] is None else keys[before["blocks"]]
-            by = float64_reference.of_every_head(of_tables, taken, case.layout)
+            by = float64_reference.of_every_head(self.rotations(before["positions"], i), taken, case.layout)
             value = float64_reference.rotated(taken, by, case.pairing)
             allowed = float64_reference.allowed_error(value, case.torch_dtype, case.rotary_dim, case.pairing)
             kept = stays.view(-1, *[1] * (keys.dim() - 1))
