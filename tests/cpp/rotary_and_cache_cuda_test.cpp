@@ -160,32 +160,25 @@ TEST_F(RotaryAndCacheCuda, HeadTablesByEveryKernelThatOnlyRotates) {
     }
 }
 
-// Every number of heads per thread, with a remainder, and single components; one table, several, and head tables.
+// Every number of heads per thread, with a remainder, and single components.
 TEST_F(RotaryAndCacheCuda, EveryPlanOfTheKernelThatNorms) {
     for (const DType dtype : all_dtypes) {
         for (const StoredAs cached_as : every_stored_as) {
             if (is_float8(cached_as) && dtype == DType::float64) continue;
             for (const Pairing pairing : both_pairings) {
-                for (const TableOptions& tables :
-                     {TableOptions{}, {.table_for = TableFor::each_index, .count = 4}, {.heads = 3}}) {
-                    for (const int heads_per_thread : {1, 2, 8}) {
-                        if (tables.heads > 1 && heads_per_thread != 2) continue;
-                        for (const bool aligned : {true, false}) {
-                            CacheOptions o;
-                            o.rotary.dtype = dtype;
-                            o.rotary.pairing = pairing;
-                            o.rotary.q_heads = 15;
-                            o.rotary.k_heads = 9;
-                            o.rotary.head_dim = o.rotary.rotary_dim = 128;
-                            o.rotary.in_place = true;
-                            o.rotary.in.misalignment = aligned ? 0 : 1;
-                            o.rotary.tables = tables;
-                            o.cached_as = cached_as;
-                            o.scale_for = is_float8(cached_as) ? ScaleFor::each_head : ScaleFor::none;
-                            write_and_expect(o, heads_per_thread);
-                            if (HasFailure()) return;
-                        }
-                    }
+                for (const auto& [heads_per_thread, aligned] : {std::pair{1, true}, {2, true}, {8, true}, {1, false}}) {
+                    CacheOptions o;
+                    o.rotary.dtype = dtype;
+                    o.rotary.pairing = pairing;
+                    o.rotary.q_heads = 15;
+                    o.rotary.k_heads = 9;
+                    o.rotary.head_dim = o.rotary.rotary_dim = 128;
+                    o.rotary.in_place = true;
+                    o.rotary.in.misalignment = aligned ? 0 : 1;
+                    o.cached_as = cached_as;
+                    o.scale_for = is_float8(cached_as) ? ScaleFor::each_head : ScaleFor::none;
+                    write_and_expect(o, heads_per_thread);
+                    if (HasFailure()) return;
                 }
             }
         }

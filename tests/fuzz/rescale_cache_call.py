@@ -46,15 +46,15 @@ class RescaleCacheCall(OpCall):
         }
 
     @property
-    def sets_of_tables(self) -> int:
-        """How many layers have tables of their own."""
+    def layers_with_tables(self) -> int:
+        """How many layers have tables of their own; one where all layers share them."""
         return self.case.layers if self.case.table_sets else 1
 
     def tables(self, stream: int) -> list[mrrope.FrequencyTable]:
         """Return the head tables of the layers of each sequence, one after the other, of at least one sequence."""
         random = self.case.numpy_random(6, stream)
         count = 1 if self.case.tables == "one" else max(1, self.case.sequences)
-        size = count * self.sets_of_tables * self.case.table_heads
+        size = count * self.layers_with_tables * self.case.table_heads
         return [self.case.make_table(int(number)) for number in random.integers(0, self.case.table_count + 1, size)]
 
     def given_tables(self, tables: list[mrrope.FrequencyTable]) -> list[Any]:
@@ -80,11 +80,11 @@ class RescaleCacheCall(OpCall):
 
     def rotations(self, positions: Tensor, layer: int) -> list[Tensor]:
         """Return the factors of every head table of a layer."""
-        heads, sets = self.case.table_heads, self.sets_of_tables
-        first = layer % sets * heads
+        heads, layers = self.case.table_heads, self.layers_with_tables
 
         def of_layer(tables: list[mrrope.FrequencyTable]) -> list[PhaseSteps]:
-            its_tables = [table for i in range(first, len(tables), sets * heads) for table in tables[i : i + heads]]
+            firsts = range(layer * heads, len(tables), layers * heads)  # of each sequence
+            its_tables = [table for first in firsts for table in tables[first : first + heads]]
             return PhaseSteps.of_heads(its_tables, heads, self.case.device)
 
         return [
@@ -94,11 +94,12 @@ class RescaleCacheCall(OpCall):
 
     def expected(self, before: Arguments) -> list[Expected]:
         case = self.case
+        of_layers = [self.rotations(before["positions"], layer) for layer in range(self.layers_with_tables)]
         stays = torch.tensor(self.stays, device=case.device)
         found = []
         for i, keys in enumerate(before["keys"]):
             taken = keys if before["blocks"] is None else keys[before["blocks"]]
-            by = float64_reference.of_every_head(self.rotations(before["positions"], i), taken, case.layout)
+            by = float64_reference.of_every_head(of_layers[i % len(of_layers)], taken, case.layout)
             value = float64_reference.rotated(taken, by, case.pairing)
             allowed = float64_reference.allowed_error(value, case.torch_dtype, case.rotary_dim, case.pairing)
             kept = stays.view(-1, *[1] * (keys.dim() - 1))
