@@ -5,6 +5,7 @@
 # make vllm    runs the tests of the vLLM plugin, on the real package in an environment of its own; part of make test
 # make wheel   builds the wheel for every torch of wheels/torch-versions.txt into dist
 # make wheel-test  installs dist's wheel in fresh environments, with each of WHEEL_TORCHS, and runs tests there
+# make gpu-test  needs a GPU: all tests that use one, sanitizers and fuzzer, at most 20 minutes; writes the GPU test record
 # make lint | bench | sanitize | clean
 # make fuzz SECONDS=600 DEVICE=cpu SEED=1   random op calls and model runs; failures shrink to scripts in build/fuzz
 #
@@ -48,7 +49,7 @@ install cpp-tests: export CUDAARCHS ?= 80-real;90a-real;90-virtual
 PYTEST_OPTIONS := --numprocesses 2 --dist loadfile
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_OPTIONS)
 
-.PHONY: test quick vllm demo docs wheel wheel-test lint bench sanitize fuzz clean install cpp-tests
+.PHONY: test quick vllm demo docs wheel wheel-test lint bench sanitize gpu-test fuzz clean install cpp-tests
 
 test: cpp-tests
 	ctest --test-dir $(BUILD) --output-on-failure --parallel 2
@@ -106,6 +107,10 @@ bench: install
 # Needs a GPU. Small tests only: under the sanitizer every access is checked.
 sanitize: cpp-tests
 	benchmarks/sanitize $(foreach kernel,rotary rescale_cache rotary_and_cache qk_norm_rotary qk_norm_rotary_and_cache qkv_rotary learnable_rotary rotary_cos_sin mla_rotary mla_rotary_and_cache,$(BUILD)/tests/cpp/$(kernel)_cuda_test)
+
+# All that CI cannot run. A change to kernels, bindings or csrc ends with it.
+gpu-test: cpp-tests
+	$(BIN)/python tests/gpu_tests.py --build $(BUILD)
 
 # In tests/, so that the installed package is imported, and not the sources here.
 fuzz: install

@@ -46,7 +46,9 @@ struct Cpu {
     static void run(const QkNormRotaryGradientArgs& args, const at::Tensor&) {
         qk_norm_rotary_gradient_cpu(args, parallel_for);
     }
-    static WeightSumRows weight_sum_rows(const QkNormRotaryGradientArgs& args) { return weight_sum_rows_cpu(args); }
+    static WeightSumRows weight_sum_rows(const QkNormRotaryGradientArgs& args, const at::Tensor&) {
+        return weight_sum_rows_cpu(args);
+    }
     static void run(const LearnableRotaryArgs& args, const at::Tensor&) { learnable_rotary_cpu(args, parallel_for); }
     static void run(const LearnableRotaryGradientArgs& args, const at::Tensor&) {
         learnable_rotary_gradient_cpu(args, parallel_for);
@@ -83,7 +85,11 @@ struct Cuda {
     static void run(const QkNormRotaryGradientArgs& args, const at::Tensor& heads) {
         launch(qk_norm_rotary_gradient_cuda, args, heads);
     }
-    static WeightSumRows weight_sum_rows(const QkNormRotaryGradientArgs& args) { return weight_sum_rows_cuda(args); }
+    // The plans behind both numbers of rows are those of the current device: the heads' device, as in launch().
+    static WeightSumRows weight_sum_rows(const QkNormRotaryGradientArgs& args, const at::Tensor& heads) {
+        const c10::DeviceGuard guard(heads.device());
+        return weight_sum_rows_cuda(args);
+    }
     static void run(const LearnableRotaryArgs& args, const at::Tensor& heads) {
         launch(learnable_rotary_cuda, args, heads);
     }
@@ -113,7 +119,7 @@ private:
         TORCH_CHECK(false, "q is on ", heads.device(),
                     ", but this build of mrrope has no CUDA kernels: rebuild it where nvcc is");
     }
-    static WeightSumRows weight_sum_rows(const QkNormRotaryGradientArgs&) { return {}; }
+    static WeightSumRows weight_sum_rows(const QkNormRotaryGradientArgs&, const at::Tensor&) { return {}; }
     static int64_t table_sum_rows(const LearnableRotaryGradientArgs&, const at::Tensor&) { return 0; }
 #endif
 };

@@ -48,14 +48,15 @@ void check_caches(const CacheCall& call, const Layout& layout, const Layout& cac
     }
 }
 
-// Written tensors overlap neither q, k and v nor each other.
+// Written tensors overlap neither q, k and v nor each other. In place, q and q_out are one argument.
 void check_no_overlaps(const CacheCall& call) {
+    const NamedTensor q{"q", call.q};
     const auto written = call.written();
     for (size_t i = 0; i < written.size(); ++i) {
-        for (const NamedTensor& read : call.heads()) {
-            const bool is_q_in_place = call.in_place() && i == 0 && read.tensor.is_same(call.q);
-            if (!is_q_in_place) check_no_overlap(read, written[i]);
-        }
+        const bool is_q_in_place = call.in_place() && i == 0;
+        if (!is_q_in_place) check_no_overlap(q, written[i]);
+        check_no_overlap({"k", call.k}, written[i]);
+        check_no_overlap({"v", call.v}, written[i]);
         for (size_t j = i + 1; j < written.size(); ++j) check_no_overlap(written[i], written[j]);
     }
 }
@@ -120,7 +121,7 @@ int64_t checked_scale_stride(NamedTensor scale, int heads, const char* heads_nam
     const bool is_one = x.numel() == 1;
     TORCH_CHECK_VALUE(is_one || (x.dim() == 1 && x.size(0) == heads), scale.name, " must have one element, or [", heads,
                       "], one a head of ", heads_name, ", got ", x.sizes());
-    check_scales_are_finite(scale);
+    check_float8_scales(scale);
     return is_one ? 0 : stride_or_zero(x, 0);
 }
 

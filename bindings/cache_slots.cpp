@@ -2,7 +2,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <cmath>
+#include "mrrope/float8.h"
 
 namespace mrrope {
 
@@ -31,17 +31,17 @@ CacheSlots cache_slots(NamedTensor slots, bool paged, int64_t blocks, int64_t bl
 const float* one_scale(const OptionalTensor& scale) {
     if (!scale) return nullptr;
     TORCH_CHECK_VALUE(scale->numel() == 1, "scale must have one element, got ", scale->sizes());
-    check_scales_are_finite({"scale", *scale});
+    check_float8_scales({"scale", *scale});
     return static_cast<const float*>(scale->const_data_ptr());
 }
 
-void check_scales_are_finite(NamedTensor scale) {
+void check_float8_scales(NamedTensor scale) {
     const at::Tensor& x = scale.tensor;
     const int64_t stride = x.numel() == 1 ? 0 : stride_or_zero(x, 0);
     for (int64_t i = 0; x.is_cpu() && i < x.numel(); ++i) {
         const float value = static_cast<const float*>(x.const_data_ptr())[i * stride];
-        TORCH_CHECK_VALUE(std::isfinite(value) && std::isfinite(1.0f / value), scale.name,
-                          " must be finite, and so large that its inverse is, got ", value, " at index ", i);
+        TORCH_CHECK_VALUE(is_float8_scale(value), scale.name, " must be from 2^-126 to 2^126 in magnitude, got ", value,
+                          " at index ", i);
     }
 }
 

@@ -17,7 +17,7 @@ CacheSlots cache_slots(NamedTensor slots, bool paged, int64_t blocks, int64_t bl
 // A scale of one element, or nullptr without one. Its value is checked on a CPU only.
 const float* one_scale(const OptionalTensor& scale);
 
-// Checks scales on a CPU. On a GPU they are not read before the launch.
-void check_scales_are_finite(NamedTensor scale);
+// Checks float8 scales on a CPU. On a GPU they are not read before the launch: results of an impossible one are NaN.
+void check_float8_scales(NamedTensor scale);
 
 }  // namespace mrrope

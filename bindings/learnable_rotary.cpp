@@ -101,7 +101,7 @@ LearnableRotaryArgs learnable_rotary_args(const LearnableRotaryCall& call, const
         view.out = out[i].data_ptr();
         view.out_strides = head_strides(out[i], layout);
     }
-    const int64_t head_dim = q.tensor.size(-1);
+    const int64_t head_dim = head_dim_of(q);
     const int64_t rotary_dim = 2 * sizes.pairs;
     TORCH_CHECK_VALUE(rotary_dim <= head_dim, "frequencies must have at most head_dim / 2 columns (", head_dim / 2,
                       "), half the last dimension of ", q.name, ", got ", rotary_dim / 2);

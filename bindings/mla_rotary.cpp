@@ -186,6 +186,7 @@ struct MlaRotaryBackward {
     template <class Backend>
     static TwoTensors run(const Call& call) {
         const Layout layout = layout_named(call.layout);
+        check_table_shape(call.table);  // the sizes of the results follow from it
         check_one_table_for_all_heads(call.table);
         auto [q, k_rope] = meta(call);
         MlaRotaryGradientArgs args;

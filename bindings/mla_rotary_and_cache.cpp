@@ -81,13 +81,14 @@ void check_cache(const MlaRotaryAndCacheCall& call, int64_t batch) {
     check_no_internal_overlap(call.named_cache());
 }
 
-// Written tensors overlap neither what is read nor each other.
+// Written tensors overlap neither what is read nor each other. In place, q_rope and q_out are one argument.
 void check_no_overlaps(const MlaRotaryAndCacheCall& call) {
-    for (const NamedTensor& read : call.read()) {
-        check_no_overlap(read, call.named_cache());
-        if (!(call.in_place() && read.tensor.is_same(call.q_rope))) check_no_overlap(read, call.named_q_out());
-    }
-    if (!call.in_place()) check_no_overlap(call.named_q_out(), call.named_cache());
+    for (const NamedTensor& read : call.read()) check_no_overlap(read, call.named_cache());
+    check_no_overlap(call.named_k_rope(), call.named_q_out());
+    check_no_overlap(call.named_latent(), call.named_q_out());
+    if (call.in_place()) return;
+    check_no_overlap(call.named_q(), call.named_q_out());
+    check_no_overlap(call.named_q_out(), call.named_cache());
 }
 
 // Two parts of every row of the cache: the first row's parts, and the strides of blocks and slots.

@@ -137,7 +137,7 @@ struct QkNormRotaryBackward {
             gradient.data = gradients[i].const_data_ptr();
             gradient.strides = head_strides(gradients[i], layout);
         }
-        const WeightSumRows rows = Backend::weight_sum_rows(args);
+        const WeightSumRows rows = Backend::weight_sum_rows(args, forward.heads[0]);
         std::vector<Tensor> sums;
         for (size_t i = 0; wants_weights && i < weights.size(); ++i) {
             const auto precision = weights[i].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;

@@ -12,6 +12,8 @@ void check_heads(at::TensorList heads, const Layout& layout, const char* q_name)
     if (heads.size() == 2) check_k_matches_q(heads[0], heads[1], layout);
 }
 
+}  // namespace
+
 void check_table_shape(const at::Tensor& table) {
     const bool is_stack = table.dim() >= 2 && table.size(0) >= 1;
     const bool has_form =
@@ -23,6 +25,8 @@ void check_table_shape(const at::Tensor& table) {
                       "of head tables, [tables, rows, heads, words], got ",
                       table.sizes(), " with strides ", table.strides());
 }
+
+namespace {
 
 TableChoice table_choice(const RotaryCall& call, const Layout& layout) {
     const at::Tensor& q = call.heads[0];
@@ -97,7 +101,7 @@ RotaryArgs head_args(at::TensorList heads, at::TensorList out, const Layout& lay
     RotaryArgs args;
     args.batch = layout.batch_of(q.tensor);
     args.tokens = q.tensor.size(layout.token);
-    args.head_dim = static_cast<int>(q.tensor.size(-1));
+    args.head_dim = head_dim_of(q);
     args.dtype = dtype_of(q);
     args.q = heads_view(q, out[0], layout, layout);
     if (heads.size() == 2) args.k = heads_view(named_head(heads, 1), out[1], layout, layout);

@@ -38,6 +38,9 @@ void check_head_kinds(at::TensorList heads, std::string_view layout, std::string
 // The same, and positions, the table and its index.
 void check_kinds(const RotaryCall& call);
 
+// Checks that it is one table, or a stack of tables, without gaps.
+void check_table_shape(const at::Tensor& table);
+
 // Checks sizes, strides and values, then fills the backends' struct. In place, `out` is `call.heads`.
 RotaryArgs rotary_args(const RotaryCall& call, at::TensorList out);
 

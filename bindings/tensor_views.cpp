@@ -312,11 +312,18 @@ int head_count(NamedTensor heads, const Layout& layout) {
     return static_cast<int>(count);
 }
 
+int head_dim_of(NamedTensor heads) {
+    const int64_t head_dim = heads.tensor.size(-1);
+    TORCH_CHECK_VALUE(head_dim <= std::numeric_limits<int>::max(), heads.name,
+                      " must have a head_dim, its last dimension, below 2^31, got ", head_dim);
+    return static_cast<int>(head_dim);
+}
+
 int rotary_dim_of(const at::Tensor& table, NamedTensor heads) {
     const int64_t rotary_dim = 2 * (table.size(-1) - 1);
-    TORCH_CHECK_VALUE(rotary_dim <= heads.tensor.size(-1),
-                      "table.rotary_dim must be at most head_dim, the last dimension of ", heads.name, " (",
-                      heads.tensor.size(-1), "), got ", rotary_dim);
+    const int head_dim = head_dim_of(heads);
+    TORCH_CHECK_VALUE(rotary_dim <= head_dim, "table.rotary_dim must be at most head_dim, the last dimension of ",
+                      heads.name, " (", head_dim, "), got ", rotary_dim);
     return static_cast<int>(rotary_dim);
 }
 

@@ -106,6 +106,9 @@ PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Lay
 
 int head_count(NamedTensor heads, const Layout& layout);
 
+// The last dimension of heads.
+int head_dim_of(NamedTensor heads);
+
 int rotary_dim_of(const at::Tensor& table, NamedTensor heads);
 
 }  // namespace mrrope

@@ -62,8 +62,10 @@ __global__ void __launch_bounds__(column_sum_block_threads)
     const LearnableRotaryGradientArgs& args = launch.args;
     const int half = args.call.rotary.rotary_dim / 2;
     const int words = half + 1;
-    const int table = blockIdx.x;
-    const int first_word = blockIdx.y * words_per_block;
+    const int blocks_per_table = (words + words_per_block - 1) / words_per_block;
+    const auto block = static_cast<int>(blockIdx.x);
+    const int table = block / blocks_per_table;
+    const int first_word = block % blocks_per_table * words_per_block;
     pdl_wait();
     pdl_trigger();
     const double sum =
@@ -105,8 +107,8 @@ void learnable_rotary_gradient_cuda(const LearnableRotaryGradientArgs& args, con
         with_element(args.call.rotary.dtype,
                      [&](auto element) { launch_learnable_gradient<decltype(element)>(launch, stream); });
     }
-    const int words = shape.rotary_dim / 2 + 1;
-    const dim3 grid(args.call.tables, ceil_div(words, words_per_block));
+    // One dimension: grid.y ends at 65535, which a rotary_dim of 2^19 would exceed.
+    const dim3 grid(args.call.tables * ceil_div(shape.rotary_dim / 2 + 1, words_per_block));
     launch_with_pdl(pdl_kernel<table_sum_kernel>, grid, column_sum_block_threads, stream, TableSumLaunch{args, rows});
 }
 

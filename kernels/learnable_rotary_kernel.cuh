@@ -28,7 +28,7 @@ template <class Element>
 struct LearnablePointers {
     const Element* in;
     const Element* gradient;
-    Element* out;
+    Element* out;  // nullptr: not wanted
 
     __device__ LearnablePointers(const LearnableRotaryGradientArgs& args, const LearnableItem& item,
                                  const LearnableHead& head) {
@@ -39,7 +39,7 @@ struct LearnablePointers {
         };
         in = static_cast<const Element*>(view.in) + offset(view.in_strides);
         gradient = static_cast<const Element*>(rotated.data) + offset(rotated.strides);
-        out = static_cast<Element*>(view.out) + offset(view.out_strides);
+        out = view.out == nullptr ? nullptr : static_cast<Element*>(view.out) + offset(view.out_strides);
     }
 };
 
@@ -76,8 +76,7 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
     const auto& map = launch.map;
     const LearnableRotaryPlan& plan = map.plan;
     const int half = args.rotary_dim / 2;
-    const bool writes = (args.q.heads > 0 ? args.q : args.k).out != nullptr;
-    const bool copies_tail = writes && args.rotary_dim < args.head_dim;
+    const bool has_tail = args.rotary_dim < args.head_dim;
     const LearnableBlock block = map.block(blockIdx.x);
     int slot, lane_of_pass;
     map.thread(slot, lane_of_pass, threadIdx.x);
@@ -165,12 +164,13 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
                         b *= gain;
                     });
                     x[j].narrow(v);
-                    if (writes) x[j].store(pointers_to(item, j).out, layout);
+                    Element* out = pointers_to(item, j).out;
+                    if (out != nullptr) x[j].store(out, layout);
                 }
                 sums.add(signed_position, cross, dot);
-                for (int j = 0; copies_tail && j < item.heads; ++j) {
+                for (int j = 0; has_tail && j < item.heads; ++j) {
                     const LearnablePointers<Element> head = pointers_to(item, j);
-                    copy_tail<Vector>(head.gradient, head.out, layout.lane, plan.lanes, args);
+                    if (head.out != nullptr) copy_tail<Vector>(head.gradient, head.out, layout.lane, plan.lanes, args);
                 }
                 item = next;
             }

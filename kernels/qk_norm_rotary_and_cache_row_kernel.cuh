@@ -76,7 +76,7 @@ private:
             angles.load_index(args_, row_.batch, row_.token);
             angles.load(args_, lane, row_.batch, row_.token, table_head);
             CosSin<Real> by[1];
-            angles.compute(by, lane, Real(1));
+            angles.compute(by, lane, args_.conjugate ? Real(-1) : Real(1));
             const Pair<Real> rotated = rotate<Real>({normed(head, lane.first()), normed(head, lane.second())}, by[0]);
             f(lane.first(), rotated.first);
             f(lane.second(), rotated.second);

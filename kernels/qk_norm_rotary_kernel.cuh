@@ -143,19 +143,19 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
             if constexpr (folds_weights) {
                 const Real scale = launch.constants.inverse_rms(sums[j % held], place.is_q);
                 wide.template for_each_pair<Lane::crosses_vectors>([&](int i, Real& a, Real& b) {
-                    const Pair<Real> rotated = weighted[i](a, b);
+                    const Pair<Real> rotated = lane.rotates() ? weighted[i](a, b) : weighted[i](a, b, {0, 0});
                     a = scale * rotated.first;
                     b = scale * rotated.second;
                 });
             } else if constexpr (over_head) {
                 const Real scale = launch.constants.inverse_rms(sums[j % held], place.is_q);
                 wide.multiply(with_offset(weights[0], offset), scale);
-                wide.template rotate<Lane::crosses_vectors>(by);
+                rotate_within(lane, wide, by);
             } else {
                 const Wide weight = with_offset</*skips_zero=*/true>(weights[j % weights_held], offset);
                 if (j + weights_held < HeadsPerThread) load_weights(j + weights_held);
                 wide.multiply(weight);
-                wide.template rotate<Lane::crosses_vectors>(by);
+                rotate_within(lane, wide, by);
             }
             Fragment rotated;
             rotated.narrow(wide);

@@ -98,8 +98,9 @@ __global__ void __launch_bounds__(rotary_block_threads,
         uint64_t steps[Vector];
         load_phase_steps(steps, table, layout);
         const auto gain = static_cast<Real>(attention_factor_of(table[half]));
+        const Real direction = rotary.conjugate ? Real(-1) : Real(1);
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, Real(1));
+        for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, direction);
     }
     pdl_trigger();
 

@@ -1,6 +1,8 @@
 #include "mrrope/rotary.h"
 
 #include <algorithm>
+#include <exception>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -26,12 +28,24 @@ int size_of(StoredAs stored_as, DType heads_dtype) {
 void on_all_cores(int64_t count, int64_t grain, const RangeBody& body) {
     const int64_t cores = std::max(1u, std::thread::hardware_concurrency());
     const int64_t parts = std::clamp<int64_t>(count / std::max<int64_t>(grain, 1), 1, cores);
-    std::vector<std::thread> threads;
-    for (int64_t part = 1; part < parts; ++part) {
-        threads.emplace_back([&, part] { body(count * part / parts, count * (part + 1) / parts); });
+    std::mutex mutex;
+    std::exception_ptr failure;
+    // An exception that left a thread, or this function before its threads are joined, would terminate the process.
+    const auto run_part = [&](int64_t part) {
+        try {
+            body(count * part / parts, count * (part + 1) / parts);
+        } catch (...) {
+            const std::scoped_lock lock(mutex);
+            if (!failure) failure = std::current_exception();
+        }
+    };
+    {
+        std::vector<std::jthread> threads;
+        threads.reserve(parts - 1);
+        for (int64_t part = 1; part < parts; ++part) threads.emplace_back(run_part, part);
+        run_part(0);
     }
-    body(0, count / parts);
-    for (std::thread& thread : threads) thread.join();
+    if (failure) std::rethrow_exception(failure);
 }
 
 void rotary_cpu(const RotaryArgs& args, const ParallelFor& parallel_for) {

@@ -77,11 +77,12 @@ inline void store(float& to, float x) {
     to = x;
 }
 
-// NaN needs no special case: a NaN here is the processor's default or was read as BFloat16, so its low 16 bits are zero
-// and rounding does not carry.
+// NaN is a case of its own: rounding 0x7fffffff, which a caller's float32 cosines may hold, would carry into the sign.
 inline void store(BFloat16& to, float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
-    to.bits = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const uint32_t quiet_nan = (bits >> 16) | 0x40u;
+    to.bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
 }
 
 // Calls f with a value of the element type of `dtype`.

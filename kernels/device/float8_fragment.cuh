@@ -41,7 +41,7 @@ __device__ Float8Vector<Vector> to_float8(const cutlass::Array<float, Vector>& x
 // x / scale, correctly rounded before it is rounded to float8.
 template <int Vector>
 __device__ Float8Vector<Vector> to_float8(cutlass::Array<float, Vector> x, float scale, StoredAs format) {
-    const Float8Scale by{scale, __fdividef(1.0f, scale)};
+    const Float8Scale by{scale, nan_unless_float8_scale(scale, __fdividef(1.0f, scale))};
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < Vector; ++j) x[j] = by.divide(x[j]);
     return to_float8(x, format);
@@ -49,7 +49,7 @@ __device__ Float8Vector<Vector> to_float8(cutlass::Array<float, Vector> x, float
 
 // factor / scale: finite where the factor is, for the smallest scales, too, since 0 must not become NaN.
 __device__ inline float finite_ratio(float factor, float scale) {
-    const float ratio = __fdividef(factor, scale);
+    const float ratio = nan_unless_float8_scale(scale, __fdividef(factor, scale));
     return fabsf(ratio) > FLT_MAX && fabsf(factor) <= FLT_MAX ? copysignf(FLT_MAX, ratio) : ratio;
 }
 

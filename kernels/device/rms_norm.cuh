@@ -203,6 +203,18 @@ __device__ WideFragment<Real, Vector> with_offset(const HeadFragment<Element, Ve
     return wide;
 }
 
+// Rotates the vectors of a lane, or scales those of the unrotated tail, which have no partner: the other product
+// would turn a neighbour's infinity into NaN.
+template <class Lane, class Real, int Vector>
+__device__ void rotate_within(const Lane& lane, WideFragment<Real, Vector>& wide, const CosSin<Real> (&by)[Vector]) {
+    wide.template for_each_pair<Lane::crosses_vectors>([&](int i, Real& a, Real& b) {
+        const Pair<Real> rotated =
+            lane.rotates() ? rotate<Real>({a, b}, by[i]) : Pair<Real>{a * by[i].cos, b * by[i].cos};
+        a = rotated.first;
+        b = rotated.second;
+    });
+}
+
 // Rotation of a pair with its weights folded into cos/sin: for heads that share both.
 template <class Real>
 struct WeightedRotation {
@@ -213,8 +225,12 @@ struct WeightedRotation {
     __device__ WeightedRotation(Real first_weight, Real second_weight, CosSin<Real> by)
         : first{first_weight * by.cos, first_weight * by.sin}, second{second_weight * by.cos, second_weight * by.sin} {}
 
-    __device__ Pair<Real> operator()(Real a, Real b) const {
-        return {multiply_add(a, first.cos, -(b * second.sin)), multiply_add(b, second.cos, a * first.sin)};
+    __device__ Pair<Real> operator()(Real a, Real b) const { return (*this)(a, b, {b, a}); }
+
+    // `partner`: {b, a}, or zeros in the unrotated tail, as in rotate_within.
+    __device__ Pair<Real> operator()(Real a, Real b, Pair<Real> partner) const {
+        return {multiply_add(a, first.cos, -(partner.first * second.sin)),
+                multiply_add(b, second.cos, partner.second * first.sin)};
     }
 };
 

@@ -77,8 +77,10 @@ def _cos_sin(
     words, *rows = [table] if table.dim() == 1 else [table[:, None]] if table.dim() == 2 else table[:, None].unbind(2)
     if positions.dim() == 3:
         positions = positions.permute(1, 2, 0)
+        # Clamped as in the op, whose rows that do not exist are the last: an index past it is a device assert.
+        row_of_pair = (rows[0][..., :-1].abs() & 0xFF).clamp(max=positions.shape[-1] - 1)
         positions = torch.take_along_dim(
-            positions[:, :, None] if table.dim() == 4 else positions, rows[0][..., :-1].abs() & 0xFF, dim=-1
+            positions[:, :, None] if table.dim() == 4 else positions, row_of_pair, dim=-1
         )
     else:
         positions = positions[..., None, None] if table.dim() == 4 else positions[..., None]

@@ -48,7 +48,7 @@ def mla_rotary_and_cache_(
         layout: Layout of q_rope, as in ``rotary``.
         pairing: As in ``rotary``. ``interleaved`` is that of DeepSeek's weights; pairs stay where they are.
         scale: Scale of a float8 cache, float32 on q_rope's device, one element; 1 by default. ``x / scale`` is stored,
-            saturating. The scale and its inverse must be finite.
+            saturating. It is from 2^-126 to 2^126 in magnitude.
         table_index: As in ``rotary``.
         q_out: Destination of the rotated q_rope, of its shape and dtype, such as the last components of the absorbed
             query; q_rope itself by default.

@@ -51,7 +51,7 @@ def rotary_and_cache_(
             one. A static cache has one block per sequence.
         pairing: As in ``rotary``.
         key_scale: Scale of a float8 key cache, float32 on q's device, one element or ``[k's heads]``; 1 by default.
-            ``x / scale`` is stored, saturating. The scale and its inverse must be finite.
+            ``x / scale`` is stored, saturating. A scale is from 2^-126 to 2^126 in magnitude.
         value_scale: The same for the value cache.
         table_index: As in ``rotary``.
         q_out: Destination of the rotated q, of q's shape and dtype; q itself by default.

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <numbers>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -482,6 +483,17 @@ TEST(OnAllCores, CoversEveryIndexExactlyOnce) {
             EXPECT_GE(ranges, 1);
         }
     }
+}
+
+TEST(OnAllCores, AnExceptionOfAnyThreadReachesTheCaller) {
+    for (const int64_t thrower : {0, 999}) {
+        const auto throw_at = [&](int64_t begin, int64_t end) {
+            if (begin <= thrower && thrower < end) throw std::runtime_error("no memory");
+        };
+        EXPECT_THROW(on_all_cores(1000, 1, throw_at), std::runtime_error) << thrower;
+    }
+    const auto throw_everywhere = [](int64_t, int64_t) { throw std::runtime_error("no memory"); };
+    EXPECT_THROW(on_all_cores(1000, 1, throw_everywhere), std::runtime_error);
 }
 
 TEST(ParallelForOfTheCaller, GetsEveryTokenOfTheBatchOnce) {

@@ -55,6 +55,7 @@ SLOW_TESTS = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="the first case of every fast test")
+    parser.addoption("--gpu", action="store_true", help="only tests that use a GPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,7 +73,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --quick, keep the first case of every fast test on every device."""
+    """With --gpu, keep the tests that use a GPU; with --quick, the first case of every fast test on every device."""
+    if config.getoption("gpu"):
+        keep_only(config, items, {item for item in items if needs_cuda.mark in item.iter_markers("skipif")})
     if not config.getoption("quick"):
         return
     first: dict[tuple[Any, ...], pytest.Item] = {}
@@ -80,6 +83,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         first.setdefault((item.nodeid.split("[")[0], parameters.get("device"), parameters.get("cuda")), item)
     kept = {item for item in first.values() if getattr(item, "originalname", item.name) not in SLOW_TESTS}
+    keep_only(config, items, kept)
+
+
+def keep_only(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

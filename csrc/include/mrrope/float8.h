@@ -34,6 +34,20 @@ MRROPE_HOST_DEVICE uint8_t float8_bits(float x, StoredAs format) {
     return static_cast<uint8_t>(sign | (magnitude > 0x7f800000u ? 0x7fu : finite));
 }
 
+// Scales that float8 results can have. The reciprocal of a larger one is subnormal, which GPUs take for 0, and that of
+// a subnormal one overflows.
+inline constexpr float smallest_float8_scale = 0x1p-126f;
+inline constexpr float largest_float8_scale = 0x1p126f;
+
+MRROPE_HOST_DEVICE bool is_float8_scale(float scale) {
+    return smallest_float8_scale <= std::abs(scale) && std::abs(scale) <= largest_float8_scale;
+}
+
+// `ratio`, or NaN where it is one of an impossible scale: results are NaN, too, rather than wrong.
+MRROPE_HOST_DEVICE float nan_unless_float8_scale(float scale, float ratio) {
+    return is_float8_scale(scale) ? ratio : NAN;
+}
+
 // Divides by the scale before rounding to float8: multiplies by a reciprocal that need not be exact, then corrects the
 // quotient by its FMA remainder. Quotients from 2^16 on saturate in both formats and skip the correction, which turns
 // infinity into NaN.

@@ -74,6 +74,21 @@ def test_rows_of_positions_for_all_sequences_with_a_table_for_each(device: str) 
         torch.testing.assert_close(x, y, rtol=0.0, atol=3e-6)
 
 
+def test_rows_that_do_not_exist_are_the_last(device: str) -> None:
+    """On a GPU the op cannot look at the table before it runs, and clamps: so must the decomposition."""
+    case, generator = Case(batch=2), torch.Generator().manual_seed(0)
+    (q, k), table = case.heads_on(device), stack_of(tables_of(1, 16), "cpu")
+    rows = torch.randint(0, 8, (1, 8), generator=generator)
+    positions = torch.randint(0, 2**31, (3, 2, case.tokens), generator=generator).to(device)
+
+    def rotated(rows: torch.Tensor) -> list[torch.Tensor]:
+        stack = torch.stack([table, packed_rows(rows)], dim=1).to(device)
+        return decompositions.rotary([q, k], positions, stack, "bhsd", "halves", False)
+
+    for x, y in zip(rotated(rows), rotated(rows.clamp(max=2)), strict=True):
+        assert torch.equal(x, y)
+
+
 def test_a_negated_table_rotates_backwards(device: str) -> None:
     case = Case(dtype=torch.bfloat16)
     (q, k), positions, table = case.heads_on(device), case.positions(device), case.table()

@@ -369,6 +369,28 @@ def test_compiled_forward_and_backward(device, dynamo, dynamic):
             torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-12)
 
 
+def test_gradients_of_more_columns_than_a_grid_has_rows(cuda):
+    """The sums of 2^18 frequencies take 65537 blocks, and y and z of a grid end at 65535."""
+    generator = torch.Generator().manual_seed(0)
+    pairs = 2**18
+    x, gradient = (torch.randn(1, 1, 3, 2 * pairs, generator=generator).double() for _ in range(2))
+    q = x.float().to(cuda)
+    frequencies = torch.rand(1, pairs, generator=generator, dtype=torch.float64)
+    given = frequencies.to(cuda).requires_grad_()
+    factor = torch.ones(1, dtype=torch.float64, device=cuda, requires_grad=True)
+    positions = torch.tensor([1, 5, 1000])
+    rotated_q, _ = mrrope.learnable_rotary(q, None, positions.to(cuda), given, factor)
+    rotated_q.backward(gradient.float().to(cuda))
+    # Of y = R(p f) x: the frequency's gradient is the sum of p * (g x y), over positions.
+    angles = positions[:, None] * frequencies
+    first, second = x[0, 0].chunk(2, dim=-1)
+    y_first, y_second = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
+    g_first, g_second = gradient[0, 0].chunk(2, dim=-1)
+    exact = (positions[:, None] * (g_second * y_first - g_first * y_second)).sum(0)
+    torch.testing.assert_close(given.grad.cpu()[0], exact, rtol=0.0, atol=1e-2)  # of terms up to 1e4 in float32
+    assert (given.grad.cpu()[0] - exact).norm() / exact.norm() < TOLERANCES[torch.float32].frobenius
+
+
 def test_in_a_cuda_graph(cuda):
     case = Case(dtype=torch.bfloat16, tokens=300, heads=(9, 3), head_dim=64, rotary_dim=64, reach=2**17)
     leaves = leaves_of(case, 3, cuda, torch.float32)

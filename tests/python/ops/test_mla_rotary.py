@@ -446,6 +446,18 @@ def test_wrong_arguments_are_named(name):
     assert_refused(lambda: mrrope.mla_rotary(**arguments | changes), error, *texts)
 
 
+@pytest.mark.parametrize("words", [0, 1])
+def test_gradients_by_an_empty_table_are_refused(words):
+    gradient = ones(2, 4, 5, 40)
+    table = torch.zeros(words, dtype=torch.int64)
+    assert_refused(
+        lambda: torch.ops.mrrope.mla_rotary_backward(gradient, gradient, torch.arange(5), table),
+        ValueError,
+        "table must be a contiguous int64 tensor",
+        f"got [{words}]",
+    )
+
+
 def test_forward_mode_is_refused(device):
     q, k_nope, k_rope = Case().tensors(device)
     with torch.autograd.forward_ad.dual_level():

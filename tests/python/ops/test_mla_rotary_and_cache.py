@@ -378,6 +378,7 @@ def good_call() -> dict:
 
 CACHE8 = torch.zeros(3, 4, 24, dtype=FLOAT8)
 SHARED = ones(3, 4, 24)
+ALIAS = ones(2, 1, 4, 8)
 TABLE = table_of("yarn", 8)
 WRONG = {
     # types
@@ -420,6 +421,9 @@ WRONG = {
     "strided cache": ({"cache": ones(3, 4, 48)[..., ::2]}, ValueError, ["cache must have a contiguous last dim"]),
     "expanded cache": ({"cache": ones(1, 4, 24).expand(3, 4, 24)}, RuntimeError, ["cache must not overlap itself"]),
     "expanded q_rope": ({"q_rope": ones(1, 3, 4, 8).expand(2, 3, 4, 8)}, RuntimeError, ["q_rope must not overlap"]),
+    "k_rope is q_rope": ({"q_rope": ALIAS, "k_rope": ALIAS}, RuntimeError, ["k_rope and q_rope must not share memory"]),
+    "latent in q_rope": ({"q_rope": ALIAS, "latent": ALIAS[:, 0], "cache": ones(3, 4, 16)}, RuntimeError,
+                         ["latent and q_rope must not share memory"]),
     "k_rope in the cache": ({"k_rope": SHARED.view(-1)[:64].view(2, 4, 8), "cache": SHARED}, RuntimeError,
                             ["k_rope and cache must not share memory"]),
     # dtypes
@@ -431,8 +435,8 @@ WRONG = {
                           ["q_rope must be float32, float16 or bfloat16 for cache of Float8", "got Double"]),
     "slots of floats": ({"slots": ones(2, 4)}, TypeError, ["slots must be int32 or int64", "got Float"]),
     "scale of float64": ({"cache": CACHE8, "scale": ones(1).double()}, TypeError, ["scale must be float32"]),
-    "scale of nothing": ({"cache": CACHE8, "scale": torch.tensor([0.0])}, ValueError, ["scale must be finite"]),
-    "scale of infinity": ({"cache": CACHE8, "scale": torch.tensor([math.inf])}, ValueError, ["scale must be finite"]),
+    "scale of nothing": ({"cache": CACHE8, "scale": torch.tensor([0.0])}, ValueError, ["scale must be from 2^-126"]),
+    "scale of infinity": ({"cache": CACHE8, "scale": torch.tensor([math.inf])}, ValueError, ["scale must be from 2^-126"]),
     "a scale without float8": ({"scale": ones(1)}, ValueError, ["scale must come with a cache of Float8"]),
     # options, devices, values
     "unknown pairing": ({"pairing": "quarters"}, ValueError, ["pairing must be one of halves, interleaved"]),

@@ -55,6 +55,8 @@ CALLS = {
                        ["q must be [batch, tokens, heads, head_dim]", "3 dimensions"]),
     "thd of rank 4": ({"layout": "thd"}, ValueError, ["q must be [tokens, heads, head_dim]", "4 dimensions"]),
     # shapes
+    "a head_dim of 33 bits": ({"q": torch.empty(0, 4, 3, 2**32 + 8), "k": None}, ValueError,
+                              ["q must have a head_dim", "below 2^31", "got 4294967304"]),
     "k with another batch": ({"k": ones(1, 2, 3, 8)}, ValueError,
                              ["k must be", "heads only", "[1, 2, 3, 8]", "[2, 4, 3, 8]"]),
     "k with other tokens": ({"k": ones(2, 2, 5, 8)}, ValueError, ["k must be", "[2, 2, 5, 8]", "[2, 4, 3, 8]"]),

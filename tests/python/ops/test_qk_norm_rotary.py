@@ -53,6 +53,26 @@ def test_one_rounding_in_all(device, over, dtype):
     assert (q.cpu().double() - exact).norm() / exact.norm() < TOLERANCES[dtype].frobenius
 
 
+@pytest.mark.parametrize("over", OVERS)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("tokens", [1, 64, 2048])  # one head per thread, and several
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_infinity_in_the_unrotated_tail_stays_where_it_is(device, over, pairing, tokens, dtype):
+    """The mean square is infinite, so all other components are 0; tail components have no partner to turn into NaN."""
+    case = Case(dtype=dtype, pairing=pairing, batch=1, tokens=tokens, heads=(8, 2), head_dim=64, rotary_dim=32)
+    heads = case.heads_on(device)
+    for x in heads:
+        x[:, 1, 0, 40] = torch.inf
+    weights = weights_of(case, over, device)
+    options = {"eps": EPS, "over": over, "layout": case.layout, "pairing": pairing}
+    found = mrrope.qk_norm_rotary(*heads, *weights, case.positions(device), case.table(), **options)
+    for x in found:
+        assert x[0, 1, 0, 40].isnan()
+        x[0, 1, 0, 40] = 0.0
+        assert not x[0, 1, 0].any()
+        assert x.isfinite().all()
+
+
 @pytest.mark.parametrize(("layout", "empty"), [("bhsd", "batch"), ("thd", "tokens"), ("bshd", "k_heads")])
 @pytest.mark.parametrize("over", OVERS)
 def test_nothing_to_norm(device, layout, empty, over):

@@ -510,6 +510,7 @@ def good_call() -> dict:
 
 Q8 = {"q_out": torch.zeros(2, 3, 4, 8, dtype=torch.float8_e4m3fn)}
 SHARED = ones(2, 3, 4, 8)
+ALIAS = ones(2, 1, 4, 8)
 WRONG = {
     "q_weight as a list": ({"q_weight": [1.0]}, TypeError, ["q_weight must be a tensor or None, got list"]),
     "gate as a number": ({"gate": 1.0}, TypeError, ["gate must be a tensor or None, got float"]),
@@ -529,6 +530,8 @@ WRONG = {
     "gate of another dtype": ({"gate": ones(2, 3, 4, 8).half()}, TypeError, ["gate must have q's dtype Float"]),
     "strided gate": ({"gate": ones(2, 3, 4, 16)[..., ::2]}, ValueError, ["gate must be", "contiguous last dimension"]),
     "expanded gate": ({"gate": ones(1, 3, 4, 8).expand(2, 3, 4, 8)}, RuntimeError, ["gate must not overlap itself"]),
+    "k is q": ({"q": ALIAS, "k": ALIAS}, RuntimeError, ["k and q must not share memory"]),
+    "v is q": ({"q": ALIAS, "v": ALIAS}, RuntimeError, ["v and q must not share memory"]),
     "gate is q": ({"q": SHARED, "gate": SHARED}, RuntimeError, ["gate and q must not share memory"]),
     "a weight in q": ({"q": SHARED, "q_weight": SHARED.view(-1)[:8]}, RuntimeError,
                       ["q_weight and q must not share memory"]),
@@ -539,7 +542,7 @@ WRONG = {
     "both scales": ({**Q8, "q_scale": ones(1), "q_scale_out": ones(2, 3, 4)}, ValueError,
                     ["q_scale must come without q_scale_out", "got both"]),
     "q_scale of two": ({**Q8, "q_scale": ones(2)}, ValueError, ["q_scale must have one element, or [3]", "got [2]"]),
-    "q_scale of nothing": ({**Q8, "q_scale": torch.zeros(1)}, ValueError, ["q_scale must be finite", "got 0"]),
+    "q_scale of nothing": ({**Q8, "q_scale": torch.zeros(1)}, ValueError, ["q_scale must be from 2^-126 to 2^126", "got 0"]),
     "q_scale_out of another shape": ({**Q8, "q_scale_out": ones(2, 4, 3)}, ValueError,
                                      ["q_scale_out must be [2, 3, 4], one a token and head of q, got [2, 4, 3]"]),
     "q_scale_out of another dtype": ({**Q8, "q_scale_out": ones(2, 3, 4).half()}, TypeError,

@@ -252,6 +252,21 @@ def test_e5m2_saturates_and_keeps_nan(device, dtype):
     assert row[8].isnan()
 
 
+@pytest.mark.parametrize("scale", [0.0, 2.0**-127, 2.0**127, math.inf, math.nan])
+@pytest.mark.parametrize("rotary_dim", [64, 32], ids=["whole heads", "partial rotation"])
+def test_impossible_float8_scales_give_nan(cuda, scale, rotary_dim):
+    """The host does not read scales on a GPU. NaN tells more than the 0 that a flushed reciprocal would give."""
+    case = Case(dtype=torch.bfloat16, heads=(2, 1), head_dim=64, rotary_dim=rotary_dim, layout="thd")
+    q, k = case.heads_on(cuda)
+    scales = torch.tensor([scale], device=cuda)
+    caches = [torch.zeros(4, 16, 1, 64, device=cuda).to(torch.float8_e4m3fn) for _ in range(2)]
+    slots = torch.arange(case.tokens, device=cuda)
+    options = {"slots": slots, "layout": "thd", "key_scale": scales, "value_scale": scales}
+    mrrope.rotary_and_cache_(q, k, k.clone(), case.positions(cuda), case.table(), *caches, **options)
+    for cache in caches:
+        assert cache.float().view(-1, 64)[: case.tokens].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_float8_saturates_and_keeps_nan(device, dtype):
     case = Case(layout="thd", tokens=2, heads=(1, 1), dtype=dtype, reach=0)
@@ -490,6 +505,7 @@ STATIC = {"slots": None, "key_cache": ones(2, 1, 6, 8), "value_cache": ones(2, 1
 SHARED = ones(3, 4, 1, 8)
 BOTH = torch.ones(3, 2, 4, 1, 8)
 PACKED = torch.ones(2, 5, 4, 8)
+ALIAS = torch.ones(2, 1, 4, 8)
 WRONG = {
     # types
     "q is a list": ({"q": [1.0]}, TypeError, ["q must be a tensor", "got list"]),
@@ -540,6 +556,9 @@ WRONG = {
                        ["k and key_cache must not share memory"]),
     "one half of a cache": ({"key_cache": BOTH[:, 0], "value_cache": BOTH[:, 0]}, RuntimeError,
                             ["key_cache and value_cache must not share memory"]),
+    "k is q": ({"q": ALIAS, "k": ALIAS}, RuntimeError, ["k and q must not share memory"]),
+    "v is q": ({"q": ALIAS, "v": ALIAS}, RuntimeError, ["v and q must not share memory"]),
+    "k is q_out": ({"q": ALIAS.clone(), "k": ALIAS, "q_out": ALIAS}, RuntimeError, ["k and q_out must not share"]),
     "v in a strided q": ({"q": PACKED[:, :3], "v": PACKED[:, 2:3]}, RuntimeError, ["v and q must not share memory"]),
     # dtypes
     "v of another dtype": ({"v": ones(2, 1, 4, 8).half()}, TypeError, ["v must have q's dtype Float", "got Half"]),
@@ -552,13 +571,15 @@ WRONG = {
     "slots of floats": ({"slots": ones(2, 4)}, TypeError, ["slots must be int32 or int64", "got Float"]),
     "key_scale of float64": ({**CACHE8, "key_scale": ones(1).double()}, TypeError, ["key_scale must be float32"]),
     "key_scale of nothing": ({**CACHE8, "key_scale": torch.tensor(0.0)}, ValueError,
-                             ["key_scale must be finite", "got 0 at index 0"]),
+                             ["key_scale must be from 2^-126 to 2^126 in magnitude", "got 0 at index 0"]),
     "key_scale too small": ({**CACHE8, "key_scale": torch.tensor([1e-39])}, ValueError,
-                            ["key_scale must be finite, and so large that its inverse is", "got 1e-39 at index 0"]),
+                            ["key_scale must be from 2^-126 to 2^126", "got 1e-39 at index 0"]),
+    "key_scale too large": ({**CACHE8, "key_scale": torch.tensor([2.0**127])}, ValueError,
+                            ["key_scale must be from 2^-126 to 2^126", "got 1.70141e+38 at index 0"]),
     "value_scale of infinity": ({**CACHE8, "value_scale": torch.tensor(math.inf)}, ValueError,
-                                ["value_scale must be finite", "got inf at index 0"]),
+                                ["value_scale must be from 2^-126", "got inf at index 0"]),
     "value_scale not a number": ({**CACHE8, "value_scale": torch.tensor(math.nan)}, ValueError,
-                                 ["value_scale must be finite", "got nan at index 0"]),
+                                 ["value_scale must be from 2^-126", "got nan at index 0"]),
     "a scale without float8": ({"value_scale": ones(1)}, ValueError, ["value_scale must come with caches of Float8"]),
     # devices
     "v on another device": ({"v": ones(2, 1, 4, 8, device="meta")}, RuntimeError,

@@ -63,6 +63,19 @@ def test_against_float64(device, case, full_width, float32, memory):
             assert_rotated_by(actual, x, by, case.layout, case.pairing)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, -1, 0x7FC00000], ids=hex)
+def test_nan_stays_nan(device, dtype, bits):
+    """Rounding a NaN with many bits set to bfloat16 must not carry into its exponent and sign."""
+    case = Case(dtype=dtype)
+    q, k = case.heads_on(device)
+    columns_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    cos, sin = columns_of(case, device, columns_dtype)
+    cos[..., :] = torch.tensor([bits], dtype=torch.int32).view(torch.float32).to(device)
+    for found in mrrope.rotary_cos_sin(q, k, cos, sin, **options_of(case)):
+        assert found[..., : case.rotary_dim].isnan().all()
+
+
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotates_as_rotary_does(device, dtype, pairing):
