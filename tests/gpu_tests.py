@@ -20,7 +20,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).parent / "python" / "support"))
-from gpu_record import RECORD, git, sources_hash  # noqa: E402
+from gpu_record import RECORD, git, sources_hash
 
 # Where commands run: in the checkout's own folder Python would import its sources, which need not be compiled.
 TESTS = Path(__file__).resolve().parent

@@ -79,9 +79,7 @@ def _cos_sin(
         positions = positions.permute(1, 2, 0)
         # Clamped as in the op, whose rows that do not exist are the last: an index past it is a device assert.
         row_of_pair = (rows[0][..., :-1].abs() & 0xFF).clamp(max=positions.shape[-1] - 1)
-        positions = torch.take_along_dim(
-            positions[:, :, None] if table.dim() == 4 else positions, row_of_pair, dim=-1
-        )
+        positions = torch.take_along_dim(positions[:, :, None] if table.dim() == 4 else positions, row_of_pair, dim=-1)
     else:
         positions = positions[..., None, None] if table.dim() == 4 else positions[..., None]
     # Overflow drops whole revolutions and leaves a signed fraction of one.

@@ -436,7 +436,7 @@ WRONG = {
     "slots of floats": ({"slots": ones(2, 4)}, TypeError, ["slots must be int32 or int64", "got Float"]),
     "scale of float64": ({"cache": CACHE8, "scale": ones(1).double()}, TypeError, ["scale must be float32"]),
     "scale of nothing": ({"cache": CACHE8, "scale": torch.tensor([0.0])}, ValueError, ["scale must be from 2^-126"]),
-    "scale of infinity": ({"cache": CACHE8, "scale": torch.tensor([math.inf])}, ValueError, ["scale must be from 2^-126"]),
+    "scale of infinity": ({"cache": CACHE8, "scale": torch.tensor([math.inf])}, ValueError, ["scale must be from"]),
     "a scale without float8": ({"scale": ones(1)}, ValueError, ["scale must come with a cache of Float8"]),
     # options, devices, values
     "unknown pairing": ({"pairing": "quarters"}, ValueError, ["pairing must be one of halves, interleaved"]),
