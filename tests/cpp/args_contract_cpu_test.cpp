@@ -1,0 +1,22 @@
+#include <gtest/gtest.h>
+
+#include "cpu_backend.h"
+#include "every_contract.h"
+
+namespace mrrope {
+namespace {
+
+using namespace mrrope::testing;
+
+constexpr ContractOptions with_every_field{.dtype = DType::bfloat16};
+
+TEST(ArgsContractCpu, ListsEveryField) {
+    for_each_contract(with_every_field, [](const auto& contract) { expect_every_field_listed(contract); });
+}
+
+TEST(ArgsContractCpu, HeedsEveryField) {
+    for_each_contract(with_every_field, [](const auto& contract) { expect_effects(contract, run_on_cpu); });
+}
+
+}  // namespace
+}  // namespace mrrope
