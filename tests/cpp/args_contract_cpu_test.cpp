@@ -8,14 +8,12 @@ namespace {
 
 using namespace mrrope::testing;
 
-constexpr ContractOptions with_every_field{.dtype = DType::bfloat16};
-
 TEST(ArgsContractCpu, ListsEveryField) {
-    for_each_contract(with_every_field, [](const auto& contract) { expect_every_field_listed(contract); });
+    for_each_contract(every_field_matters, [](const auto& contract) { expect_every_field_listed(contract); });
 }
 
 TEST(ArgsContractCpu, HeedsEveryField) {
-    for_each_contract(with_every_field, [](const auto& contract) { expect_effects(contract, run_on_cpu); });
+    for_each_contract(every_field_matters, [](const auto& contract) { expect_effects(contract, run_on_cpu); });
 }
 
 }  // namespace

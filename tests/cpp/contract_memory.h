@@ -88,11 +88,12 @@ public:
         return add_words<int32_t>(name, Holds::input, count, [&](size_t i) { return slots[i]; });
     }
 
+    static constexpr size_t capacity = size_t{1} << 20;
+
     std::span<std::byte> bytes() { return {bytes_.data(), used_}; }
     const std::vector<Region>& regions() const { return regions_; }
 
 private:
-    static constexpr size_t capacity = size_t{4} << 20;
     static constexpr size_t guard = 1024;  // also the alignment
 
     std::byte* add(const std::string& name, Holds holds, size_t size) {
@@ -115,10 +116,11 @@ private:
 
     // 0x3f80 to 0x3fff are the leading bits of a number of any dtype that is near 1.
     void fill_with_numbers(std::byte* first, size_t size, bool either_sign) {
-        for (size_t at = 0; at < size; at += sizeof(uint16_t)) {
-            const uint64_t bits = random_();
-            const auto word = static_cast<uint16_t>(0x3f80 | (bits & (either_sign ? 0x807f : 0x7f)));
-            std::memcpy(first + at, &word, sizeof word);
+        constexpr uint64_t near_one = 0x3f803f803f803f80;
+        const uint64_t rest = either_sign ? 0x807f807f807f807f : 0x007f007f007f007f;
+        for (size_t at = 0; at < size; at += sizeof(uint64_t)) {
+            const uint64_t words = near_one | (random_() & rest);
+            std::memcpy(first + at, &words, sizeof words);
         }
     }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 #include "args_contract.h"
@@ -55,14 +56,14 @@ inline FieldChanges<OutputGradient> output_gradient_changes() {
         .add_together({"weights", "weight_sums"}, [](OutputGradient& g) { g.weights = g.weight_sums = nullptr; });
 }
 
-inline constexpr size_t weight_sums = 32768;  // per OutputGradient
+inline constexpr int64_t weight_sums = 8192;  // most that there is memory for
 
 inline OutputGradient add_output_gradient(CallParts& parts, const std::string& name, int heads) {
     ContractMemory& memory = *parts.memory();
     return {.data = parts.add_heads(name, Holds::input, heads),
             .strides = parts.strides(heads),
             .weights = memory.add_numbers(name + ".weights", Holds::head_sums, heads * (CallParts::head_dim + 16) + 64),
-            .weight_sums = memory.add_numbers(name + ".weight_sums", Holds::scratch, weight_sums)};
+            .weight_sums = memory.add_numbers(name + ".weight_sums", Holds::scratch, weight_sums + 8)};
 }
 
 inline Contract<QkNormRotaryGradientArgs> qk_norm_rotary_gradient_contract(const ContractOptions& options) {

@@ -25,7 +25,7 @@ struct ContractOptions {
     bool has_rows = true;    // of positions
     bool rotates_whole_heads = false;
     bool aligned = true;
-    bool rounds_to_float8 = true;  // what is cached, and q where it can be; not for float64
+    bool rounds_to_float8 = true;  // what is cached, and q where it can be; no float64
     bool norms_all_heads = false;
 };
 
@@ -121,7 +121,7 @@ inline FieldChanges<RotaryArgs> rotary_changes() {
 class CallParts {
 public:
     static constexpr int64_t batch = 2;
-    static constexpr int64_t tokens = 5;
+    static constexpr int64_t tokens = 3;
     static constexpr int q_heads = 8;
     static constexpr int k_heads = 4;
     static constexpr int head_dim = 64;
@@ -294,6 +294,8 @@ inline FieldChanges<RotatedGradient> rotated_gradient_changes() {
         .add_struct("strides", &RotatedGradient::strides, stride_changes());
 }
 
+inline constexpr int64_t table_sums = 2048;  // most that there is memory for
+
 inline Contract<LearnableRotaryGradientArgs> learnable_rotary_gradient_contract(ContractOptions options) {
     using Args = LearnableRotaryGradientArgs;
     options.has_rows = false;
@@ -306,7 +308,7 @@ inline Contract<LearnableRotaryGradientArgs> learnable_rotary_gradient_contract(
               .strides = parts.strides(CallParts::k_heads)};
     call.frequencies = memory.add_numbers("gradient of frequencies", Holds::table_numbers, 256);
     call.attention_factors = memory.add_numbers("gradient of attention_factors", Holds::table_numbers, 64);
-    call.table_sums = reinterpret_cast<double*>(memory.add_numbers("table_sums", Holds::scratch, 8192));
+    call.table_sums = reinterpret_cast<double*>(memory.add_numbers("table_sums", Holds::scratch, table_sums + 8));
     return make_contract("learnable_rotary_gradient", parts, call,
                          FieldChanges<Args>()
                              .add_struct("call", &Args::call, learnable_rotary_changes())
