@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -68,7 +69,9 @@ class ModelCase:
 @lru_cache(maxsize=CACHED_MODELS)
 def cached_model(family: str, rope: str, factor: float, partial: float, device: str) -> PreTrainedModel:
     """Return a model with these RoPE settings where the family accepts them, else with its own."""
-    stock = tiny_models.tiny_model(family).to(device)
+    if device != "cpu":
+        return copy.deepcopy(cached_model(family, rope, factor, partial, "cpu")).to(device)
+    stock = tiny_models.tiny_model(family)
     config = tiny_models.tiny_config_of(family)
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -84,9 +87,9 @@ def cached_model(family: str, rope: str, factor: float, partial: float, device: 
         changed = kept | {"rope_type": rope} | rope_settings(rope, factor, pairs)
     text.rope_parameters = changed
     try:
-        model = tiny_models.random_model(config).to(device)
+        model = tiny_models.random_model(config)
         with torch.no_grad():
-            model(**to_device(device, tiny_models.inputs(model, tiny_models.tokens(1, 4))))
+            model(**tiny_models.inputs(model, tiny_models.tokens(1, 4)))
     except Exception:  # the family's code does not support these settings
         return stock
     return model

@@ -118,6 +118,44 @@ def test_a_model_that_is_not_restored_is_found(monkeypatch: pytest.MonkeyPatch) 
     assert failure.kind == "a model is not stock to the bit when unpatched"
 
 
+# Families with a table of 64 positions: an index past its end raises on a CPU and kills the process on a GPU.
+POSITION_TABLES = ["codegen", "gptj", "roformer"]
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+@pytest.mark.parametrize("family", POSITION_TABLES)
+def test_a_length_that_fails_on_the_cpu_never_runs_on_a_device(family: str) -> None:
+    """The meta device, as a GPU, does not raise where an index is out of range."""
+    case = ModelCase(device="meta", family=family, mode="steps", length=66)
+    runs = []
+    handle = case.model().register_forward_pre_hook(lambda *_: runs.append(1))
+    case.run()
+    handle.remove()
+    assert not runs
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+@pytest.mark.parametrize("family", POSITION_TABLES)
+def test_models_with_a_table_of_positions_keep_the_gpu_alive(cuda: str, family: str) -> None:
+    ModelCase(device=cuda, family=family, mode="steps", length=66, scale=2.0).run()
+    ModelCase(device=cuda, family=family, mode="steps", length=17, scale=2.0).run()
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+def test_a_lost_device_ends_a_campaign_at_the_case_that_lost_it(tmp_path: Path) -> None:
+    case = ModelCase(method="mrrope_pro", scale=2.0, length=9)
+
+    def lose(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    fuzzing = Campaign("models", lambda _: case, lambda case: case.family, model_checks.failures_in, tmp_path)
+    handle = case.model().register_forward_pre_hook(lose)
+    with pytest.raises(torch.AcceleratorError):
+        fuzzing.run(seed=0, seconds=600.0, most=2)
+    handle.remove()
+    assert (tmp_path / "lost-device.txt").read_text() == f"{case!r}\n"
+
+
 def test_shrinking_ends_at_the_simplest_case_that_fails() -> None:
     case = draw(OpCase, random.Random(3), device="cpu", tokens=65, q_heads=8)
     smallest = shrink(case, lambda case: CaseError("too many") if case.tokens * case.q_heads > 20 else None)
