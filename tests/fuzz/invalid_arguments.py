@@ -10,7 +10,7 @@ import torch
 
 from fuzz.call_memory import cloned, storages_now_and_before, tensors_by_name
 from fuzz.float64_reference import as_integers
-from fuzz.op_call import OpCall
+from fuzz.op_call import Arguments, OpCall
 from fuzz.op_cases import OpCase
 
 ARGUMENT_ERRORS = (TypeError, ValueError, IndexError, RuntimeError)
@@ -51,6 +51,13 @@ CHANGES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "positions": {"floats": lambda x: x.float(), "one too many": longer, "a list": lambda x: x.tolist(),
                   "two dimensions too many": lambda x: x[None, None, None], "elsewhere": lambda x: x.to("meta")},
     "table": {"a name": lambda t: "yarn", "nothing": lambda t: None, "no tables": lambda t: []},
+    "cos": {"another dtype": other_dtype, "integers": lambda x: x.long(), "more columns": longer,
+            "gaps": with_stride_two, "a dimension more": lambda x: x[None, None], "a list": lambda x: x.tolist(),
+            "elsewhere": lambda x: x.to("meta")},
+    "sin": {"another dtype": other_dtype, "more columns": longer, "gaps": with_stride_two, "a number": lambda _: 1.0,
+            "nothing": lambda _: None},
+    "rotary_dim": {"odd": lambda n: n + 1, "negative": lambda n: -n, "none": lambda _: 0, "too many": lambda _: 2**31,
+                   "a half": lambda n: n + 0.5},
     "frequencies": {"integers": lambda x: x.long(), "a dimension less": lambda x: x[0], "a list": lambda x: x.tolist(),
                     "no tables": lambda x: x[:0], "elsewhere": lambda x: x.to("meta")},
     "attention_factor": {"half": lambda x: x.half(), "a dimension more": lambda x: x[None], "a number": lambda _: 1.0,
@@ -108,6 +115,8 @@ def is_still_valid(case: OpCase, fault: str, given: Any) -> bool:
         return True  # k is rotated only
     if fault == "q_out: another dtype" and other_dtype(given).dtype == case.torch_dtype:
         return True
+    if what == "gaps" and isinstance(given, torch.Tensor) and given.shape[-1] == 1:
+        return True  # one column has no gaps
     if case.blocks and what == "gaps":
         return True  # blocks are copied, rotated and copied back
     if what in (
@@ -129,29 +138,39 @@ def is_still_valid(case: OpCase, fault: str, given: Any) -> bool:
 def rejection_failure(case: OpCase, call: OpCall) -> tuple[str, bool]:
     """Return what is wrong with how the call rejects its fault, and whether anything is."""
     name, _, what = case.fault.partition(": ")
-    arguments = call.arguments
-    given = arguments.get(name)
+    given = call.arguments.get(name)
     if given is None or getattr(call, "is_raw_op", False) or is_still_valid(case, case.fault, given):
         return "nothing to refuse", False
-    invalid = arguments | {name: CHANGES[name][what](given)}
+    invalid = call.arguments | {name: CHANGES[name][what](given)}
     invalid.pop("gradients", None)
+    return refusal_failure(call, invalid, [name], case.fault)
+
+
+def conflict_failure(case: OpCase, call: OpCall) -> tuple[str, bool]:
+    """Return what is wrong with how the call rejects an argument that shares memory with the query it writes."""
+    form = {"itself": "itself", "view": "as another view", "heads": "in part"}[case.alias_form]
+    return refusal_failure(call, call.arguments, call.conflict(), f"{call.query} {form} as {call.alias}")
+
+
+def refusal_failure(call: OpCall, invalid: Arguments, names: list[str], fault: str) -> tuple[str, bool]:
+    """Return what is wrong with how a call refuses these arguments, which its error must name."""
     before = cloned(invalid)
     versions = {key: x._version for key, x in tensors_by_name(invalid).items()}
     try:
         call.run(invalid)
     except ARGUMENT_ERRORS as error:
         text = str(error)
-        if not re.search(rf"(?<![a-z_]){name}(?![a-z_])", text):
-            return f"does not name the argument in its error for {case.fault}: {text.splitlines()[0][:160]}", True
+        if not all(re.search(rf"(?<![a-z_]){name}(?![a-z_])", text) for name in names):
+            return f"does not name the argument in its error for {fault}: {text.splitlines()[0][:160]}", True
     except Exception as error:
-        return f"raises {type(error).__name__} for {case.fault}: {error}", True
+        return f"raises {type(error).__name__} for {fault}: {error}", True
     else:
-        return f"takes {case.fault}", True
+        return f"takes {fault}", True
     if any(x._version != versions[key] for key, x in tensors_by_name(invalid).items()):
-        return f"counts a tensor as written though it refused {case.fault}", True
+        return f"counts a tensor as written though it refused {fault}", True
     changed = [
         key
         for key, now, was in storages_now_and_before(invalid, before)
         if not now.is_meta and not as_integers(now).equal(as_integers(was))
     ]
-    return f"wrote to {changed} though it refused {case.fault}", bool(changed)
+    return f"wrote to {changed} though it refused {fault}", bool(changed)

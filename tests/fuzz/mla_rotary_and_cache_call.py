@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 from rotary_cases import POISON, storage_of
@@ -18,6 +20,9 @@ SPARE_SLOTS = 3
 
 class MlaRotaryAndCacheCall(OpCall):
     """A call with a paged or a static cache. q_rope is the last part of ``head_dim`` wide heads, as is the latent."""
+
+    query = "q_rope"
+    aliases: ClassVar[dict[str, str]] = {"k": "k_rope", "v": "latent"}
 
     def __init__(self, case: OpCase) -> None:
         super().__init__(case)
@@ -38,13 +43,19 @@ class MlaRotaryAndCacheCall(OpCall):
             value = np.float32(random.uniform(0.004, 0.1)) * np.float32(case.magnitude)
             scale = torch.full((1,), float(value), device=case.device)
         q_rope = q[..., case.head_dim - case.rotary_dim :]
+        k_rope, latent = self.tensors.token_rows(case.rotary_dim), self.tensors.token_rows(case.head_dim)
+        axis = HEAD_AXIS[case.layout]
+        if case.alias == "k":
+            k_rope = q_rope.squeeze(axis) if case.alias_form == "heads" else self.tensors.alias_of(q_rope)
+        elif case.alias == "v":
+            latent = q_rope.squeeze(axis)
         self.arguments = {
             "q_rope": q_rope,
-            "k_rope": self.tensors.token_rows(case.rotary_dim),
-            "latent": self.tensors.token_rows(case.head_dim),
+            "k_rope": k_rope,
+            "latent": latent,
             "positions": self.tensors.positions(),
             "table": self.tables[0] if case.tables == "one" else self.tables,
-            "cache": self.cache((blocks, size, case.head_dim + case.rotary_dim)),
+            "cache": self.cache((blocks, size, latent.shape[-1] + case.rotary_dim)),
             "slots" if case.paged else "cache_positions": slots[0] if case.layout == "thd" else slots,
             "layout": case.layout,
             "pairing": case.pairing,
@@ -79,7 +90,8 @@ class MlaRotaryAndCacheCall(OpCall):
         q = float64_reference.rotated(before["q_rope"], by, case.pairing)
         found = [Expected("q_rope", q, float64_reference.allowed_error(q, *options))]
         axis = HEAD_AXIS[case.layout]
-        shared = before["k_rope"].unsqueeze(axis + 1 + before["k_rope"].dim())
+        k_rope, has_head = before["k_rope"], before["k_rope"].dim() == before["q_rope"].dim()
+        shared = k_rope if has_head else k_rope.unsqueeze(axis + 1 + k_rope.dim())
         key = float64_reference.rotated(shared, by, case.pairing).squeeze(axis)
         allowed = float64_reference.allowed_error(key, *options)
         latent = before["latent"].double()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,7 +34,15 @@ class Alternative:
 
 
 class OpCall:
-    """A call that can be repeated on copies of its arguments."""
+    """A call that can be repeated on copies of its arguments.
+
+    Attributes:
+        query: Name of the argument that others may share memory with.
+        aliases: Names of those by the values of ``OpCase.alias``.
+    """
+
+    query = "q"
+    aliases: ClassVar[dict[str, str]] = {"k": "k", "v": "v", "gate": "gate"}
 
     def __init__(self, case: OpCase) -> None:
         self.case = case
@@ -56,6 +64,27 @@ class OpCall:
     def alternatives(self) -> list[Alternative]:
         """Return other calls with the same result."""
         return []
+
+    @property
+    def alias(self) -> str:
+        """Name of the argument that shares memory with the query."""
+        return self.aliases[self.case.alias]
+
+    def conflict(self) -> list[str]:
+        """Return the two arguments that share memory although the call writes one of them; none in valid calls."""
+        if not self.case.alias or self.arguments[self.alias].numel() == 0:
+            return []
+        names = [self.query, self.alias]
+        is_written = any(x is self.arguments[name] for x in self.written(self.arguments) for name in names)
+        return names if is_written else []
+
+    def without_alias(self) -> Alternative:
+        """Return the call with a copy in place of the argument that shares the query's memory."""
+
+        def run(arguments: Arguments) -> list[Tensor]:
+            return self.run(arguments | {self.alias: arguments[self.alias].clone()})
+
+        return Alternative("the call on copies", run, is_bitwise=True)
 
 
 def compute_eps(case: OpCase) -> float:

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from rotary_cases import POISON, onto, storage_of
+from rotary_reference import HEAD_AXIS
 
 import mrrope
 from fuzz.shrinking import choice
-from mrrope.tables import METHOD_TRAITS
+from mrrope.position_rows import packed_rows
+from mrrope.tables import METHOD_TRAITS, OpTable, packed_stack
 
 OPS = (
     "rotary",
@@ -27,6 +29,7 @@ OPS = (
     "learnable_rotary",
     "mla_rotary",
     "mla_rotary_and_cache_",
+    "rotary_cos_sin",
     "chain",
 )
 CACHING = ("rotary_and_cache_", "qk_norm_rotary_and_cache_")
@@ -34,12 +37,26 @@ ROTATING = ("rotary", "rotary_", "qk_norm_rotary", "qk_norm_rotary_")
 IN_PLACE = ("rotary_", "rescale_cache_", *CACHING, "qk_norm_rotary_", "mla_rotary_and_cache_", "chain")
 WITH_KEYS = (*CACHING, "qkv_rotary", "chain")  # k has at least one head
 WITH_HEAD_TABLES = (*ROTATING, *WITH_KEYS, "rescale_cache_", "learnable_rotary")
-DIFFERENTIABLE = ("rotary", "rotary_", "qk_norm_rotary", "qkv_rotary", "learnable_rotary", "mla_rotary")
+DIFFERENTIABLE = (
+    "rotary", "rotary_", "qk_norm_rotary", "qkv_rotary", "learnable_rotary", "mla_rotary", "rotary_cos_sin"
+)  # fmt: skip
+COMPILED = ("rotary", "rotary_", "qk_norm_rotary", "mla_rotary", "rotary_cos_sin")
+WITH_POSITION_ROWS = (*ROTATING, *CACHING, "rescale_cache_")
+# The ops that take q, or a view of it, as this argument.
+ALIASES = {
+    "k": (*ROTATING, *CACHING, "mla_rotary_and_cache_", "rotary_cos_sin"),
+    "v": (*CACHING, "mla_rotary_and_cache_"),
+    "gate": ("qk_norm_rotary_and_cache_",),
+}
 METHODS = tuple(name for name, method in METHOD_TRAITS.items() if method.needs in (None, "beta"))
 # Limit of a case's size, so that its float64 reference takes a few milliseconds; SHRINK_ORDER reduces larger cases.
 MAX_COMPONENTS = {"cpu": 10_000, "cuda": 1_000_000}
 # From this many rows on, qkv_rotary runs its fused kernel on a GPU that has it. Drawn separately: it is slower.
 MANY_TOKENS = 2048
+# Sizes of large cases, drawn separately. On a GPU they reach the plans of large launches: eight heads per thread take
+# from 2^22 components (norms, several positions) to 2^25 (norms of 16 bits), without speculated table index 2^26.
+MAX_TOKENS = 2**17
+LARGE_SIZES = {"cpu": (2**17, 2**19), "cuda": (2**23, 2**25, 2**26, 2**26)}
 SHRINK_ORDER = (("tokens", 130), ("q_heads", 8), ("tokens", 65), ("k_heads", 4), ("tokens", 33), ("q_heads", 4),
            ("tokens", 7), ("inputs", 24), ("head_dim", 128), ("k_heads", 2), ("head_dim", 64),
            ("tokens", 2), ("inputs", 8))  # fmt: skip
@@ -100,13 +117,20 @@ class OpCase:
     bias: bool = choice(False, True)
     inputs: int = choice(1, 2, 8, 24, 64, 96)
     steps: int = choice(1, 2, 3, 5)
+    columns: str = choice("component", "pair")  # what cos and sin of rotary_cos_sin have a column for
+    columns_dtype: str = choice("heads", "float32")
+    columns_memory: str = choice("contiguous", "padded", "sliced", "unaligned", "expanded")
+    special: str = choice("none", "none", "none", "heads", "columns", "both")  # where there are NaNs and infinities
+    alias: str = choice(*[""] * 9, "k", "v", "gate")  # the argument that is q
+    alias_form: str = choice("itself", "view", "heads")  # q, another view of it, or its last heads
+    size: int = choice(0)  # one of LARGE_SIZES: there are as many tokens as make so many components
     seed: int = choice(0)
 
     def normalized(self) -> OpCase:
         """Return the nearest case that the op accepts."""
         changes: dict[str, Any] = {"rotary_dim": min(self.rotary_dim, self.head_dim)}
         op, layout = self.op, self.layout
-        if op not in (*ROTATING, "rescale_cache_") or layout == "thd":
+        if op not in WITH_POSITION_ROWS or layout == "thd":
             changes["position_rows"] = 0
         if op not in WITH_HEAD_TABLES or (op == "rescale_cache_" and changes.get("position_rows", self.position_rows)):
             changes["table_heads"] = 1
@@ -114,9 +138,23 @@ class OpCase:
             changes["table_sets"] = False
         if op not in ("rotary", "rotary_"):
             changes |= {"conjugate": False, "negated": False}
-        if op not in DIFFERENTIABLE or self.mode != "eager":
+        if self.fault or (self.alias and op not in ALIASES[self.alias]):
+            changes["alias"] = ""
+        alias = changes.get("alias", self.alias)
+        if not alias:
+            changes["alias_form"] = "itself"
+        if alias == "gate":
+            changes["gate"] = True
+        if op != "rotary_cos_sin":
+            changes |= {"columns": "component", "columns_dtype": "heads", "columns_memory": "contiguous"}
+            changes["special"] = "none"
+        if self.size:
+            changes["special"] = "none"  # drawn on the host
+        if op in ("qkv_rotary", "chain"):
+            changes["size"] = 0
+        if op not in DIFFERENTIABLE or self.mode != "eager" or alias:
             changes["gradient"] = "none"
-        if op not in (*ROTATING, "learnable_rotary"):
+        if op not in (*ROTATING, "learnable_rotary", "rotary_cos_sin") or alias:
             changes["has_k"] = True
         if op == "chain":
             changes["fault"] = ""
@@ -146,17 +184,28 @@ class OpCase:
             changes["mode"] = (
                 "stream"  # rescale_cache_ copies its table indices from the host, which a graph cannot capture
             )
-        if self.mode == "compile" and op not in ("rotary", "qk_norm_rotary", "rotary_", "mla_rotary"):
+        if self.mode == "compile" and op not in COMPILED:
             changes["mode"] = "eager"
         case = replace(self, **changes)
         for name, largest in SHRINK_ORDER:
-            if case.components > MAX_COMPONENTS[self.device] and case.tokens != MANY_TOKENS:
+            if case.components > MAX_COMPONENTS[self.device] and case.tokens != MANY_TOKENS and not case.size:
                 case = replace(case, **{name: min(largest, getattr(case, name))})
+        if case.alias and case.alias_form == "heads":
+            case = replace(case, k_heads=min(case.q_heads, case.k_heads))
         if case.rotary_dim > case.head_dim:
             case = replace(case, rotary_dim=case.head_dim)
         tables = case.k_heads if case.has_table_per_key_head else case.table_heads
         q_heads, k_heads = (heads - heads % tables for heads in (case.q_heads, case.k_heads))
-        return replace(case, q_heads=max(tables, q_heads), k_heads=max(tables, k_heads) if op in WITH_KEYS else k_heads)
+        q_heads, k_heads = max(tables, q_heads), max(tables, k_heads) if op in WITH_KEYS else k_heads
+        if case.alias and op == "mla_rotary_and_cache_":
+            q_heads = 1  # its k_rope and latent have no heads
+        elif case.alias in ("k", "v") and case.alias_form != "heads":
+            q_heads = k_heads = k_heads or q_heads
+        case = replace(case, q_heads=q_heads, k_heads=k_heads)
+        if case.size:
+            per_token = replace(case, batch=max(1, case.batch), tokens=1)
+            case = replace(per_token, tokens=min(MAX_TOKENS, -(-case.size // per_token.components)))
+        return case
 
     @property
     def has_table_per_key_head(self) -> bool:
@@ -201,6 +250,14 @@ class OpCase:
         numbers = [heads * i + (0 if is_one[i] else head) for i in range(count) for head in range(heads)]
         return [self.make_table(number) for number in numbers]
 
+    def make_rows(self, tables: int) -> torch.Tensor | None:
+        """Return the row of positions of every table's pairs; None where a token has one position."""
+        if not self.position_rows:
+            return None
+        return torch.from_numpy(
+            self.numpy_random(3).integers(0, self.position_rows, size=(tables, self.rotary_dim // 2))
+        )
+
     def run(self) -> None:
         """Check the call.
 
@@ -225,10 +282,32 @@ def cached_table(method: str, rotary_dim: int, scale: float, form: str) -> mrrop
     return plain(method).relative_to(plain("rope")) if form == "relative" else plain(method)
 
 
-def by_heads(tables: Sequence[mrrope.FrequencyTable], heads: int) -> list[mrrope.FrequencyTable | mrrope.HeadTables]:
+class RowTables(OpTable):
+    """The table of every head for tokens with several positions; any of these rotates a pair."""
+
+    def __init__(self, tables: Sequence[mrrope.FrequencyTable], row_of_pair: torch.Tensor, rows: int) -> None:
+        words = torch.stack([packed_stack(tables, torch.device("cpu")), packed_rows(row_of_pair)])
+        super().__init__((words[:, 0] if len(tables) == 1 else words)[None])
+        self.axes = rows
+        self.tables = tables
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.tables[0].rotary_dim
+
+    def _words_of_heads(self) -> list[list[int]]:
+        words = self.packed(torch.device("cpu"))[0]
+        return words.reshape(2, len(self.tables), -1).transpose(0, 1).flatten(1).tolist()
+
+
+def by_heads(
+    tables: Sequence[mrrope.FrequencyTable], heads: int, row_of_pair: torch.Tensor | None = None, rows: int = 0
+) -> list[OpTable]:
     """Return every ``heads`` neighbouring tables as the ops take them: as one table where all of them are equal."""
-    groups = [tables[i : i + heads] for i in range(0, len(tables), heads)]
-    return [group[0] if len(set(group)) == 1 else mrrope.HeadTables(group) for group in groups]
+    groups = [slice(i, i + heads) for i in range(0, len(tables), heads)]
+    if row_of_pair is not None:
+        return [RowTables(tables[group], row_of_pair[group], rows) for group in groups]
+    return [tables[g][0] if len(set(tables[g])) == 1 else mrrope.HeadTables(tables[g]) for g in groups]
 
 
 class CaseTensors:
@@ -270,6 +349,12 @@ class CaseTensors:
         case = self.case
         shape = (case.tokens, dim) if case.layout == "thd" else (case.batch, case.tokens, dim)
         return self.view(shape, case.memory if case.memory in ("contiguous", "padded", "unaligned") else "padded")
+
+    def alias_of(self, q: torch.Tensor) -> torch.Tensor:
+        """Return q itself, another view of it, or a view of its last heads."""
+        if self.case.alias_form == "heads" and self.case.alias != "gate":
+            return q.narrow(HEAD_AXIS[self.case.layout], self.case.q_heads - self.case.k_heads, self.case.k_heads)
+        return q if self.case.alias_form == "itself" else q[:]
 
     def output_gradient(self, x: torch.Tensor) -> torch.Tensor:
         """Return the gradient of an output of x's shape, with the case's strides."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,12 +15,13 @@ from fuzz.learnable_rotary_call import LearnableRotaryCall
 from fuzz.mla_rotary_and_cache_call import MlaRotaryAndCacheCall
 from fuzz.mla_rotary_call import MlaRotaryCall
 from fuzz.op_call import Arguments, Expected, OpCall, Tensor
-from fuzz.op_cases import MANY_TOKENS, OpCase
+from fuzz.op_cases import LARGE_SIZES, MANY_TOKENS, OpCase
 from fuzz.qk_norm_rotary_and_cache_call import QkNormRotaryAndCacheCall
 from fuzz.qkv_rotary_call import QkvRotaryCall
 from fuzz.rescale_cache_call import RescaleCacheCall
 from fuzz.rotary_and_cache_call import RotaryAndCacheCall
 from fuzz.rotary_call import RotaryCall
+from fuzz.rotary_cos_sin_call import RotaryCosSinCall
 from fuzz.shrinking import CaseError, draw, unexpected_error
 
 CALLS: dict[str, type[OpCall]] = {
@@ -34,6 +36,7 @@ CALLS: dict[str, type[OpCall]] = {
     "learnable_rotary": LearnableRotaryCall,
     "mla_rotary": MlaRotaryCall,
     "mla_rotary_and_cache_": MlaRotaryAndCacheCall,
+    "rotary_cos_sin": RotaryCosSinCall,
     "chain": ChainedCalls,
 }
 # One case in so many also runs its alternatives.
@@ -41,6 +44,14 @@ ALTERNATIVES_EVERY = 3
 # Shares of invalid calls, of qkv_rotary with many rows, and of modes other than eager. Compiling takes seconds.
 INVALID_SHARE = 0.08
 MANY_ROWS_SHARE = 0.002
+# Large cases have the shapes of models, without which few would reach the plans of large launches.
+LARGE_SHARE = {"cpu": 0.001, "cuda": 0.006}
+LARGE_OPS = [op for op in CALLS if op not in ("qkv_rotary", "chain")] + [op for op in CALLS if op.startswith("qk_norm")]
+LARGE_SHAPES = {"op": LARGE_OPS, "q_heads": (5, 8, 32), "k_heads": (1, 3, 8), "head_dim": (64, 80, 128, 128, 128, 256),
+                "rotary_dim": (32, 64, 512, 512), "dtype": ("bfloat16", "bfloat16", "float16", "float32"),
+                "memory": ("contiguous", "transposed", "padded", "packed", "unaligned"),
+                "over": ("head", "head", "all_heads"), "tables": ("one", "one", "each", "index"),
+                "table_heads": (1, 1, 1, 4), "position_rows": (0, 0, 0, 3)}  # fmt: skip
 MODE_SHARES = {"cpu": {"inference": 0.02, "compile": 0.0005},
         "cuda": {"inference": 0.02, "stream": 0.05, "graph": 0.05, "compile": 0.0003}}  # fmt: skip
 
@@ -53,7 +64,15 @@ def random_case(rng: random.Random, device: str) -> OpCase:
     if device == "cuda" and rng.random() < MANY_ROWS_SHARE:
         given |= {"op": "qkv_rotary", "batch": 1, "tokens": MANY_TOKENS, "dtype": rng.choice(["bfloat16", "float16"])}
         given |= {"q_heads": 32, "k_heads": 8, "head_dim": 128, "inputs": 256, "gradient": "none"}
+    elif rng.random() < LARGE_SHARE[device]:
+        given |= large_shape(rng, device)
     return draw(OpCase, rng, **given)
+
+
+def large_shape(rng: random.Random, device: str) -> dict[str, Any]:
+    """Return the fields of a large case that decide its launch plan."""
+    shape = {name: rng.choice(values) for name, values in LARGE_SHAPES.items()}
+    return shape | {"size": rng.choice(LARGE_SIZES[device])}
 
 
 class CaseChecks:
@@ -108,6 +127,9 @@ def run_checks(case: OpCase) -> CaseChecks:
     if case.fault:
         checks.add(*invalid_arguments.rejection_failure(case, call))
         return checks
+    if call.conflict():
+        checks.add(*invalid_arguments.conflict_failure(case, call))
+        return checks
     before = cloned(call.arguments)
     found = run_in_mode(case, call, before)
     expected = call.expected(before)
@@ -116,7 +138,7 @@ def run_checks(case: OpCase) -> CaseChecks:
     for name, now, was in storages_now_and_before(call.arguments, before):
         checks.add(f"{name} written outside the outputs", changed_outside(now, was, written))
     if case.seed % ALTERNATIVES_EVERY == 0:
-        for other in call.alternatives():
+        for other in [call.without_alias()] if case.alias else call.alternatives():
             results = other.run(cloned(before))
             if not other.is_bitwise:
                 compare(checks, other.name, results, expected, case.torch_dtype)
@@ -126,7 +148,7 @@ def run_checks(case: OpCase) -> CaseChecks:
                     continue  # sums in autograd turn -0.0 into 0.0
                 differs = float64_reference.any_bit_differs(x.contiguous(), y.contiguous())
                 checks.add(f"{want.name} differs in bits from {other.name}", differs)
-        if case.device != "cpu":
+        if case.device != "cpu" and not case.size:
             on_cpu = [x.to(case.device) for x in call.run(cloned(before, "cpu"))]
             compare(checks, "float64, on the CPU", on_cpu, expected, case.torch_dtype)
     return checks

@@ -36,10 +36,13 @@ class QkNormRotaryAndCacheCall(RotaryAndCacheCall):
             "eps": case.eps,
             "weight_offset": case.weight_offset,
             "over": case.over,
-            "gate": self.tensors.heads(case.q_heads)[0] if case.gate else None,
+            "gate": self.gate(q) if case.gate else None,
             "q_scale": q_scale,
             "q_scale_out": q_scale_out,
         }
+
+    def gate(self, q: Tensor) -> Tensor:
+        return self.tensors.alias_of(q) if self.case.alias == "gate" else self.tensors.heads(self.case.q_heads)[0]
 
     def weight(self, heads: int) -> Tensor:
         size = heads * self.case.head_dim if self.case.over == "all_heads" else self.case.head_dim

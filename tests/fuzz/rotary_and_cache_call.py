@@ -22,10 +22,14 @@ class RotaryAndCacheCall(OpCall):
     def __init__(self, case: OpCase) -> None:
         super().__init__(case)
         q, k, v = self.tensors.heads(case.q_heads, case.k_heads, case.k_heads)
+        k = self.tensors.alias_of(q) if case.alias == "k" else k
+        v = self.tensors.alias_of(q) if case.alias == "v" else v
         count = {"one": 1, "each": case.batch, "index": case.table_count}[case.tables]
         self.table_heads = case.k_heads if case.has_table_per_key_head else 1
         self.tables = case.make_tables(count, self.table_heads)
-        given = by_heads(self.tables, self.table_heads)
+        rows = case.make_rows(len(self.tables))
+        self.row_of_pair = None if rows is None else rows.to(case.device)
+        given = by_heads(self.tables, self.table_heads, rows, case.position_rows)
         tokens, sequences = case.tokens, case.sequences
         blocks, size = (-(-sequences * tokens // 4) + 2, 5) if case.paged else (sequences, tokens + SPARE_SLOTS)
         random = case.numpy_random(7)
@@ -85,11 +89,13 @@ class RotaryAndCacheCall(OpCall):
 
     def rotated(self, x: Tensor, before: Arguments) -> Tensor:
         """Return q or k rotated; neighbouring heads share a head table."""
-        case = self.case
-        steps = PhaseSteps.of_heads(self.tables, self.table_heads, case.device)
-        if before["table_index"] is not None:
-            steps = [one.select(before["table_index"]) for one in steps]
-        of_tables = [float64_reference.rotations(before["positions"], one, case.layout, None) for one in steps]
+        case, index = self.case, before["table_index"]
+        of_tables = []
+        for head, steps in enumerate(PhaseSteps.of_heads(self.tables, self.table_heads, case.device)):
+            rows = None if self.row_of_pair is None else self.row_of_pair[head :: self.table_heads]
+            if index is not None:
+                steps, rows = steps.select(index), None if rows is None else rows[index.long()]
+            of_tables.append(float64_reference.rotations(before["positions"], steps, case.layout, rows))
         by = float64_reference.of_every_head(of_tables, x, case.layout)
         return float64_reference.rotated(x, by, case.pairing)
 

@@ -23,6 +23,8 @@ class RotaryCall(OpCall):
     def __init__(self, case: OpCase) -> None:
         super().__init__(case)
         q, *k = self.tensors.heads(case.q_heads, *([case.k_heads] if case.has_k else []))
+        if case.alias:
+            k = [self.tensors.alias_of(q)]
         self.tables = [case.make_table(i) for i in range(self.table_count * case.table_heads)]
         index = self.tensors.table_index(0) if case.tables == "index" else None
         positions = self.tensors.positions()
@@ -54,10 +56,10 @@ class RotaryCall(OpCall):
             return self.tables[0] if case.tables == "one" else self.tables
         packed = packed_stack(self.tables, torch.device("cpu"))
         self.row_of_pair = None
-        if case.position_rows:
-            rows = case.numpy_random(3).integers(0, case.position_rows, size=(len(packed), packed.shape[1] - 1))
-            self.row_of_pair = torch.from_numpy(rows).to(case.device)
-            packed = torch.stack([packed, packed_rows(torch.from_numpy(rows))], dim=1)
+        rows = case.make_rows(len(packed))
+        if rows is not None:
+            self.row_of_pair = rows.to(case.device)
+            packed = torch.stack([packed, packed_rows(rows)], dim=1)
         elif case.tables == "one" and case.table_heads == 1:
             packed = packed[0]
         if case.table_heads > 1:

@@ -1,10 +1,12 @@
 """The fuzzer: its reference, short runs, and planted bugs that it finds and shrinks."""
 
+import math
 import os
 import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,62 @@ def test_random_op_calls(device: str, tmp_path: Path) -> None:
     assert not result["finds"], result["finds"]
     assert result["cases"] == 400
     assert result["by"].keys() == set(op_checks.CALLS)
+
+
+def test_every_op_is_fuzzed() -> None:
+    in_place = {name.removesuffix("_") for name in op_checks.CALLS}
+    assert {path.stem for path in (Path(mrrope.__file__).parent / "ops").glob("[a-z]*.py")} - in_place == {
+        "decompositions"
+    }
+
+
+def is_vectorized(case: OpCase) -> bool:
+    """Return whether heads and caches are made of aligned vectors of 16 bytes."""
+    vector = 16 // case.torch_dtype.itemsize
+    fits = case.rotary_dim // 2 % vector == 0 and case.head_dim % (2 * vector) == 0
+    return fits and case.memory != "unaligned" and case.cache_memory != "unaligned"
+
+
+def threads_of(case: OpCase, heads: int) -> int:
+    """Return the threads that a launch has with one head and two vectors each, as the launch plans count them."""
+    lanes = case.head_dim * case.torch_dtype.itemsize // 32
+    return case.sequences * case.tokens * heads * lanes
+
+
+def has_eight_heads_per_thread(case: OpCase) -> bool:
+    """Return whether the plans in kernels/qk_norm_rotary*_plan.cpp give a thread eight heads of this case."""
+    if case.over != "head" or case.table_heads > 1 or not is_vectorized(case) or case.fault or case.q_heads <= 4:
+        return False
+    if case.op == "qk_norm_rotary_and_cache_":
+        least = 3 << (18 if case.float8 and not case.q_float8 else 17)
+        return threads_of(case, case.q_heads + 2 * case.k_heads) >= least
+    has_lookup = case.tables != "one" or case.position_rows > 0
+    return threads_of(case, case.q_heads + case.k_heads * case.has_k) >= (1 << 18 if has_lookup else 1 << 21)
+
+
+def test_large_cases_reach_the_plans_of_large_launches() -> None:
+    rng = random.Random(1)
+    drawn = [draw(OpCase, rng, device="cuda", **op_checks.large_shape(rng, "cuda")) for _ in range(2500)]
+    for op in ("qk_norm_rotary", "qk_norm_rotary_", "qk_norm_rotary_and_cache_"):
+        of_op = [case for case in drawn if case.op == op and has_eight_heads_per_thread(case)]
+        assert sum(case.tables == "one" and not case.position_rows for case in of_op) > 3, op
+        assert sum(case.tables != "one" or case.position_rows > 0 for case in of_op) > 3, op
+    assert 2**26 <= max(case.components for case in drawn) < 2**27
+
+
+@pytest.mark.parametrize(("on", "least", "most"), [("cpu", 1, 15), ("cuda", 15, 60)])
+def test_a_share_of_the_cases_is_large(on: str, least: int, most: int) -> None:
+    rng = random.Random(2)
+    assert least <= sum(op_checks.random_case(rng, on).size > 0 for _ in range(5000)) <= most
+
+
+def test_a_large_case_runs_and_shrinks() -> None:
+    case = OpCase(op="qk_norm_rotary_and_cache_", q_heads=8, k_heads=2, head_dim=64, rotary_dim=64, size=2**17)
+    case = case.normalized()
+    assert case.components >= 2**17
+    case.run()
+    smallest = shrink(case, lambda case: CaseError("has heads") if case.q_heads > 4 else None)
+    assert changed_fields(smallest) == {"q_heads": 5}
 
 
 @pytest.mark.usefixtures("quiet_transformers")
@@ -87,6 +145,71 @@ def test_an_accepted_invalid_argument_is_found(monkeypatch: pytest.MonkeyPatch) 
     (failure,) = op_checks.failures_in([case])
     assert failure is not None
     assert failure.kind == "rotary: takes positions: floats"
+
+
+CACHE_OPS = ["rotary_and_cache_", "qk_norm_rotary_and_cache_"]
+
+
+@pytest.mark.parametrize("op", CACHE_OPS)
+def test_cache_ops_that_read_one_position_of_several_are_found(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    case = OpCase(op=op, tokens=5, head_dim=16, rotary_dim=16, position_rows=3, reach=4096, seed=3)
+    case.run()
+    replace(case, table_heads=2, q_heads=4, k_heads=2, tables="index", table_count=3).normalized().run()
+    called = getattr(mrrope, op)
+    monkeypatch.setattr(mrrope, op, lambda positions, **rest: called(positions=positions[:1].expand(3, -1, -1), **rest))
+    (failure,) = op_checks.failures_in([case])
+    assert failure is not None
+    assert failure.kind == f"{op}: q against float64"
+
+
+def test_a_lost_nan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = OpCase(op="rotary_cos_sin", head_dim=16, rotary_dim=8, special="heads")
+    case.run()
+    rotary_cos_sin = mrrope.rotary_cos_sin
+    monkeypatch.setattr(
+        mrrope, "rotary_cos_sin", lambda **given: [torch.nan_to_num(x, nan=0.0) for x in rotary_cos_sin(**given)]
+    )
+    (failure,) = op_checks.failures_in([case])
+    assert failure is not None
+    assert failure.kind == "rotary_cos_sin: q against float64"
+
+
+@pytest.mark.parametrize(
+    ("value", "is_right"), [(math.nan, True), (math.inf, False), (0.0, False)], ids=["NaN", "infinity", "zero"]
+)
+def test_a_nan_is_right_only_where_one_is_expected(value: float, is_right: bool) -> None:
+    expected, found = torch.tensor([1.0, math.nan, -math.inf]).double(), torch.tensor([1.0, value, -math.inf])
+    assert float64_reference.exceeds(found, expected, 1e-6).item() is not is_right
+    assert float64_reference.exceeds(torch.full((3,), math.nan), torch.ones(3).double(), 1e-6)
+    assert float64_reference.exceeds(torch.tensor([math.inf]), torch.tensor([-math.inf]).double(), 1e-6)
+    assert float64_reference.exceeds(torch.tensor([3e38]), torch.tensor([math.inf]).double(), math.inf)
+
+
+ALIASED = [(op, "k", form) for op in (*CACHE_OPS, "mla_rotary_and_cache_") for form in ("itself", "view", "heads")]
+ALIASED += [(op, "v", "itself") for op in (*CACHE_OPS, "mla_rotary_and_cache_")]
+ALIASED += [(op, "k", "itself") for op in ("rotary", "qk_norm_rotary", "rotary_cos_sin")]
+
+
+@pytest.mark.parametrize(("op", "alias", "form"), ALIASED)
+def test_q_is_a_valid_key_where_it_is_not_written(op: str, alias: str, form: str) -> None:
+    shape = {"tokens": 5, "q_heads": 2, "k_heads": 2, "head_dim": 16, "rotary_dim": 8, "reach": 4096}
+    case = OpCase(op=op, alias=alias, alias_form=form, q_out=True, **shape).normalized()
+    call = op_checks.CALLS[op](case)
+    assert call.conflict() == []
+    assert call.arguments[call.alias].data_ptr() == call.arguments[call.query].data_ptr()
+    case.run()
+
+
+@pytest.mark.parametrize("op", [*CACHE_OPS, "mla_rotary_and_cache_"])
+def test_q_in_place_that_is_also_the_key_is_found(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    case = OpCase(op=op, alias="k").normalized()
+    call = op_checks.CALLS[op](case)
+    assert call.arguments[call.alias] is call.arguments[call.query]
+    assert call.conflict() == [call.query, call.alias]
+    monkeypatch.setattr(mrrope, op, lambda **given: given[call.query].zero_())
+    (failure,) = op_checks.failures_in([case])
+    assert failure is not None
+    assert failure.kind == f"{op}: takes {call.query} itself as {call.alias}"
 
 
 def test_a_rejected_call_that_writes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
