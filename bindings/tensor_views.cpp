@@ -43,25 +43,62 @@ bool has_internal_overlap(const at::Tensor& tensor) {
     return false;
 }
 
-// The bytes of the contiguous run that starts with the first element.
-std::pair<const char*, const char*> first_run(const at::Tensor& tensor) {
-    int64_t run = 1;
-    for (const auto& [stride, size] : sorted_dims(tensor)) {
-        if (stride != run) break;
-        run *= size;
-    }
-    const char* start = static_cast<const char*>(tensor.const_data_ptr());
-    return {start, start + run * tensor.element_size()};
+// How often two tensors step by a stride, in bytes.
+struct SharedDim {
+    int64_t stride;
+    int64_t a_steps;
+    int64_t b_steps;
+};
+
+using SharedDims = c10::SmallVector<SharedDim, 10>;
+
+// The dimensions of both tensors, and the bytes of their elements, by stride, innermost first.
+SharedDims shared_dims(const at::Tensor& a, const at::Tensor& b) {
+    SharedDims dims{{1, a.element_size() - 1, b.element_size() - 1}};
+    const auto add = [&](const at::Tensor& x, int64_t SharedDim::* steps) {
+        for (const auto& [stride, size] : sorted_dims(x)) {
+            const int64_t bytes = stride * x.element_size();
+            const auto same = std::find_if(dims.begin(), dims.end(), [&](auto& dim) { return dim.stride == bytes; });
+            SharedDim& dim = same == dims.end() ? dims.emplace_back(SharedDim{bytes, 0, 0}) : *same;
+            dim.*steps += size - 1;
+        }
+    };
+    add(a, &SharedDim::a_steps);
+    add(b, &SharedDim::b_steps);
+    std::sort(dims.begin(), dims.end(), [](const SharedDim& x, const SharedDim& y) { return x.stride < y.stride; });
+    return dims;
 }
 
-// torch returns TooHard for views with gaps, such as q and k of one packed projection; their first runs decide.
+// Whether a byte of a and a byte of b, each counted from its tensor's first, are `difference` apart. Only those steps
+// of the outermost dimension are tried from which the inner ones reach the rest: one or two in slices of one tensor.
+bool can_be_apart(c10::ArrayRef<SharedDim> dims, int64_t difference) {
+    if (dims.empty()) return difference == 0;
+    const c10::ArrayRef<SharedDim> inner = dims.slice(0, dims.size() - 1);
+    const auto& [stride, a_steps, b_steps] = dims.back();
+    if (stride == 0) return can_be_apart(inner, difference);
+    int64_t lowest = 0;
+    int64_t highest = 0;
+    for (const SharedDim& dim : inner) {
+        lowest -= dim.b_steps * dim.stride;
+        highest += dim.a_steps * dim.stride;
+    }
+    // Rounded towards zero, which may add a step, and never leaves one out.
+    const int64_t first = std::max(-b_steps, (difference - highest) / stride - 1);
+    const int64_t last = std::min(a_steps, (difference - lowest) / stride + 1);
+    for (int64_t step = first; step <= last; ++step) {
+        if (can_be_apart(inner, difference - step * stride)) return true;
+    }
+    return false;
+}
+
+// torch returns TooHard for views with gaps, such as q and k of one packed projection.
 bool share_memory(const at::Tensor& a, const at::Tensor& b) {
     if (a.numel() == 0 || b.numel() == 0) return false;
     const at::MemOverlapStatus status = at::get_overlap_status(a, b);
     if (status != at::MemOverlapStatus::TooHard) return status != at::MemOverlapStatus::No;
-    const auto [a_start, a_end] = first_run(a);
-    const auto [b_start, b_end] = first_run(b);
-    return a_start < b_end && b_start < a_end;
+    const auto* a_start = static_cast<const char*>(a.const_data_ptr());
+    const auto* b_start = static_cast<const char*>(b.const_data_ptr());
+    return can_be_apart(shared_dims(a, b), b_start - a_start);
 }
 
 // "q's dtype ", or "the dtype of keys[0], ".

@@ -28,7 +28,8 @@ template <class Element>
 struct LearnablePointers {
     const Element* in;
     const Element* gradient;
-    Element* out;  // nullptr: not wanted
+    Element* out;
+    bool is_wanted;  // `out`
 
     __device__ LearnablePointers(const LearnableRotaryGradientArgs& args, const LearnableItem& item,
                                  const LearnableHead& head) {
@@ -39,7 +40,8 @@ struct LearnablePointers {
         };
         in = static_cast<const Element*>(view.in) + offset(view.in_strides);
         gradient = static_cast<const Element*>(rotated.data) + offset(rotated.strides);
-        out = view.out == nullptr ? nullptr : static_cast<Element*>(view.out) + offset(view.out_strides);
+        out = static_cast<Element*>(view.out) + offset(view.out_strides);
+        is_wanted = view.out != nullptr;
     }
 };
 
@@ -164,13 +166,13 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
                         b *= gain;
                     });
                     x[j].narrow(v);
-                    Element* out = pointers_to(item, j).out;
-                    if (out != nullptr) x[j].store(out, layout);
+                    const LearnablePointers<Element> head = pointers_to(item, j);
+                    if (head.is_wanted) x[j].store(head.out, layout);
                 }
                 sums.add(signed_position, cross, dot);
                 for (int j = 0; has_tail && j < item.heads; ++j) {
                     const LearnablePointers<Element> head = pointers_to(item, j);
-                    if (head.out != nullptr) copy_tail<Vector>(head.gradient, head.out, layout.lane, plan.lanes, args);
+                    if (head.is_wanted) copy_tail<Vector>(head.gradient, head.out, layout.lane, plan.lanes, args);
                 }
                 item = next;
             }

@@ -32,6 +32,7 @@ void qk_norm_rotary_and_cache_cuda(const QkNormRotaryAndCacheArgs& args, CUstrea
 
 void qk_norm_rotary_and_cache_cuda(const QkNormRotaryAndCacheArgs& args, const QkNormRotaryAndCachePlan& plan,
                                    CUstream_st* stream) {
+    check_not_conjugate(args);
     if (args.rotary.batch == 0 || args.rotary.tokens == 0 || plan.units.count() == 0) return;
     with_element(args.rotary.dtype, [&](auto element) {
         for_each_launch(args, plan.tokens_per_launch, [&](const QkNormRotaryAndCacheArgs& part) {

@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
         for (int j = 0; j < held; ++j) fragments[j] = Fragment{};
     }
     const auto load_scale = [&](int j) {
-        return of.scale == nullptr || !has_head(j) ? 1.0f : of.scale[heads.head(j) * of.scale_stride];
+        return has_head(j) ? load_float8_scale(of.scale, heads.head(j) * of.scale_stride) : 1.0f;
     };
     // Loaded with the heads. Of eight heads, it is the first one's, which most calls have for all: registers are
     // scarce.
@@ -290,7 +290,6 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
         // cos/sin through shared memory. 64 tokens of 32/32 heads take 3.4 us on an H200, not 3.7.
         const bool shares_cos_sin = !over_head && (!needs_lookup || args.choice.heads == 1);
         __shared__ std::conditional_t<over_head, std::monostate, SharedCosSin<Real, Vector>> shared_cos_sin;
-        const Real direction = args.conjugate ? Real(-1) : Real(1);
         CosSin<Real> by[Vector];
         if (shares_cos_sin) {
             if constexpr (!over_head) {
@@ -301,7 +300,7 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
                 load_first_heads();
                 load_first_weights();
                 if constexpr (!loads_angles_first) share.load(args, place.batch, place.token);
-                shared_cos_sin.compute(share, args, place.batch, place.token, direction);
+                shared_cos_sin.compute(share, args, place.batch, place.token, Real(1));
             }
         } else {
             // Issued first, since loads return in issue order. With a lookup, after the heads: the compiler waits for
@@ -316,7 +315,7 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
                 __syncwarp();  // the compiler moves no load across it
                 load_angles();
             }
-            angles.compute(by, lane, direction);
+            angles.compute(by, lane, Real(1));
         }
         pdl_trigger();
 

@@ -50,7 +50,6 @@ struct WarpRotations {
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < at_once; ++j) loaded[j] = load(place.sharer + j * place.sharers);
         load_heads();
-        const Real direction = args.conjugate ? Real(-1) : Real(1);
         const Real gain = lane.rotates() ? static_cast<Real>(attention_factor_of(factor)) : Real(1);
         CUTLASS_PRAGMA_NO_UNROLL
         for (int i = place.sharer; i < Vector; i += at_once * place.sharers) {
@@ -62,7 +61,7 @@ struct WarpRotations {
                 const uint64_t phase = phase_of(lane.rotates() ? position : 0, loaded[j].step);
                 of[i + j * place.sharers][column] =
                     WeightedRotation<Real>(loaded[j].first_weight + offset, loaded[j].second_weight + offset,
-                                           scaled_cos_sin(phase, gain, direction));
+                                           scaled_cos_sin(phase, gain, Real(1)));
             }
             const int next = i + at_once * place.sharers;
             if (next >= Vector) break;

@@ -76,7 +76,7 @@ private:
             angles.load_index(args_, row_.batch, row_.token);
             angles.load(args_, lane, row_.batch, row_.token, table_head);
             CosSin<Real> by[1];
-            angles.compute(by, lane, args_.conjugate ? Real(-1) : Real(1));
+            angles.compute(by, lane, Real(1));
             const Pair<Real> rotated = rotate<Real>({normed(head, lane.first()), normed(head, lane.second())}, by[0]);
             f(lane.first(), rotated.first);
             f(lane.second(), rotated.second);
@@ -110,7 +110,7 @@ private:
 
     __device__ float float8_scale(int head) {
         if (row_.kind != HeadKind::query || launch_.args.q_scale_out == nullptr) {
-            return of_.scale == nullptr ? 1.0f : of_.scale[head * of_.scale_stride];
+            return load_float8_scale(of_.scale, head * of_.scale_stride);
         }
         float largest = 0.0f;
         each_result(head, [&](int, float x) { largest = fmaxf(largest, fabsf(x)); });

@@ -80,9 +80,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
         if (exists(j)) fragments[j].load(in + j * in_step, layout);
     }
     const CachedHeads& cached = heads.cached(args);
-    const auto scale_of = [&](int j) {
-        return cached.scale == nullptr ? 1.0f : cached.scale[heads.head(j) * cached.scale_stride];
-    };
+    const auto scale_of = [&](int j) { return load_float8_scale(cached.scale, heads.head(j) * cached.scale_stride); };
     float scales[HeadsPerThread];
     if (!keeps_dtype && !is_query) {
         CUTLASS_PRAGMA_UNROLL
@@ -98,9 +96,8 @@ __global__ void __launch_bounds__(rotary_block_threads,
         uint64_t steps[Vector];
         load_phase_steps(steps, table, layout);
         const auto gain = static_cast<Real>(attention_factor_of(table[half]));
-        const Real direction = rotary.conjugate ? Real(-1) : Real(1);
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, direction);
+        for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, Real(1));
     }
     pdl_trigger();
 

@@ -207,12 +207,14 @@ __device__ WideFragment<Real, Vector> with_offset(const HeadFragment<Element, Ve
 // would turn a neighbour's infinity into NaN.
 template <class Lane, class Real, int Vector>
 __device__ void rotate_within(const Lane& lane, WideFragment<Real, Vector>& wide, const CosSin<Real> (&by)[Vector]) {
-    wide.template for_each_pair<Lane::crosses_vectors>([&](int i, Real& a, Real& b) {
-        const Pair<Real> rotated =
-            lane.rotates() ? rotate<Real>({a, b}, by[i]) : Pair<Real>{a * by[i].cos, b * by[i].cos};
-        a = rotated.first;
-        b = rotated.second;
-    });
+    if (lane.rotates()) {
+        wide.template rotate<Lane::crosses_vectors>(by);
+    } else {
+        wide.template for_each_pair<Lane::crosses_vectors>([&](int i, Real& a, Real& b) {
+            a *= by[i].cos;
+            b *= by[i].cos;
+        });
+    }
 }
 
 // Rotation of a pair with its weights folded into cos/sin: for heads that share both.

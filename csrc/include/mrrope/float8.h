@@ -43,9 +43,9 @@ MRROPE_HOST_DEVICE bool is_float8_scale(float scale) {
     return smallest_float8_scale <= std::abs(scale) && std::abs(scale) <= largest_float8_scale;
 }
 
-// `ratio`, or NaN where it is one of an impossible scale: results are NaN, too, rather than wrong.
-MRROPE_HOST_DEVICE float nan_unless_float8_scale(float scale, float ratio) {
-    return is_float8_scale(scale) ? ratio : NAN;
+// Results of an impossible scale are NaN rather than wrong.
+MRROPE_HOST_DEVICE float float8_scale_or_nan(float scale) {
+    return is_float8_scale(scale) ? scale : NAN;
 }
 
 // Divides by the scale before rounding to float8: multiplies by a reciprocal that need not be exact, then corrects the

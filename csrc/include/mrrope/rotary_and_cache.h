@@ -30,12 +30,17 @@ struct CachedHeads {
 };
 
 struct RotaryAndCacheArgs {
-    RotaryArgs rotary;  // of q only; k below is rotated by the same arguments
+    // Of q only; k below is rotated by the same arguments. Not conjugate, since a cache has no gradient: launchers
+    // throw std::invalid_argument. Negate the table to rotate backwards.
+    RotaryArgs rotary;
     CachedHeads k;
     CachedHeads v;  // with as many heads as k
     CacheSlots slots;
     StoredAs cached_as = StoredAs::heads_dtype;  // heads of float64 are not stored as float8
 };
+
+// Throws std::invalid_argument if the rotation is conjugate.
+void check_not_conjugate(const RotaryAndCacheArgs& args);
 
 // `args` restricted to these sequences and tokens.
 RotaryAndCacheArgs slice(const RotaryAndCacheArgs& args, int64_t first_batch, int64_t batch, int64_t first_token,

@@ -6,6 +6,8 @@ import re
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from markers import needs_cuda
 from op_errors import assert_refused, assert_refused_untouched
 from rotary_cases import table_of
@@ -154,6 +156,45 @@ def test_overlapping_memory_in_place(changes, texts):
     assert_refused_untouched(mrrope.rotary_, {**good_call(), **changes}, RuntimeError, *texts)
     # Out of place overlapping inputs are allowed.
     mrrope.rotary(**{**good_call(), **changes})
+
+
+@st.composite
+def starts_and_steps(draw, size: int, count: int) -> slice:
+    """A slice of ``count`` of ``size`` elements."""
+    step = draw(st.integers(1, (size - 1) // (count - 1)))
+    start = draw(st.integers(0, size - 1 - step * (count - 1)))
+    return slice(start, start + step * (count - 1) + 1, step)
+
+
+@st.composite
+def views_of_one_tensor(draw) -> list[torch.Tensor]:
+    """q and k, [batch, heads, tokens, head_dim], with gaps and steps, of a tensor with dimensions in any order."""
+    order = draw(st.permutations([0, 1, 2]))
+    sizes = [5, 6, 7]
+    base = torch.arange(5 * 6 * 7 * 12).view(*(sizes[dim] for dim in order), 12)
+    base = base.permute(*(order.index(dim) for dim in range(3)), 3)
+    return [
+        base[
+            draw(starts_and_steps(5, 2)),
+            draw(starts_and_steps(6, draw(st.integers(2, 3)))),
+            draw(starts_and_steps(7, 3)),
+            draw(st.integers(0, 4)) :,
+        ][..., :8]
+        for _ in range(2)
+    ]
+
+
+@given(views=views_of_one_tensor())
+def test_views_of_one_tensor_in_place(views):
+    """They are refused where one element is in both, and only there."""
+    shared = set(views[0].flatten().tolist()) & set(views[1].flatten().tolist())
+    memory = torch.zeros(5 * 6 * 7 * 12)
+    q, k = (torch.as_strided(memory, x.shape, x.stride(), x.storage_offset()) for x in views)
+    arguments = good_call() | {"q": q, "k": k}
+    if shared:
+        assert_refused_untouched(mrrope.rotary_, arguments, RuntimeError, "q and k must not share memory")
+    else:
+        mrrope.rotary_(**arguments)
 
 
 @pytest.mark.parametrize("leaf", ["q", "k"])
