@@ -2,6 +2,7 @@
 
 #include "cpu_backend.h"
 #include "every_contract.h"
+#include "reference_backend.h"
 
 namespace mrrope {
 namespace {
@@ -14,6 +15,13 @@ TEST(ArgsContractCpu, ListsEveryField) {
 
 TEST(ArgsContractCpu, HeedsEveryField) {
     for_each_contract(every_field_matters, [](const auto& contract) { expect_effects(contract, run_on_cpu); });
+}
+
+TEST(ArgsContractCpu, AgreesWithTheReference) {
+    for (const DType dtype : {DType::float32, DType::bfloat16}) {
+        for_each_contract({.dtype = dtype},
+                          [](const auto& contract) { expect_agreement(contract, run_reference, run_on_cpu); });
+    }
 }
 
 }  // namespace

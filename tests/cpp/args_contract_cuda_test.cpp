@@ -104,51 +104,57 @@ private:
 
 class ArgsContractCuda : public OnGpu {
 protected:
-    static void expect_contracts(const ContractOptions& of_every_dtype) {
-        OnCuda on_cuda;
-        for (const DType dtype : all_dtypes) {
-            ContractOptions options = of_every_dtype;
-            options.dtype = dtype;
-            if (dtype == DType::float64) options.rounds_to_float8 = false;
-            for_each_contract(options, [&](const auto& contract) { expect_agreement(contract, run_on_cpu, on_cuda); });
-        }
+    static void expect_agreement_with_the_cpu(ContractOptions options) {
+        if (options.dtype == DType::float64) options.rounds_to_float8 = false;
+        const OnCuda on_cuda;
+        for_each_contract(options, [&](const auto& contract) { expect_agreement(contract, run_on_cpu, on_cuda); });
     }
 };
 
+constexpr DType of_both_widths[] = {DType::float32, DType::bfloat16};
+
 TEST_F(ArgsContractCuda, HeedsEveryField) {
-    OnCuda on_cuda;
+    const OnCuda on_cuda;
     for_each_contract(every_field_matters, [&](const auto& contract) { expect_effects(contract, on_cuda); });
 }
 
 TEST_F(ArgsContractCuda, AgreesWithTheCpu) {
-    expect_contracts({});
+    for (const DType dtype : all_dtypes) expect_agreement_with_the_cpu({.dtype = dtype});
 }
 
 TEST_F(ArgsContractCuda, AgreesWithTheCpuOnUnalignedHeads) {
-    expect_contracts({.aligned = false});
+    for (const DType dtype : of_both_widths) expect_agreement_with_the_cpu({.dtype = dtype, .aligned = false});
 }
 
 TEST_F(ArgsContractCuda, AgreesWithTheCpuOnOnePositionPerToken) {
-    expect_contracts({.has_rows = false});
+    for (const DType dtype : of_both_widths) expect_agreement_with_the_cpu({.dtype = dtype, .has_rows = false});
 }
 
 TEST_F(ArgsContractCuda, AgreesWithTheCpuOnOneTable) {
-    expect_contracts({.has_choice = false});
+    for (const DType dtype : of_both_widths) expect_agreement_with_the_cpu({.dtype = dtype, .has_choice = false});
 }
 
 TEST_F(ArgsContractCuda, AgreesWithTheCpuOnPlainCalls) {
-    for (const bool rotates_whole_heads : {false, true}) {
-        expect_contracts({.has_choice = false,
-                          .has_rows = false,
-                          .rotates_whole_heads = rotates_whole_heads,
-                          .rounds_to_float8 = !rotates_whole_heads});
+    for (const DType dtype : of_both_widths) {
+        for (const bool rotates_whole_heads : {false, true}) {
+            expect_agreement_with_the_cpu({.dtype = dtype,
+                                           .has_choice = false,
+                                           .has_rows = false,
+                                           .rotates_whole_heads = rotates_whole_heads,
+                                           .rounds_to_float8 = !rotates_whole_heads});
+        }
     }
 }
 
 TEST_F(ArgsContractCuda, AgreesWithTheCpuOnNormsOverAllHeads) {
-    for (const bool is_plain : {false, true}) {
-        expect_contracts(
-            {.has_choice = !is_plain, .has_rows = !is_plain, .rotates_whole_heads = is_plain, .norms_all_heads = true});
+    for (const DType dtype : of_both_widths) {
+        for (const bool is_plain : {false, true}) {
+            expect_agreement_with_the_cpu({.dtype = dtype,
+                                           .has_choice = !is_plain,
+                                           .has_rows = !is_plain,
+                                           .rotates_whole_heads = is_plain,
+                                           .norms_all_heads = true});
+        }
     }
 }
 

@@ -72,9 +72,14 @@ public:
         });
     }
 
-    const int32_t* add_integers(const std::string& name, size_t count, int32_t end) {
+    // From 0 to `end`.
+    const int32_t* add_random_integers(const std::string& name, size_t count, int32_t end) {
         return add_words<int32_t>(name, Holds::input, count,
                                   [&](size_t) { return static_cast<int32_t>(random_() % end); });
+    }
+
+    const int32_t* add_integers(const std::string& name, const std::vector<int32_t>& values) {
+        return add_words<int32_t>(name, Holds::input, values.size(), [&](size_t i) { return values[i]; });
     }
 
     // No two are equal, so that no two tokens write to one slot; those from `end` on are padding.
@@ -85,7 +90,7 @@ public:
             slots[i] = slot < end ? slot : end - slot - 1;
         }
         std::shuffle(slots.begin(), slots.begin() + end + end / 8, random_);
-        return add_words<int32_t>(name, Holds::input, count, [&](size_t i) { return slots[i]; });
+        return add_integers(name, slots);
     }
 
     static constexpr size_t capacity = size_t{1} << 20;

@@ -155,7 +155,7 @@ public:
     }
 
     PositionsView add_positions() {
-        PositionsView positions{.data = memory_->add_integers("positions", 512, 1000000),
+        PositionsView positions{.data = memory_->add_random_integers("positions", 512, 1000000),
                                 .is_int64 = false,
                                 .batch_stride = 16,
                                 .token_stride = 1};
@@ -173,7 +173,7 @@ public:
                 .stride = table_heads * head_stride + 5,
                 .heads = table_heads,
                 .head_stride = head_stride,
-                .index = memory_->add_integers("choice.index", 64, 3),
+                .index = memory_->add_random_integers("choice.index", 64, 3),
                 .batch_stride = 16,
                 .token_stride = 1};
     }
