@@ -106,7 +106,7 @@ bench: install
 
 # Needs a GPU. Small tests only: under the sanitizer every access is checked.
 sanitize: cpp-tests
-	benchmarks/sanitize $(foreach kernel,rotary rescale_cache rotary_and_cache qk_norm_rotary qk_norm_rotary_and_cache qkv_rotary learnable_rotary rotary_cos_sin mla_rotary mla_rotary_and_cache,$(BUILD)/tests/cpp/$(kernel)_cuda_test)
+	benchmarks/sanitize $(foreach kernel,rotary rescale_cache rotary_and_cache qk_norm_rotary qk_norm_rotary_and_cache qkv_rotary learnable_rotary rotary_cos_sin mla_rotary mla_rotary_and_cache args_contract,$(BUILD)/tests/cpp/$(kernel)_cuda_test)
 
 # All that CI cannot run. A change to kernels, bindings or csrc ends with it.
 gpu-test: cpp-tests

@@ -74,6 +74,7 @@ inline FieldChanges<RotaryAndCacheArgs> rotary_and_cache_changes() {
     return FieldChanges<Args>()
         .add_struct("rotary", &Args::rotary, rotary_changes())
         .keep("rotary.k", "rotary is of q only")
+        .keep("rotary.conjugate", "a cache has no gradient: launchers throw")
         .add_struct("k", &Args::k, cached_heads_changes())
         .add_struct("v", &Args::v, cached_heads_changes())
         .add_together({"k.view.heads", "v.view.heads"},

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -172,6 +173,16 @@ TEST(Slice, OfAStaticCacheStepsThroughItsSequences) {
         EXPECT_EQ(part.slots.blocks, 2);
         EXPECT_EQ(part.slots.count(), o.block_size);
     }
+}
+
+TEST(RotaryAndCacheCpu, ConjugateIsRefusedAndNothingIsWritten) {
+    CacheOptions o;
+    o.rotary.conjugate = true;
+    RotaryAndCacheCase cache(o);
+    EXPECT_THROW(rotary_and_cache_cpu(cache.args()), std::invalid_argument);
+    cache.rotary().q().out.expect_untouched();
+    EXPECT_EQ(cache.key_cache().bytes, cache.key_cache().before);
+    EXPECT_EQ(cache.value_cache().bytes, cache.value_cache().before);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -371,6 +372,21 @@ TEST_F(RotaryAndCacheCuda, BlocksMoreThanTwoToThe31ElementsApart) {
                              cudaMemcpyDeviceToHost));
         }
         cache.expect_written();
+    }
+}
+
+TEST_F(RotaryAndCacheCuda, ConjugateIsRefusedAndNothingIsWritten) {
+    for (const int rotary_dim : {16, 8}) {  // by either kernel
+        CacheOptions o;
+        o.rotary.conjugate = true;
+        o.rotary.rotary_dim = rotary_dim;
+        RotaryAndCacheCase cache(o);
+        CacheDeviceCase device(cache);
+        EXPECT_THROW(rotary_and_cache_cuda(device.args(), nullptr), std::invalid_argument);
+        device.fetch();
+        cache.rotary().q().out.expect_untouched();
+        EXPECT_EQ(cache.key_cache().bytes, cache.key_cache().before);
+        EXPECT_EQ(cache.value_cache().bytes, cache.value_cache().before);
     }
 }
 

@@ -15,8 +15,8 @@ struct CopiedPart {
 
 // Rotates and copies q, and assembles the key from k_nope and the shared rope part.
 struct MlaRotaryArgs {
-    // The rope parts only: head_dim equals rotary_dim, and there are no head tables. k is the rope part of the key: its
-    // in_strides.head is 0 where all heads read the shared one.
+    // The rope parts only: head_dim equals rotary_dim, positions have one row, and there are no head tables. k is the
+    // rope part of the key: its in_strides.head is 0 where all heads read the shared one.
     RotaryArgs rotary;
     CopiedPart q_nope;
     CopiedPart k_nope;

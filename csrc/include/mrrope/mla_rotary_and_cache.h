@@ -11,8 +11,8 @@ namespace mrrope {
 // The `out` of rotary.k and of the latent are the two parts of the first cache row: out_strides.batch is the stride of
 // blocks, out_strides.token that of slots in a block.
 struct MlaRotaryAndCacheArgs {
-    // head_dim equals rotary_dim, and there are no head tables. q has the rope parts of all query heads; k is k_rope,
-    // one head.
+    // head_dim equals rotary_dim, positions have one row, and there are no head tables. q has the rope parts of all
+    // query heads; k is k_rope, one head.
     RotaryArgs rotary;
     CopiedPart latent;  // one head
     CacheSlots slots;

@@ -67,7 +67,7 @@ struct TableChoice {
     int32_t stride = 0;
     int32_t heads = 1;
     int32_t head_stride = 0;
-    const int32_t* index = nullptr;  // in the tables' memory space
+    const int32_t* index = nullptr;  // in the tables' memory space; below `count`
     int32_t batch_stride = 0;
     int32_t token_stride = 0;
 };
