@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mrrope import calibrated_tables, table_json
 from mrrope.axis_tables import AxisTables
@@ -36,6 +36,27 @@ class NativeRope:
     """The context length before the extension that the configuration sets; the configured length if it sets none."""
     held_attention_factor: float = 1.0
     """The square root of the temperature that the model's attention applies for its configured extension."""
+    untrained_extension: str | None = None
+    """The extension in the configuration, if it is one that needs no training."""
+
+    def extension_warning(self, name: str, scale: float | Literal["auto"]) -> str | None:
+        """Return what to warn of where a scale may be meant to replace the model's extension; else None.
+
+        Args:
+            name: the model's.
+            scale: by how much a method is to extend this RoPE.
+        """
+        if self.untrained_extension is None or scale == 1.0:
+            return None
+        if scale == "auto":
+            reading, other = "goes on from", "builds the longer steps from plain RoPE"
+        else:
+            reading, other = f"reads {scale:g} times", f"starts over from plain RoPE and reads {scale:g} times as many"
+        return (
+            f"{name} is extended by its configuration already ({self.untrained_extension}): scale={scale!r} {reading} "
+            f"the {self.original_max_position:.15g} tokens that it reads so; "
+            f"original_max_position={self.trained_length:.15g} {other}"
+        )
 
     def table_arguments(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments with which :func:`frequency_table` extends this RoPE.

@@ -1,30 +1,48 @@
 """Export of a frequency table into a GGUF file, for unmodified llama.cpp.
 
-llama.cpp divides the frequencies of the llama architecture by the tensor ``rope_freqs.weight`` if the file has one, and
-multiplies cos/sin by ``llama.rope.scaling.attn_factor``. The rest of the file is copied byte for byte.
+llama.cpp divides the frequencies of some architectures by the tensor ``rope_freqs.weight`` if the file has one, and
+multiplies cos/sin by ``rope.scaling.attn_factor``. The rest of the file is copied byte for byte.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+import warnings
 from pathlib import Path
 from typing import IO, Any
 
+from mrrope.export.gguf_file import (
+    ATTENTION_FACTOR,
+    BASE,
+    CONTEXT_LENGTH,
+    FACTORS,
+    LEGACY_SCALE,
+    LONGROPE_FACTORS,
+    ORIGINAL_LENGTH,
+    ROTATES,
+    SCALING,
+    GgufFile,
+)
 from mrrope.export.hf_config import exportable_tables, require_one_table
-from mrrope.table_lookup import ModelTables, NativeRope
-from mrrope.tables import FrequencyTable, frequency_table
+from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables
+from mrrope.tables import FrequencyTable
 
-ARCHITECTURE = "llama"
-FACTORS = "rope_freqs.weight"
+ARCHITECTURES = (
+    *("llama", "llama4", "deci", "arcee", "mistral3", "apertus", "exaone", "exaone4"),
+    *("granite", "granitemoe", "minicpm"),
+)
+"""Architectures whose code in llama.cpp loads ``rope_freqs.weight`` and rotates every layer with RoPE by it.
 
-CONTEXT_LENGTH = "llama.context_length"
-BASE = "llama.rope.freq_base"
-DIMENSIONS = "llama.rope.dimension_count"
-SCALING = "llama.rope.scaling."
-ATTENTION_FACTOR = f"{SCALING}attn_factor"
-ORIGINAL_LENGTH = f"{SCALING}original_context_length"
-LEGACY_SCALE = "llama.rope.scale_linear"
+From ``src/models/*.cpp`` of llama.cpp: the file creates ``LLM_TENSOR_ROPE_FREQS`` and its graph, or the one that it
+shares with another architecture, passes ``get_rope_factors`` to ``ggml_rope_ext``. Others refuse a file with such a
+tensor (Qwen, Gemma 3), or load it and rotate without it (Falcon-H1, LLaDA, Pangu).
+"""
+
+CONTEXT_SHIFT = (
+    "llama.cpp's context shift multiplies every cached key by the attention factor again, here {factor:.6g}: run it "
+    "with --no-context-shift, the default of current versions, and without --cache-reuse"
+)
 
 # GGUF's type codes of metadata and tensors.
 UINT32, FLOAT32 = 4, 6
@@ -43,7 +61,7 @@ def export_gguf(
     """Write a copy of a GGUF file with another frequency table, for llama.cpp.
 
     Args:
-        source: A file of the llama architecture, of any quantization; it is not modified.
+        source: A file of any quantization, of an architecture that takes such a table; it is not modified.
         destination: The file to write.
         method: A method's name, which extends the file's own frequencies; a ``FrequencyTable``; or the path of its
             JSON.
@@ -55,93 +73,59 @@ def export_gguf(
     Returns:
         The table that was written.
 
+    Warns:
+        UserWarning: The file is extended already, which may be meant to be replaced instead of extended; or the table
+            has an attention factor, which llama.cpp's context shift would apply again.
+
     Raises:
         ValueError: An argument is invalid, or llama.cpp cannot express the result; the message says why.
         TypeError: An argument has the wrong type.
         FileNotFoundError: There is no file ``source``.
         ImportError: The package ``gguf`` is not installed.
     """
-    source, destination = Path(source), Path(destination)
-    reader = _read(source)
-    if destination.exists() and destination.samefile(source):
+    file, destination = GgufFile(source), Path(destination)
+    if destination.exists() and destination.samefile(file.path):
         raise ValueError(f"destination must be another file than the source, got {destination} for both")
-    _check_architecture(reader)
-    tables = exportable_tables(_trained(reader, original_max_position), method, scale, options)
-    table = require_one_table("llama.cpp", tables)
+    _check_source(file)
+    rope = file.rope(original_max_position)
+    table = require_one_table("llama.cpp", exportable_tables(rope, method, scale, options))
+    warning = rope.extension_warning(file.path.name, scale)
+    if warning is not None and options.keys().isdisjoint(PLAIN_ROPE_OPTIONS):
+        warnings.warn(warning, UserWarning, stacklevel=2)
+    if table.attention_factor != 1.0:
+        warnings.warn(CONTEXT_SHIFT.format(factor=table.attention_factor), UserWarning, stacklevel=2)
     unfinished = destination.with_name(f"{destination.name}.unfinished")
     try:
-        with unfinished.open("wb") as file:
-            _write(reader, file, table)
+        with unfinished.open("wb") as output:
+            _write(file, output, table)
         os.replace(unfinished, destination)
     finally:
         unfinished.unlink(missing_ok=True)
     return table
 
 
-def _read(source: Path) -> Any:
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise ImportError("GGUF files need the package gguf: pip install 'mrrope[gguf]'") from None
-    if not source.is_file():
-        raise FileNotFoundError(f"source must be a .gguf file, and there is no {source}")
-    try:
-        return GGUFReader(source)
-    except (ValueError, KeyError, IndexError) as error:
-        raise ValueError(f"{source} is not a GGUF file that can be read: {error}") from None
+def _check_source(file: GgufFile) -> None:
+    """Raise ValueError where llama.cpp would not rotate a copy by another table."""
 
+    def cannot(why: str) -> ValueError:
+        return ValueError(f"llama.cpp cannot run {file.architecture} by another table: {why}")
 
-def _value(reader: Any, key: str, default: Any = None) -> Any:
-    field = reader.get_field(key)
-    return default if field is None else field.contents()
-
-
-def _check_architecture(reader: Any) -> None:
-    architecture = _value(reader, "general.architecture")
-    if architecture != ARCHITECTURE:
-        raise ValueError(
-            f"llama.cpp cannot run {architecture} by another table: it divides frequencies by {FACTORS} in the "
-            f"{ARCHITECTURE} architecture, and refuses files of others that hold such a tensor or ignores it"
+    if file.architecture not in ARCHITECTURES:
+        raise cannot(
+            f"it divides frequencies by {FACTORS} in the architectures {', '.join(ARCHITECTURES)}, and refuses files "
+            "of others that hold such a tensor or ignores it"
         )
-    if (parts := _value(reader, "split.count", 1)) > 1:
+    if file.architecture in ("granite", "granitemoe") and file.of_model(ROTATES, True) is False:
+        raise cannot("the file says that it does not rotate")
+    if any(file.tensor(name) is not None for name in LONGROPE_FACTORS):
+        raise cannot(f"the file holds the factors of longrope, {' and '.join(LONGROPE_FACTORS)}, which it takes instead")
+    if (parts := file.value("split.count", 1)) > 1:
         raise ValueError(f"source must be one whole file, and this is one of {parts}: join them by llama-gguf-split")
 
 
-def _trained(reader: Any, original_max_position: float | None) -> NativeRope:
-    """Return the file's own RoPE: its factors, if it has any, up to its context length.
-
-    With ``original_max_position`` it is plain RoPE at that length instead.
-    """
-    rotary_dim = _value(reader, DIMENSIONS)
-    if rotary_dim is None:
-        heads = _value(reader, "llama.attention.head_count")
-        rotary_dim = _value(reader, "llama.attention.key_length") or _value(reader, "llama.embedding_length") // heads
-    base, context = _value(reader, BASE, 10_000.0), _value(reader, CONTEXT_LENGTH)
-    trained = original_max_position or _value(reader, ORIGINAL_LENGTH)
-    if trained is None and context is None:
-        raise ValueError(f"source must have a {CONTEXT_LENGTH}")
-    factors = next((tensor.data.tolist() for tensor in reader.tensors if tensor.name == FACTORS), None)
-    scaling = _value(reader, f"{SCALING}type", "none")
-    if original_max_position is None and scaling not in ("none", "linear"):
-        raise ValueError(f"source is extended by {scaling} already: give original_max_position, to start over")
-    linear = _value(reader, f"{SCALING}factor", 1.0) if scaling == "linear" else _value(reader, LEGACY_SCALE, 1.0)
-    if linear not in (0.0, 1.0):
-        factors = [linear * factor for factor in factors or [1.0] * (rotary_dim // 2)]
-    if factors is None or original_max_position is not None or context is None:
-        return NativeRope(rotary_dim, base, trained or context, trained_length=trained)
-    native = frequency_table(
-        "longrope",
-        rotary_dim=rotary_dim,
-        base=base,
-        original_max_position=context,
-        factors=factors,
-        attention_factor=_value(reader, ATTENTION_FACTOR, 1.0),
-    )
-    return NativeRope(rotary_dim, base, context, native, trained_length=trained)
-
-
-def _write(reader: Any, file: IO[bytes], table: FrequencyTable) -> None:
+def _write(source: GgufFile, file: IO[bytes], table: FrequencyTable) -> None:
     """Write the file's own bytes with new metadata, and the factors as a new tensor or in place of the old ones."""
+    reader = source.reader
     order = ">" if reader.endianess.name == "BIG" else "<"
     raw, alignment = memoryview(reader.data), int(reader.alignment)
     factors = struct.pack(f"{order}{table.rotary_dim // 2}f", *table.cumulative_scale.tolist())
@@ -152,21 +136,28 @@ def _write(reader: Any, file: IO[bytes], table: FrequencyTable) -> None:
     def field_bytes(field: Any) -> bytes:
         return bytes(raw[field.offset : field.offset + sum(part.nbytes for part in field.parts)])
 
-    length = max(int(table.original_max_position * table.scale), _value(reader, CONTEXT_LENGTH, 0))
+    length = max(int(table.original_max_position * table.scale), source.of_model(CONTEXT_LENGTH, 0))
+    replaced = {source.full_key(key) for key in (LEGACY_SCALE, CONTEXT_LENGTH, BASE)}
+    scaling, kept = source.full_key(SCALING), source.full_key(ROTATES)
     metadata = [
         field_bytes(field)
         for key, field in reader.fields.items()
-        if not key.startswith(("GGUF.", SCALING)) and key not in (LEGACY_SCALE, CONTEXT_LENGTH, BASE)
+        if key == kept or not (key.startswith(("GGUF.", scaling)) or key in replaced)
     ]
+    numbers: list[tuple[str, str, int, float]] = [
+        (CONTEXT_LENGTH, "I", UINT32, length),
+        (BASE, "f", FLOAT32, table.base),
+        (ATTENTION_FACTOR, "f", FLOAT32, table.attention_factor),
+    ]
+    if source.original_length is not None:
+        numbers.append((ORIGINAL_LENGTH, "I", UINT32, source.original_length))
     metadata += [
-        text(CONTEXT_LENGTH) + struct.pack(f"{order}II", UINT32, length),
-        text(BASE) + struct.pack(f"{order}If", FLOAT32, table.base),
-        text(ATTENTION_FACTOR) + struct.pack(f"{order}If", FLOAT32, table.attention_factor),
+        text(source.full_key(key)) + struct.pack(f"{order}I{form}", kind, value) for key, form, kind, value in numbers
     ]
     tensors = [field_bytes(tensor.field) for tensor in reader.tensors]
     data = raw[reader.data_offset :]
     padding = -len(data) % alignment
-    old = next((tensor for tensor in reader.tensors if tensor.name == FACTORS), None)
+    old = source.tensor(FACTORS)
     if old is None:
         offset = len(data) + padding
         tensors.append(text(FACTORS) + struct.pack(f"{order}IQIQ", 1, table.rotary_dim // 2, FLOAT32_TENSOR, offset))

@@ -235,20 +235,10 @@ def _warn_of_extensions(
 ) -> None:
     """Name both meanings of a scale where a configuration extends RoPE by a method that needs no training."""
     for layer_type, own in (item for by_layer in settings for item in by_layer.items()):
-        if own.untrained_extension is None or (rope_config.is_local(layer_type) and not local_layers):
-            continue
-        if scale == "auto":
-            reading, other = "goes on from", "builds the longer steps from plain RoPE"
-        else:
-            reading, other = f"reads {scale:g} times", f"starts over from plain RoPE and reads {scale:g} times as many"
-        warnings.warn(
-            f"{name} is extended by its configuration already ({own.untrained_extension}): scale="
-            f"{scale!r} {reading} the {own.original_max_position:.15g} tokens that it reads so; "
-            f"original_max_position={own.trained_length:.15g} {other}",
-            UserWarning,
-            stacklevel=3,
-        )
-        return
+        warning = own.extension_warning(name, scale)
+        if warning is not None and (local_layers or not rope_config.is_local(layer_type)):
+            warnings.warn(warning, UserWarning, stacklevel=3)
+            return
 
 
 @torch.inference_mode(mode=False)  # inference tensors could not take part in training later

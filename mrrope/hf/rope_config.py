@@ -39,8 +39,6 @@ class RopeSettings(NativeRope):
     """For tokens with several positions (M-RoPE): the row of positions and the frequency that rotate each pair."""
     changes_with_length: bool = field(kw_only=True)
     """Whether the model's own code changes its frequencies with the length of the text, within its native length."""
-    untrained_extension: str | None = field(kw_only=True)
-    """The extension in the configuration, if it is one that needs no training."""
 
     def packed(self, table: RotaryTable) -> torch.Tensor:
         """Return the packed table for this layer type. Pairs that the model does not rotate get frequency 0.

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,12 @@ def write_model(path: Path, *, architecture: str = "llama", factors: int = 0, **
     writer.add_token_scores([0.5, -1.0, 2.0])
     writer.add_bool("tokenizer.ggml.add_bos_token", True)
     writer.add_uint16("split.count", more.pop("split", 1))
+    kinds = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+    tensors = more.pop("tensors", [])
     for key, value in more.items():
-        key = f"llama.rope.{key.replace('__', '.')}"
-        writer.add_string(key, value) if isinstance(value, str) else writer.add_float32(key, value)
-    if factors:
-        writer.add_tensor("rope_freqs.weight", np.ones(factors, dtype=np.float32))
+        kinds[type(value)](f"{architecture}.rope.{key.replace('__', '.')}", value)
+    for name in [*tensors, *(["rope_freqs.weight"] if factors else [])]:
+        writer.add_tensor(name, np.ones(factors or HEAD_DIM // 2, dtype=np.float32))
     writer.add_tensor("token_embd.weight", random.standard_normal((3, 32), dtype=np.float32).astype(np.float16))
     for kind in (gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0):
         blocks = gguf.quants.quantize(random.standard_normal((5, 64), dtype=np.float32), kind)
@@ -86,6 +88,7 @@ def check_copy(source: Path, destination: Path, table: mrrope.FrequencyTable, le
         key: value for key, value in metadata(old).items() if ".rope.scaling." not in key and "scale_linear" not in key
     }
     expected["llama.context_length"] = (uint32, length)
+    expected["llama.rope.scaling.original_context_length"] = (uint32, metadata(old)["llama.context_length"][1])
     expected["llama.rope.freq_base"] = (float32, float(np.float32(table.base)))
     expected["llama.rope.scaling.attn_factor"] = (float32, float(np.float32(table.attention_factor)))
     assert metadata(new) == expected
@@ -153,9 +156,55 @@ def test_an_export_is_extended(tmp_path):
     assert second.attention_factor == pytest.approx(first.attention_factor)
 
 
+def test_an_extended_file_is_extended_with_the_warning_of_patch(tmp_path):
+    """Old 128 tokens, x4 to 512, x2 to 1024: which of the two lengths a scale counts from is not obvious."""
+    source, one = write_model(tmp_path / "s.gguf"), tmp_path / "one.gguf"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mrrope.export_gguf(source, one, "pi", scale=4.0)
+        mrrope.export_gguf(one, tmp_path / "two.gguf", "pi", scale=4.0, original_max_position=ORIGINAL)
+    expected = "one.gguf is extended by its configuration already .*scale=2.0 reads 2 times the 512 tokens that it "
+    with pytest.warns(UserWarning, match=expected + "reads so; original_max_position=128 starts over"):
+        table = mrrope.export_gguf(one, tmp_path / "two.gguf", "pi", scale=2.0)
+    assert table.cumulative_scale.tolist() == [8.0] * (HEAD_DIM // 2)
+
+
+def test_a_context_shift_would_apply_the_attention_factor_again(tmp_path):
+    source = write_model(tmp_path / "s.gguf")
+    expected = r"multiplies every cached key by the attention factor again, here 1\.13863: .*--no-context-shift"
+    with pytest.warns(UserWarning, match=expected):
+        mrrope.export_gguf(source, tmp_path / "d.gguf", "mrrope_pro", scale=4.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mrrope.export_gguf(source, tmp_path / "d.gguf", "mrrope_pro", scale=4.0, attention_factor=1.0)
+
+
+@pytest.mark.parametrize("architecture", ["mistral3", "exaone4", "granite", "arcee", "deci", "llama4"])
+def test_every_architecture_that_loads_the_factors(architecture, tmp_path):
+    """Under the keys of the architecture; the length that Mistral 3 scales its attention by stays."""
+    made = {"scaling__finetuned": True, "scaling__original_context_length": 64, "scaling__type": "yarn"}
+    source = write_model(tmp_path / "s.gguf", architecture=architecture, **made)
+    table = mrrope.export_gguf(source, tmp_path / "d.gguf", "mrrope_pro", scale=4.0, original_max_position=64)
+    new = gguf.GGUFReader(tmp_path / "d.gguf")
+    np.testing.assert_array_equal(
+        np.frombuffer(tensors(new)["rope_freqs.weight"][2], "<f4"), table.cumulative_scale.float().numpy()
+    )
+    rope = {key: value for key, (_, value) in metadata(new).items() if ".rope." in key or ".context" in key}
+    assert rope == {
+        f"{architecture}.context_length": 4 * 64,
+        f"{architecture}.rope.dimension_count": HEAD_DIM,
+        f"{architecture}.rope.freq_base": 50_000.0,
+        f"{architecture}.rope.scaling.attn_factor": float(np.float32(table.attention_factor)),
+        f"{architecture}.rope.scaling.finetuned": True,
+        f"{architecture}.rope.scaling.original_context_length": 64,
+    }
+
+
 @pytest.mark.parametrize(
     ("made", "arguments", "message"),
     [
+        ({"architecture": "granite", "scaling__finetuned": False}, {}, "the file says that it does not rotate"),
+        ({"tensors": ["rope_factors_long.weight"]}, {}, "the file holds the factors of longrope"),
         ({"architecture": "qwen2"}, {}, "llama.cpp cannot run qwen2 by another table: .*rope_freqs.weight"),
         ({"scaling__type": "yarn"}, {}, "source is extended by yarn already: give original_max_position"),
         ({"split": 3}, {}, "source must be one whole file, and this is one of 3"),
