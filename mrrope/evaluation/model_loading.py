@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mrrope.evaluation.gguf_model import take_over_rope, tokenizer_faults
+from mrrope.export.gguf_file import GgufFile
 from mrrope.reporting.optional_packages import needs
 from mrrope.reporting.options import DTYPES
 
@@ -50,6 +53,9 @@ def load(name: str | Path, *, dtype: str | None = None, device: str | None = Non
         dtype: ``float32``, ``bfloat16`` or ``float16``; by default bfloat16 on GPUs and float32 elsewhere.
         device: a torch device; by default a GPU if there is one.
 
+    Warns:
+        UserWarning: the tokenizer that transformers makes of a ``.gguf`` file differs from the file's own.
+
     Raises:
         ValueError: the model cannot be loaded.
         ImportError: the extra ``eval`` is not installed.
@@ -58,27 +64,53 @@ def load(name: str | Path, *, dtype: str | None = None, device: str | None = Non
         import transformers
     place = chosen_device(device)
     kind = chosen_dtype(dtype, place)
+    source, options = _source(name)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+        config = transformers.AutoConfig.from_pretrained(source, **options)
+        if options:
+            _complete(name, config, tokenizer)
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, config=config, dtype=kind, **options)
+    # A broken file makes transformers raise almost any exception; name the model.
+    except Exception as error:
+        where = "" if Path(name).exists() else ", which is no folder here,"
+        raise ValueError(f"model {name}{where} cannot be loaded: {_in_one_line(error)}") from error
+    # Suppress the warning about texts beyond the trained length, which are the purpose here.
+    tokenizer.model_max_length = int(1e30)
+    return model.to(place).eval(), tokenizer
+
+
+def _source(name: str | Path) -> tuple[str, dict[str, str]]:
+    """Return what transformers loads, and the options of a GGUF file; raise ValueError where there is nothing."""
     path = Path(name)
-    source, options = str(name), {}
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ValueError(f"model must be a file that exists, and there is no {path}")
         with needs("gguf"):
             import gguf  # noqa: F401
-        source, options = str(path.parent), {"gguf_file": path.name}
-    elif path.is_dir() and not (path / "config.json").is_file():
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"model must be a folder with a config.json, and {path} has none")
-    elif path.is_file():
+    if path.is_file():
         raise ValueError(f"model must be a folder, a name on the hub or a .gguf file, got the file {path}")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=kind, **options)
-    # A broken file makes transformers raise almost any exception; name the model.
-    except Exception as error:
-        raise ValueError(f"model {name} cannot be loaded: {_in_one_line(error)}") from error
-    # Suppress the warning about texts beyond the trained length, which are the purpose here.
-    tokenizer.model_max_length = int(1e30)
-    return model.to(place).eval(), tokenizer
+    # Names on the hub are OWNER/MODEL or MODEL.
+    is_hub_name = not path.is_absolute() and len(path.parts) <= 2 and str(name)[:1] not in (".", "~")
+    if not path.exists() and not is_hub_name:
+        raise ValueError(f"model must be a folder, a name on the hub or a .gguf file, and there is no folder {path}")
+    return str(name), {}
+
+
+def _complete(name: str | Path, config: Any, tokenizer: Any) -> None:
+    """Add to a configuration what transformers leaves out of a GGUF file, and warn of a tokenizer that differs."""
+    file = GgufFile(name)
+    take_over_rope(config, file)
+    if faults := tokenizer_faults(tokenizer, file):
+        warnings.warn(
+            f"transformers makes another tokenizer of {name} than the file's own: {'; '.join(faults)}. What the model "
+            "reads is not the text it was trained on; take the model's folder",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -13,6 +13,9 @@ FACTORS = "rope_freqs.weight"
 LONGROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 """The tensors of ``longrope``, of which llama.cpp takes one by the context that it is started with."""
 
+SINGLE_TABLE_TYPES = ("none", "linear")
+"""Types of extension that a table of factors expresses."""
+
 CONTEXT_LENGTH = "context_length"
 BASE = "rope.freq_base"
 DIMENSIONS = "rope.dimension_count"
@@ -71,6 +74,14 @@ class GgufFile:
         length: int | None = self.of_model(ORIGINAL_LENGTH) or self.of_model(CONTEXT_LENGTH)
         return length
 
+    @property
+    def scaling_type(self) -> str:
+        """The type of extension beside a tensor of factors: ``none``, ``linear``, ``yarn``, ``longrope``."""
+        if any(self.tensor(name) is not None for name in LONGROPE_FACTORS):
+            return "longrope"
+        # llama.cpp's default; without a factor it changes nothing.
+        return str(self.of_model(f"{SCALING}type", "linear"))
+
     def rope(self, original_max_position: float | None = None) -> NativeRope:
         """The file's own RoPE: its factors, if it has any, up to its context length.
 
@@ -111,11 +122,9 @@ class GgufFile:
 
     def _factors(self, pairs: int) -> list[float]:
         """Return what llama.cpp divides the frequency of every pair by."""
-        # llama.cpp's default; without a factor it changes nothing.
-        scaling = self.of_model(f"{SCALING}type", "linear")
-        if scaling not in ("none", "linear") or any(self.tensor(name) is not None for name in LONGROPE_FACTORS):
-            kind = "longrope" if scaling in ("none", "linear") else scaling
-            raise ValueError(f"source is extended by {kind} already: give original_max_position, to start over")
+        scaling = self.scaling_type
+        if scaling not in SINGLE_TABLE_TYPES:
+            raise ValueError(f"source is extended by {scaling} already: give original_max_position, to start over")
         linear = self.of_model(f"{SCALING}factor", self.of_model(LEGACY_SCALE, 1.0)) if scaling == "linear" else 1.0
         tensor = self.tensor(FACTORS)
         factors = [1.0] * pairs if tensor is None else tensor.data.tolist()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mrrope.hf.pair_sources import PairSources, pair_sources
-from mrrope.hf.rope_types import ROPE_TYPES, tables_per_layer_or_head
+from mrrope.hf.rope_types import ROPE_TYPES, TABLE_TYPE, tables_per_layer_or_head
 from mrrope.position_rows import packed_rows
 from mrrope.table_lookup import NativeRope
 from mrrope.table_set import OfOneLayer
@@ -198,7 +198,7 @@ def settings(module: nn.Module, layer_type: str | None, length: int | None = Non
     )
     is_plain = bool((factors == 1.0).all()) and table.attention_factor == 1.0
     extension, factor = parameters.get("rope_type"), parameters.get("factor") or 1.0
-    is_untrained = extension in (*UNTRAINED, *ROPE_TYPES) and factor > 1.0
+    is_untrained = extension in (*UNTRAINED, *ROPE_TYPES, TABLE_TYPE) and factor > 1.0 and embedded is None
     return RopeSettings(
         rotary_dim,
         base,

@@ -425,6 +425,9 @@ def test_methods_that_fail_leave_the_picture_to_the_others(explosions: list[list
         ({"--dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ({"--device": "abacus"}, "device must be one that torch has here, got 'abacus'"),
         ({"model": "missing.gguf"}, "model must be a file that exists, and there is no missing.gguf"),
+        ({"model": "./missing"}, "model must be a folder, .* and there is no folder missing"),
+        ({"model": "/no/such/folder"}, "model must be a folder, .* and there is no folder /no/such/folder"),
+        ({"model": "models/of/mine"}, "model must be a folder, .* and there is no folder models/of/mine"),
     ],
 )
 def test_bad_options_are_named_before_a_model_is_loaded(
@@ -478,6 +481,16 @@ def test_models_that_cannot_be_loaded_are_named(folder: Path, tmp_path: Path, ca
     for name, message in expected.items():
         assert evaluate(folder, model=str(tmp_path / name)) == 2
         assert re.search(f"^mrrope eval: {message}", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_a_missing_folder_that_may_be_a_name_on_the_hub(folder: Path, monkeypatch, capsys) -> None:
+    def refuse(*_, **__):
+        raise OSError("We couldn't connect to the hub")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    assert evaluate(folder, model="models/mine") == 2
+    said = "mrrope eval: model models/mine, which is no folder here, cannot be loaded: We couldn't connect to the hub"
+    assert said in capsys.readouterr().err
 
 
 def test_what_transformers_says_of_a_model_is_not_cut_off_after_a_line(folder: Path, monkeypatch, capsys) -> None:
