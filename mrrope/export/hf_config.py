@@ -12,6 +12,7 @@ import importlib
 import inspect
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from mrrope.hf.pair_sources import pair_sources
 from mrrope.hf.rope_types import OPTIONS, ROPE_TYPES, TABLE_TYPE, register_rope_types
 from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, NativeRope, resolve_tables
 from mrrope.table_set import every_table
-from mrrope.tables import METHOD_TRAITS, SCALE_ONLY_METHODS, FrequencyTable
+from mrrope.tables import SCALE_ONLY_METHODS, FrequencyTable
 
 ENGINES = ("transformers", "transformers-longrope", "vllm", "sglang")
 
@@ -63,14 +64,17 @@ def export_config(
             of those.
         scale: Factor by which a method extends the context.
         engine: The program that reads the configuration. ``transformers`` exports one of mrrope's own rope types,
-            short and readable, for programs that import mrrope; ``HeadTables`` and a ``TableSet`` are exported whole,
-            under ``rope_type`` ``mrrope``. ``transformers-longrope``, ``vllm`` and ``sglang`` export ``longrope`` and
+            short and readable, for programs that import mrrope; ready tables, and methods that are no rope type, are
+            exported whole, under ``rope_type`` ``mrrope``; Phi-3, whose configuration accepts no other, gets longrope. ``transformers-longrope``, ``vllm`` and ``sglang`` export ``longrope`` and
             do not need mrrope; they have one table for all layers and heads.
         local_layers: Whether to extend layers that attend to a window only and have their own RoPE.
         **options: More arguments of ``frequency_table``.
 
     Returns:
         The configuration as a dict for ``config.json``.
+
+    Warns:
+        UserWarning: The configuration names an extension that may be meant to be replaced instead of extended.
 
     Raises:
         ValueError: An argument is invalid, or the engine cannot express the result; the message says why.
@@ -87,6 +91,9 @@ def export_config(
         _check_engine(engine, text, model, rotary)
 
     served = ServedLayers.of(model, next(rope_config.rotary_embeddings(model)))
+    starts_over = not options.keys().isdisjoint(PLAIN_ROPE_OPTIONS)
+    extension_warnings: list[str] = []
+    from_plain: dict[str | None, bool] = {}
     extended: dict[str | None, ModelTables] = {}
     for layer_type in rope_config.layer_types(rotary):
         if rope_config.is_local(layer_type) and not local_layers:
@@ -103,42 +110,33 @@ def export_config(
             require_one_table(engine, table)
         if own.changes_with_length and table.is_like(own.table):
             raise ValueError(f"method must extend {text.model_type}, whose own table changes with the length of a text")
-        from_plain = isinstance(table, FrequencyTable) and options.keys().isdisjoint(PLAIN_ROPE_OPTIONS)
-        if engine == "transformers" and own.native is not None and from_plain:
-            raise ValueError(
-                f"mrrope's rope types start from plain RoPE, and {text.model_type} rotates by other frequencies; "
-                "engine='transformers-longrope' takes every table, original_max_position or base start over"
-            )
         extended[layer_type] = table
+        warning = own.extension_warning(text.model_type, scale)
+        if warning is not None and not starts_over:
+            extension_warnings.append(warning)
+        from_plain[layer_type] = starts_over or own.native is None
 
+    for warning in extension_warnings[:1]:
+        warnings.warn(warning, UserWarning, stacklevel=2)
     if not extended:
         raise ValueError(f"all layers of {text.model_type} see a window only; local_layers=True extends them too")
     longest = max(table.original_max_position * table.scale for table in extended.values())
     length = max(int(longest), getattr(text, "max_position_embeddings", None) or 0)
-    parameters = copy.deepcopy(text.rope_parameters)
-    for layer_type, table in extended.items():
-        old = parameters if layer_type is None else parameters[layer_type]
-        new = {key: value for key, value in old.items() if key not in REPLACED}
-        if engine == "transformers":
-            new |= _registered_type(table, method, options)
-        else:
-            new |= _longrope(require_one_table(engine, table))
-        if engine != "transformers" and "original_max_position_embeddings" in old:
-            # Attention may depend on it too, as in Ministral 3. Short and long factors are equal, so both lengths work.
-            new["original_max_position_embeddings"] = old["original_max_position_embeddings"]
-        if text.model_type in MSCALES_READ and isinstance(table, FrequencyTable):
-            new |= _mscales(table.attention_factor)
-        if layer_type is None:
-            parameters = new
-            continue
-        parameters[layer_type] = new
-        if engine != "transformers":
-            # Past the original length transformers 5.17 switches to the long factors, and with one RoPE per layer type
-            # the second switch raises. Both factors are equal here, so the original length is set past all texts.
-            new |= {"original_max_position_embeddings": length, "factor": 1.0}
-
-    legacy = engine != "transformers"
-    exported = _with_rope(data, parsed, parameters, length, legacy=legacy)
+    as_longrope = engine != "transformers"
+    if not as_longrope:
+        rope_types = {
+            layer_type: _registered_type(table, method if from_plain[layer_type] else None, options)
+            for layer_type, table in extended.items()
+        }
+        parameters = _with_rope_types(text, extended, rope_types, length, as_longrope=False)
+        exported = _with_rope(data, parsed, parameters, length, legacy=False)
+        has_one_table = all(isinstance(table, FrequencyTable) for table in extended.values())
+        # Configurations such as Phi-3's accept longrope only.
+        as_longrope = has_one_table and not _is_accepted(type(parsed), exported)
+    if as_longrope:
+        rope_types = {layer_type: _longrope(require_one_table(engine, table)) for layer_type, table in extended.items()}
+        parameters = _with_rope_types(text, extended, rope_types, length, as_longrope=True)
+        exported = _with_rope(data, parsed, parameters, length, legacy=True)
     _check_exported(_parse(type(parsed), exported).get_text_config(), model, extended)
     if engine in LONGROPE_UNREAD:
         # vLLM and SGLang read the attention factor from these two keys, which transformers does not have.
@@ -148,7 +146,35 @@ def export_config(
         # it, so that exactly at that length it would rotate by position 0. Both factors are equal here, so the short
         # ones serve all positions.
         parameters["original_max_position_embeddings"] = length
-    return _with_rope(data, parsed, parameters, length, legacy=legacy)
+    return _with_rope(data, parsed, parameters, length, legacy=as_longrope)
+
+
+def _with_rope_types(
+    text: Any,
+    tables: dict[str | None, ModelTables],
+    rope_types: dict[str | None, dict[str, Any]],
+    length: int,
+    *,
+    as_longrope: bool,
+) -> dict[str, Any]:
+    """Return the ``rope_parameters`` of a configuration with other rope types for the extended layer types."""
+    parameters: dict[str, Any] = copy.deepcopy(text.rope_parameters)
+    for layer_type, table in tables.items():
+        old = parameters if layer_type is None else parameters[layer_type]
+        new = {key: value for key, value in old.items() if key not in REPLACED} | rope_types[layer_type]
+        if as_longrope and "original_max_position_embeddings" in old:
+            # Attention may depend on it too, as in Ministral 3. Short and long factors are equal, so both lengths work.
+            new["original_max_position_embeddings"] = old["original_max_position_embeddings"]
+        if text.model_type in MSCALES_READ and isinstance(table, FrequencyTable):
+            new |= _mscales(table.attention_factor)
+        if layer_type is None:
+            return new
+        parameters[layer_type] = new
+        if as_longrope:
+            # Past the original length transformers 5.17 switches to the long factors, and with one RoPE per layer type
+            # the second switch raises. Both factors are equal here, so the original length is set past all texts.
+            new |= {"original_max_position_embeddings": length, "factor": 1.0}
+    return parameters
 
 
 def exportable_tables(
@@ -234,6 +260,14 @@ def _parse(config_class: Any, data: dict[str, Any]) -> Any:
         raise ValueError(f"transformers refuses this configuration of {data['model_type']}: {reason}") from error
 
 
+def _is_accepted(config_class: Any, data: dict[str, Any]) -> bool:
+    try:
+        _parse(config_class, data)
+    except ValueError:
+        return False
+    return True
+
+
 def _empty_model(text: Any) -> tuple[nn.Module, nn.Module]:
     """Return a model on the meta device, and its rotary embedding with real frequencies."""
     from transformers import MODEL_MAPPING, AutoModel
@@ -313,29 +347,23 @@ def _mscales(attention_factor: float) -> dict[str, float]:
 
 
 def _registered_type(table: ModelTables, method: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the table as one of mrrope's rope types, by the options it was made with or else by its bounds."""
+    """Return tables as one of mrrope's rope types.
+
+    Args:
+        table: The tables.
+        method: What they were made by; None where they extend other frequencies than plain RoPE's. The name of a rope
+            type is exported with its options, which are short and readable. All others hold the tables themselves.
+        options: More arguments that they were made with.
+    """
     parameters: dict[str, Any] = {
-        "rope_type": table.method if isinstance(table, FrequencyTable) else TABLE_TYPE,
         "rope_theta": table.base,
         "factor": table.scale,  # which DeepSeek's attention reads for every type but the default
         "original_max_position_embeddings": _number(table.original_max_position),
     }
-    if not isinstance(table, FrequencyTable):
-        return parameters | {"table": table.to_dict()}
-    if table.method not in ROPE_TYPES:
-        raise ValueError(
-            f"transformers gets no rope_type {table.method!r} from mrrope, only {', '.join(ROPE_TYPES)}; "
-            "engine='transformers-longrope' takes every table"
-        )
-    if method == table.method:
-        return parameters | {key: options[argument] for key, argument in OPTIONS.items() if argument in options}
-    if METHOD_TRAITS[table.method].power is not None:
-        assert table.bounds is not None
-        return parameters | {"bounds": list(table.bounds), "attention_factor": table.attention_factor}
-    raise ValueError(
-        f"a ready table of {table.method!r} does not tell what it was made with; name the method and its options, or "
-        "use engine='transformers-longrope', which takes every table"
-    )
+    if isinstance(method, str) and method in ROPE_TYPES:
+        named = {key: options[argument] for key, argument in OPTIONS.items() if argument in options}
+        return {"rope_type": method, **parameters, **named}
+    return {"rope_type": TABLE_TYPE, **parameters, "table": table.to_dict()}
 
 
 def _section(data: dict[str, Any], parsed: Any, text: Any) -> dict[str, Any]:

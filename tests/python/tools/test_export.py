@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import warnings
 
 import pytest
 import torch
@@ -54,7 +55,6 @@ FAMILIES = {
     [
         (model_type, engine)
         for model_type, engine in itertools.product(FAMILIES, ("transformers", "transformers-longrope", "vllm"))
-        if (model_type, engine) != ("phi3", "transformers")  # its configuration supports longrope only
     ],
 )
 def test_the_logits_of_the_patched_model(model_type, engine):
@@ -163,8 +163,9 @@ def test_an_extended_model_is_extended_further():
     torch.testing.assert_close(factors, 4.0 * plain / frequencies, rtol=2e-6, atol=0)
     assert exported["max_position_embeddings"] == 512
     assert not {"low_freq_factor", "high_freq_factor"} & exported["rope_parameters"].keys()
-    with pytest.raises(ValueError, match="rope types start from plain RoPE, and llama rotates by other frequencies"):
-        mrrope.export_config(config, "mrrope_pro", scale=4.0, engine="transformers")
+    whole = mrrope.export_config(config, "pi", scale=4.0, engine="transformers")
+    rotary = transformers.LlamaModel(transformers.LlamaConfig.from_dict(whole)).rotary_emb
+    torch.testing.assert_close(rotary.inv_freq.double(), frequencies / 4.0, rtol=2e-6, atol=0)
     again = mrrope.export_config(config, "mrrope_pro", scale=16.0, original_max_position=16, engine="transformers")
     assert again["max_position_embeddings"] == 256
 
@@ -191,6 +192,48 @@ def test_a_ready_table(engine, tmp_path):
     rotary = transformers.LlamaModel(transformers.LlamaConfig.from_dict(exported)).rotary_emb
     torch.testing.assert_close(rotary.inv_freq, table.inv_freq.float(), rtol=1e-6, atol=0.0)
     assert math.isclose(rotary.attention_scaling, table.attention_factor)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+@pytest.mark.parametrize("method", ["pi", "ntk", "yarn", "llama3", "longrope", "calibrated"])
+def test_every_single_table_for_transformers(method, model_type):
+    """Also those that are no rope type: against transformers' own code with the same frequencies by hand."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(tiny(model_type, **FAMILIES[model_type])).eval()
+    plain = 50_000.0 ** -(torch.arange(0, 32, 2, dtype=torch.float64) / 32)
+    factors = torch.linspace(1.0, SCALE, 16, dtype=torch.float64)
+    settings = {"rotary_dim": 32, "base": 50_000.0, "original_max_position": ORIGINAL}
+    if method == "calibrated":
+        given = {"method": mrrope.frequency_table("longrope", factors=factors, scale=SCALE, **settings)}
+    else:
+        given = {"method": method, "scale": SCALE}
+        given |= {"factors": factors} if method == "longrope" else {}
+    by_hand = {"pi": plain / SCALE, "longrope": plain / factors, "calibrated": plain / factors}
+    expected = by_hand.get(method)
+    if expected is None:
+        expected = mrrope.frequency_table(method, scale=SCALE, **settings).inv_freq
+    exported = mrrope.export_config(model, engine="transformers", **given)
+    config = type(model.config).from_dict(json.loads(json.dumps(exported)))
+    assert config.max_position_embeddings == SCALE * ORIGINAL
+    again = transformers.AutoModelForCausalLM.from_config(config).eval()
+    again.load_state_dict(model.state_dict())
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = expected.float()
+    rotary.attention_scaling = 0.1 * math.log(SCALE) + 1.0 if method == "yarn" else 1.0
+    torch.testing.assert_close(logits(again, 150), logits(model, 150), rtol=1e-5, atol=1e-5)
+
+
+def test_an_extended_configuration_is_extended_with_the_warning_of_patch():
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 50_000.0}
+    config = transformers.LlamaConfig(**TINY, rope_parameters=rope)
+    for engine in hf_config.ENGINES:
+        with pytest.warns(UserWarning, match=r"llama is extended .*yarn with factor 4.*original_max_position=16 starts"):
+            exported = mrrope.export_config(config, "yarn", scale=4.0, engine=engine)
+        assert exported["max_position_embeddings"] == 4 * ORIGINAL
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            mrrope.export_config(config, "yarn", scale=4.0, engine=engine, original_max_position=16)
+            mrrope.export_config(tiny("llama"), "yarn", scale=4.0, engine=engine)
 
 
 @pytest.mark.parametrize(
@@ -278,18 +321,6 @@ DEEPSEEK |= {"mscale": 1.0, "mscale_all_dim": 1.0}
         (lambda: tiny("llama"), {"method": other_base(), "scale": 1.0}, ValueError, "rotary_dim 32"),
         (lambda: tiny("llama"), {"method": other_base()}, ValueError, "ready table, which leaves no room for"),
         (lambda: tiny("llama"), {"method": relative(), "scale": 1.0}, ValueError, "a table with cumulative scales"),
-        (
-            lambda: tiny("llama"),
-            {"method": "ntk", "engine": "transformers"},
-            ValueError,
-            "no rope_type 'ntk' from mrrope, only .*engine='transformers-longrope' takes every table",
-        ),
-        (
-            lambda: tiny("llama"),
-            {"method": yarn_ratio(), "scale": 1.0, "engine": "transformers"},
-            ValueError,
-            "'yarn_ratio' does not tell what it was made with",
-        ),
         (lambda: tiny("cohere"), {"engine": "vllm"}, ValueError, "vllm cannot run cohere .*this model pairs others"),
         (
             lambda: tiny("glm4", head_dim=32, pad_token_id=0),
@@ -309,12 +340,6 @@ DEEPSEEK |= {"mscale": 1.0, "mscale_all_dim": 1.0}
             {"engine": "vllm"},
             ValueError,
             "dual_chunk_attention_config",
-        ),
-        (
-            lambda: tiny("phi3", **FAMILIES["phi3"]),
-            {"engine": "transformers"},
-            ValueError,
-            r"transformers refuses this configuration of phi3: .*must be one of \['longrope'\], got mrrope_pro",
         ),
         (
             lambda: transformers.GptOssConfig(num_hidden_layers=1, layer_types=["full_attention"]),
@@ -358,6 +383,12 @@ def tables_for(config, *, layers: int | None = None, key_heads: int | None = Non
         original_max_position=ORIGINAL,
         scale=SCALE,
     )
+
+
+def test_tables_per_layer_do_not_go_into_a_configuration_of_phi3():
+    config = tiny("phi3", **FAMILIES["phi3"])
+    with pytest.raises(ValueError, match=r"refuses this configuration of phi3: .*must be one of \['longrope'\], got mr"):
+        mrrope.export_config(config, tables_for(config), engine="transformers")
 
 
 @pytest.mark.parametrize("kind", ["set", "heads"])
