@@ -22,19 +22,39 @@ def figures_of(task: str) -> dict[str, str]:
 
 
 def table(data: dict[str, Any]) -> str:
-    """One block per field: a row per method, a column per length."""
+    """One block per field: a row per method, a column per length; an asterisk marks figures of fewer documents."""
     blocks = []
     for task, by_method in data["results"].items():
-        lengths = lengths_in(by_method)
+        lengths, partial = lengths_in(by_method), partly_read(data, by_method)
         width = max(len(method) for method in by_method) + 2
         for field, name in figures_of(task).items():
             lines = [name, " " * width + "".join(f"{length:>10}" for length in lengths)]
             for method, by_length in by_method.items():
-                cells = (by_length.get(str(length), {}).get(field) for length in lengths)
-                row = "".join(f"{'-':>10}" if cell is None else f"{cell:>10.3f}" for cell in cells)
+                cells = ((by_length.get(str(length), {}).get(field), (method, length) in partial) for length in lengths)
+                row = "".join(f"{'-' if cell is None else f'{cell:.3f}' + '*' * mark:>10}" for cell, mark in cells)
                 lines.append(f"{method:<{width}}{row}")
+            lines += [
+                f"* {method} at {length}: {read}; not to be compared" for (method, length), read in partial.items()
+            ]
             blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
+
+
+def partly_read(data: dict[str, Any], by_method: dict[str, dict[str, Any]]) -> dict[tuple[str, int], str]:
+    """How many documents were read, in words, for every method and length that lacks some: of a run that stopped."""
+    counts = {
+        (method, int(length)): len(figures["documents"])
+        for method, by_length in by_method.items()
+        for length, figures in by_length.items()
+        if "documents" in figures
+    }
+    # Calibration reads all documents of its report before it stores a figure.
+    expected = len(data["documents"]) if isinstance(data.get("documents"), list) else max(counts.values(), default=0)
+    return {
+        place: f"{count} of {expected} documents"
+        for place, count in sorted(counts.items(), key=lambda one: one[0][1])
+        if count < expected
+    }
 
 
 def lengths_in(by_method: dict[str, dict[str, Any]]) -> list[int]:
@@ -47,14 +67,19 @@ def draw(data: dict[str, Any], stem: Path) -> list[Path]:
     paths = []
     for task, by_method in data["results"].items():
         figure = plotting.new_figure()
-        (draw_grid if task == "needle" else draw_lines)(figure, task, by_method)
+        if task == "needle":
+            draw_grid(figure, task, by_method)
+        else:
+            draw_lines(figure, task, by_method, partly_read(data, by_method))
         paths.append(with_ending(stem, f"{task}.png"))
         figure.savefig(paths[-1], dpi=120)
     return paths
 
 
-def draw_lines(figure: Any, task: str, by_method: dict[str, dict[str, Any]]) -> None:
-    """Plot a task's fields over length, one line per method."""
+def draw_lines(
+    figure: Any, task: str, by_method: dict[str, dict[str, Any]], partial: dict[tuple[str, int], str]
+) -> None:
+    """Plot a task's fields over length, one line per method; those with figures of fewer documents say so."""
     fields = figures_of(task)
     figure.set_size_inches(1.5 + 5 * len(fields), 4.2)
     lengths = lengths_in(by_method)
@@ -64,7 +89,11 @@ def draw_lines(figure: Any, task: str, by_method: dict[str, dict[str, Any]]) -> 
             for method, by_length in by_method.items()
         }
         for method, line in lines.items():
-            axes.plot(line.keys(), line.values(), marker="o", markersize=4, **plotting.line(Path(method).name))
+            style = plotting.line(Path(method).name)
+            # The last is the longest length, which the fewest documents were read to.
+            for read in [read for (name, _), read in partial.items() if name == method][-1:]:
+                style["label"] += f" ({read})"
+            axes.plot(line.keys(), line.values(), marker="o", markersize=4, **style)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45, ha="right")
         axes.minorticks_off()

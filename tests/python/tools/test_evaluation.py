@@ -571,6 +571,38 @@ def test_what_was_measured_before_an_interrupt_is_kept(folder: Path, tmp_path: P
     assert "perplexity of the second half" in printed.out
 
 
+def test_figures_of_fewer_documents_are_marked(folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """An interrupt in the second document of the second method, between its two lengths."""
+
+    calls, forward = [], LlamaForCausalLM.forward
+
+    def interrupted(self, *arguments, **options):
+        # 600 tokens of each of 3 documents are 6 chunks of 100, of which the first covers 64.
+        if len(calls) == 3 * 6 + 6 + 1:
+            raise KeyboardInterrupt
+        calls.append(None)
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", interrupted)
+    labels: list[str] = []
+    legend = Figure.legend
+    monkeypatch.setattr(
+        Figure, "legend", lambda self, handles, names, **more: labels.extend(names) or legend(self, handles, names, **more)
+    )
+    options = {"--methods": "unpatched,yarn", "--scale": "4", "--output": str(tmp_path / "out")}
+    assert evaluate(folder, **options) == 130
+    figures = json.loads((tmp_path / "out.json").read_text())["results"]["perplexity"]["yarn"]
+    assert [len(figures[length]["documents"]) for length in ("64", "600")] == [2, 1]
+    block = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert "*" not in block[2]
+    assert re.fullmatch(r"yarn +[\d.]+\* +[\d.]+\*", block[3])
+    assert block[4:] == [
+        "* yarn at 64: 2 of 3 documents; not to be compared",
+        "* yarn at 600: 1 of 3 documents; not to be compared",
+    ]
+    assert labels == ["unpatched", "yarn (1 of 3 documents)"]
+
+
 def test_the_machines_own_memory_counts_too() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8, device="cpu")
