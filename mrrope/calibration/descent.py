@@ -134,9 +134,9 @@ class Descent:
 
     @property
     def _last_evaluated(self) -> float:
-        """Seconds at the beginning of the last evaluation; below 0 for the one before the first step."""
+        """Seconds at the end of the last evaluation: a share of the budget that passed in it takes no other one."""
         last = self.evaluations[-1]
-        return float(last["seconds"]) if last["step"] else -1.0
+        return float(last["seconds"]) + float(last["took"])
 
     @property
     def _is_evaluation_due(self) -> bool:

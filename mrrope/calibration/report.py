@@ -65,7 +65,14 @@ def summary(data: dict[str, Any]) -> str:
         "",
         f"chosen: {found['chosen']}, " + ", ".join(map(str.__add__, changes, names)),
     ]
+    if "steps" in found:
+        lines.append(f"search by gradient: {counted(found['steps'], 'step')} in {found['seconds']:.0f} s")
     return "\n".join(lines)
+
+
+def counted(count: int, thing: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def change_against_best(means: Mapping[str, float]) -> str:

@@ -513,6 +513,29 @@ def test_the_search_stops_when_nothing_improves(planted: SimpleNamespace, tmp_pa
     assert best == found.best_tables() != found.learnable.tables()
 
 
+def test_an_evaluation_longer_than_the_next_share_is_not_repeated(planted: SimpleNamespace, tmp_path: Path) -> None:
+    """Evaluations take 25 of 120 seconds, and pass one of the shares 0.4, 0.6, 0.75, 0.9 of the rest each."""
+    losses = iter([3.0, 2.0, 1.0, 0.5])
+    clock: list[Ticks] = []
+
+    def slow(_) -> float:
+        clock[0].now += 24.0
+        return next(losses)
+
+    found = descent_of(planted, tmp_path, 120, validation_loss=slow)
+    clock.append(found.clock)
+    found.run()
+    steps = [one["step"] for one in found.evaluations]
+    assert steps == sorted(set(steps)), "no step is evaluated twice"
+    # Steps begin until 95 s: after 25 s to 0.4 of it, after 64 s to 0.75 of it; from 97 s on there is no time.
+    seconds = [one["seconds"] for one in found.evaluations]
+    assert seconds == pytest.approx([0, 38, 72], abs=2)
+    assert found.step == len(found.curve) >= 2 * 6
+    assert found.spent == sum(one["took"] for one in found.evaluations) + sum(
+        json.loads(line)["seconds"] for line in (tmp_path / "journal").read_text().splitlines() if '"step' in line
+    )
+
+
 def test_a_start_that_is_best_is_kept(planted: SimpleNamespace, tmp_path: Path) -> None:
     losses = iter([1.0, 2.0, 3.0])
     found = descent_of(planted, tmp_path, validation_loss=lambda _: next(losses))
@@ -638,6 +661,7 @@ def test_the_command_finds_writes_and_reports(folder: Path, tmp_path: Path, per:
     assert main(arguments(folder, stem, **options)) == 0
     printed = capsys.readouterr().out
     assert "held-out  other kinds" in printed
+    assert re.search(r"^search by gradient: \d+ steps? in \d+ s$", printed, re.MULTILINE)
     data = json.loads(stem.with_suffix(".json").read_text())
     assert data["complete"]
     assert (data["by"], data["per"]) == ("gradient", per or "model")
