@@ -21,6 +21,7 @@ from mrrope.evaluation.results import EvaluationStoppedError
 from mrrope.export.gguf import export_gguf
 from mrrope.export.hf_config import ENGINES, export_config
 from mrrope.head_tables import HeadTables
+from mrrope.reporting.options import add_original_max_position
 from mrrope.table_lookup import ModelTables, is_saved_table, load_tables
 from mrrope.table_set import TableSet
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
@@ -68,9 +69,7 @@ def parser() -> argparse.ArgumentParser:
         "--table", metavar="FILE", help="the JSON or shipped name of a table or a set, instead of a method"
     )
     export.add_argument("--engine", choices=(*ENGINES, "llama.cpp"), required=True, help="the engine that reads it")
-    export.add_argument(
-        "--original-max-position", type=float, metavar="N", help="extend plain RoPE, trained on N tokens"
-    )
+    add_original_max_position(export)
     export.add_argument("--local-layers", action="store_true", help="extend sliding-window layers too")
     add_table_options(export)
     export.add_argument("--output", metavar="FILE", help="where to write it (default: print the configuration)")

@@ -35,8 +35,10 @@ from mrrope.reporting.optional_packages import progress_bar, require
 from mrrope.reporting.options import (
     add_forward_options,
     add_model_and_text,
+    add_original_max_position,
     add_output,
     checked_lengths,
+    checked_original_max_position,
     checked_positive,
 )
 from mrrope.reporting.output import checked_stem
@@ -78,8 +80,14 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help=f"by gradient: peak step of the log scale of slow pairs (default: {LEARNING_RATE})",
     )
     add("--lengths", metavar="N,N,...", help="in tokens (default: the native length, doubled up to the scale)")
-    add("--original-max-position", type=float, metavar="N", help="extend plain RoPE, trained on N tokens")
-    add("--budget", type=float, default=DEFAULT_BUDGET, metavar="MINUTES", help="for the search (default: %(default)s)")
+    add_original_max_position(command)
+    add(
+        "--budget",
+        type=float,
+        default=DEFAULT_BUDGET,
+        metavar="MINUTES",
+        help="for the search; the report on held-out documents follows (default: %(default)s)",
+    )
     add(
         "--documents",
         type=int,
@@ -172,8 +180,7 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--retrieval must be a number, 0 or more, got {options.retrieval:g}")
     if options.learning_rate is not None and not 0.0 < options.learning_rate < math.inf:
         raise ValueError(f"--learning-rate must be a positive number, got {options.learning_rate:g}")
-    if options.original_max_position is not None and not 1.0 <= options.original_max_position < math.inf:
-        raise ValueError(f"--original-max-position must be 1 or more, got {options.original_max_position:g}")
+    checked_original_max_position(options.original_max_position)
     if options.documents < 2:
         raise ValueError(
             f"--documents must be at least 2, one to search and one to decide with, got {options.documents}"
@@ -208,7 +215,14 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(results.data))
     else:
         print(evaluation_report.table(results.data), report.summary(results.data), sep="\n\n")
-        print("\nwritten:", *map(str, Files(Path(options.output)).written()))
+        files = Files(Path(options.output))
+        print("\nwritten:", *files.written(by_gradient=by_gradient(options), with_sweep=bool(options.sweep)))
+        if options.original_max_position is not None:
+            length = f"{options.original_max_position:.15g}"
+            print(
+                f"to use the table: mrrope.patch(model, {str(files.table)!r}, original_max_position={length}), and "
+                f"--original-max-position {length} of mrrope eval and mrrope export"
+            )
 
 
 def calibrate(
@@ -414,6 +428,8 @@ def read_reports(
 ) -> None:
     """Measure the held-out documents and draw the plots."""
     tables = {**calibration.fixed, report.CALIBRATED: load_tables(files.table)}
+    count = len(tables) * (len(calibration.documents.held_out) + len(others))
+    print(f"mrrope calibrate: the search has ended; the report is outside --budget: {count} readings", file=sys.stderr)
     report.read_held_out(calibration.readings, tables, calibration.documents.held_out, results)
     evaluation_report.draw(results.data, files.stem)
     found = results.data["calibration"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 from dataclasses import dataclass
 from pathlib import Path
 
+from mrrope.evaluation.evaluate import PERPLEXITY
 from mrrope.reporting.output import with_ending
 from mrrope.table_lookup import ModelTables
 
@@ -24,9 +24,12 @@ class Files:
     def table(self) -> Path:
         return self.named("table.json")
 
-    def written(self) -> list[Path]:
-        """All existing output files."""
-        return sorted(self.stem.parent.glob(f"{glob.escape(self.stem.name)}.*"))
+    def written(self, *, by_gradient: bool, with_sweep: bool) -> list[Path]:
+        """The output files of a finished run."""
+        endings = ["table.json", "json", f"{PERPLEXITY}.png", "journal"]
+        endings += ["state.pt"] if by_gradient else []
+        endings += ["sweep.png"] if with_sweep else []
+        return [self.named(ending) for ending in endings]
 
     def save_table(self, table: ModelTables) -> None:
         """Write the table atomically: a kill leaves either the old or the new one."""

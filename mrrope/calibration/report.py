@@ -65,6 +65,7 @@ def summary(data: dict[str, Any]) -> str:
         "",
         f"chosen: {found['chosen']}, " + ", ".join(map(str.__add__, changes, names)),
     ]
+    lines += advice(columns["held-out"])
     if "steps" in found:
         lines.append(f"search by gradient: {counted(found['steps'], 'step')} in {found['seconds']:.0f} s")
     return "\n".join(lines)
@@ -75,10 +76,24 @@ def counted(count: int, thing: str) -> str:
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
+def best_fixed(means: Mapping[str, float]) -> str:
+    """The fixed method with the lowest perplexity."""
+    return min((method for method in means if method != CALIBRATED), key=means.__getitem__)
+
+
 def change_against_best(means: Mapping[str, float]) -> str:
     """The calibrated tables relative to the best fixed method."""
-    best = min((method for method in means if method != CALIBRATED), key=means.__getitem__)
+    best = best_fixed(means)
     return f"{means[CALIBRATED] / means[best] - 1:+.1%} against {best}"
+
+
+def advice(means: Mapping[str, float]) -> list[str]:
+    """What to use instead, where a fixed method is better on held-out documents than the calibrated tables."""
+    best = best_fixed(means)
+    if means[CALIBRATED] <= means[best]:
+        return []
+    instead = "leave the model unpatched" if best == "rope" else f"patch with {best}"
+    return [f"this is worse than {best}: {instead}, or calibrate with a larger --budget or more documents"]
 
 
 def swept_bounds(space: PowerSpace, side: int) -> tuple[list[int], list[int]]:

@@ -19,8 +19,10 @@ from mrrope.reporting.optional_packages import require
 from mrrope.reporting.options import (
     add_forward_options,
     add_model_and_text,
+    add_original_max_position,
     add_output,
     checked_lengths,
+    checked_original_max_position,
     checked_positive,
     comma_separated,
 )
@@ -41,6 +43,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     add("--scale", default="1", metavar="S", help="factor by which methods extend the context, or auto (default: 1)")
     add("--max-scale", type=float, metavar="S", help="largest factor of --scale auto")
+    add_original_max_position(command)
     add("--lengths", required=True, metavar="N,N,...", help="in tokens; every document is cut to the longest")
     add(
         "--tasks",
@@ -68,6 +71,13 @@ def checked_tasks(text: str) -> list[str]:
     if unknown or not tasks:
         raise ValueError(f"{expected}, got {text!r}")
     return tasks
+
+
+def patch_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of :func:`mrrope.patch`."""
+    checked_original_max_position(options.original_max_position)
+    length = options.original_max_position
+    return {**scale_options(options), **({} if length is None else {"original_max_position": length})}
 
 
 def scale_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -104,10 +114,10 @@ def run(options: argparse.Namespace) -> None:
     lengths, tasks = checked_lengths(options.lengths), checked_tasks(options.tasks)
     for option in ("documents", "trials", "chunk"):
         checked_positive(f"--{option}", getattr(options, option))
-    scale = scale_options(options)
+    given = patch_options(options)
     stem = checked_stem(options.output)
     text_files(options.text)  # fails before the model is loaded
-    methods = methods_named(comma_separated(options.methods), **scale)
+    methods = methods_named(comma_separated(options.methods), **given)
     warn_if_identical(methods)
     model, tokenizer = model_loading.load(options.model, dtype=options.dtype, device=options.device)
     check_methods(methods, model)
@@ -117,7 +127,7 @@ def run(options: argparse.Namespace) -> None:
         "text": str(options.text),
         "documents": [document.name for document in documents],
         "methods": [method.name for method in methods],
-        **scale,
+        **given,
         "lengths": lengths,
         "tasks": tasks,
         "trials": options.trials,

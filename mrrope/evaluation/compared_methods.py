@@ -47,9 +47,12 @@ class Method:
 
 
 def methods_named(names: Sequence[str], **options: Any) -> list[Method]:
-    """The methods of these names; ``options`` do not apply to tables, to sets and to the unpatched model.
+    """The methods of these names.
 
-    Of a shipped ladder, the scales are its own.
+    Args:
+        names: methods, files of tables, shipped names and ladders, or ``unpatched``.
+        options: of :func:`mrrope.patch`, for methods. Ready tables have a scale of their own; those that were made for
+            the ``original_max_position`` among the options get that, too.
 
     Raises:
         ValueError: a name is unknown or gives no table, or is that of a ladder and the scale is not auto.
@@ -67,16 +70,23 @@ def methods_named(names: Sequence[str], **options: Any) -> list[Method]:
         if name != UNPATCHED and name not in METHODS and not is_saved_table(name):
             known = ", ".join([UNPATCHED, *METHODS, *calibrated_tables.names(), *calibrated_tables.ladders()])
             raise ValueError(f"methods must be {known} or .json files of tables or sets, got {name!r}")
+        own: dict[str, Any] = {}
         try:
             if is_saved_table(name):
-                load_tables(name)
+                own = stated_length(load_tables(name), options)
             elif name != UNPATCHED:
                 frequency_table(name, **TYPICAL_SETTINGS)
+                own = options
         except (TypeError, ValueError, OSError) as error:
             raise ValueError(f"methods must give a table, and {name} does not: {error}") from None
-        fixed = name == UNPATCHED or is_saved_table(name)
-        methods.append(Method(name, () if fixed else tuple(options.items())))
+        methods.append(Method(name, tuple(own.items())))
     return methods
+
+
+def stated_length(table: ModelTables, options: dict[str, Any]) -> dict[str, Any]:
+    """The option ``original_max_position``, where it is that of a ready table."""
+    length = options.get("original_max_position")
+    return {"original_max_position": length} if length == table.original_max_position else {}
 
 
 def check_methods(methods: Sequence[Method], model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_CHUNK = 4096
@@ -23,6 +24,19 @@ def add_forward_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--dtype", help=f"one of {', '.join(DTYPES)} (default: bfloat16 on GPUs, else float32)")
     add_device(command)
+
+
+def add_original_max_position(command: argparse.ArgumentParser) -> None:
+    """``--original-max-position``."""
+    command.add_argument(
+        "--original-max-position", type=float, metavar="N", help="extend plain RoPE, trained on N tokens"
+    )
+
+
+def checked_original_max_position(length: float | None) -> None:
+    """Raise ValueError for a length below 1."""
+    if length is not None and not 1.0 <= length < math.inf:
+        raise ValueError(f"--original-max-position must be 1 or more, got {length:g}")
 
 
 def add_device(command: argparse.ArgumentParser) -> None:

@@ -731,6 +731,10 @@ def test_the_found_table_goes_to_patch_and_export(folder: Path, unbroken: Path, 
             "text must be a file",
         ),  # checked before the model is loaded
         ({"--output": "no/such/folder/out"}, "--output must be in a folder that exists, and there is no no/such"),
+        (
+            {"--output": "/proc/self/out", "model": "missing.gguf"},
+            "--output must be where files can be written, got /proc/self/out: ",
+        ),
         ({"model": "missing.gguf"}, "model must be a file that exists, and there is no missing.gguf"),
     ],
 )
@@ -749,6 +753,54 @@ def test_an_output_that_cannot_be_written_is_named(folder: Path, tmp_path: Path,
     (tmp_path / "out.journal").mkdir()
     assert main(arguments(folder, tmp_path / "out")) == 2
     assert re.search(r"^mrrope calibrate: .*out\.journal", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_only_files_of_the_run_are_said_to_be_written(folder: Path, unbroken: Path, capsys) -> None:
+    foreign = unbroken.with_suffix(".notes.txt")
+    foreign.write_text("mine")
+    options = {"--held-out": str(folder / "other.txt")}
+    assert main(arguments(folder, unbroken, "--sweep", "3", **options)) == 0
+    printed = capsys.readouterr()
+    foreign.unlink()
+    (line,) = (line for line in printed.out.splitlines() if line.startswith("written:"))
+    files = [Path(name) for name in line.split()[1:]]
+    assert sorted(files) == sorted(unbroken.parent.glob("whole.*"))
+    # Seven fixed methods and the calibrated table on two documents.
+    assert "the report is outside --budget: 16 readings" in printed.err
+
+
+def test_a_table_for_another_trained_length_is_used_with_it(folder: Path, tmp_path: Path, capsys) -> None:
+    stem, table = tmp_path / "out", str(tmp_path / "out.table.json")
+    options = {"--original-max-position": "16", "--lengths": "64", "--budget": "0.01"}
+    assert main(arguments(folder, stem, "--join", **options)) == 0
+    printed = capsys.readouterr().out
+    assert f"mrrope.patch(model, {table!r}, original_max_position=16)" in printed
+    options = {"--text": str(folder / "text.txt"), "--lengths": "64", "--device": "cpu", "--documents": "1"}
+    options |= {"--methods": f"unpatched,pi,{table}", "--scale": "4", "--output": str(tmp_path / "eval")}
+    assert main(["eval", str(folder / "model"), *as_arguments(options)]) == 2
+    assert "original_max_position=16" in capsys.readouterr().err
+    assert main(["eval", str(folder / "model"), *as_arguments(options), "--original-max-position", "16"]) == 0
+    data = json.loads((tmp_path / "eval.json").read_text())
+    assert data["original_max_position"] == 16
+    model = LlamaForCausalLM.from_pretrained(folder / "model")
+    mrrope.patch(model, table, original_max_position=16)
+    tokens = [0, *byte_tokenizer(adds_bos=False)(random_words(24, 0)).input_ids][:64]
+    with torch.no_grad():
+        losses = -model(torch.tensor([tokens])).logits[0, :-1].double().log_softmax(-1)[range(63), tokens[1:]]
+    found = data["results"]["perplexity"][table]["64"]["documents"][0]["loss"]
+    assert found == pytest.approx(losses.mean().item(), rel=64 * FLOAT32_EPS)
+
+
+def test_a_table_that_is_worse_than_a_fixed_method_is_said_to_be() -> None:
+    def summary(**means: float) -> list[str]:
+        return report.summary({"calibration": {"chosen": "yarn", "held_out_geometric_means": means}}).splitlines()[-2:]
+
+    better = summary(rope=5.0, yarn=4.0, calibrated=3.0)
+    assert better == ["", "chosen: yarn, -25.0% against yarn"]
+    worse = summary(rope=5.0, yarn=6.0, calibrated=5.7)
+    assert worse[0] == "chosen: yarn, +14.0% against rope"
+    assert worse[1].startswith("this is worse than rope: leave the model unpatched")
+    assert "this is worse than yarn: patch with yarn" in summary(rope=5.0, yarn=4.0, calibrated=4.5)[1]
 
 
 def test_another_run_under_the_same_name_is_refused(folder: Path, unbroken: Path, capsys) -> None:

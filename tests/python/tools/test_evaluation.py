@@ -422,6 +422,8 @@ def test_methods_that_fail_leave_the_picture_to_the_others(explosions: list[list
             {"--output": "no/such/folder/out"},
             "--output must be in a folder that exists, and there is no no/such/folder",
         ),
+        ({"--output": "/proc/self/out"}, "--output must be where files can be written, got /proc/self/out: "),
+        ({"--original-max-position": "0"}, "--original-max-position must be 1 or more, got 0"),
         ({"--dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ({"--device": "abacus"}, "device must be one that torch has here, got 'abacus'"),
         ({"model": "missing.gguf"}, "model must be a file that exists, and there is no missing.gguf"),
