@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -12,11 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from mrrope import __version__, calibrated_tables
-from mrrope.benchmark import command as benchmark_command
-from mrrope.calibration import command as calibration_command
-from mrrope.demo import command as demo_command
-from mrrope.environment import command as environment_command
-from mrrope.evaluation import command as evaluation_command
 from mrrope.evaluation.results import EvaluationStoppedError
 from mrrope.export.gguf import export_gguf
 from mrrope.export.hf_config import ENGINES, export_config
@@ -25,27 +21,42 @@ from mrrope.reporting.options import add_original_max_position
 from mrrope.table_lookup import ModelTables, is_saved_table, load_tables
 from mrrope.table_set import TableSet
 from mrrope.tables import METHODS, FrequencyTable, frequency_table
-from mrrope.theory import command as theory_command
 
 SHOWN_PAIRS = 8
 """Number of pairs of which ``mrrope table`` shows the cumulative scale in every layer and head."""
 
-PACKAGE_COMMANDS: tuple[tuple[str, Any, str], ...] = (
-    ("eval", evaluation_command, "compare methods on a model: perplexity by length, retrieval tasks"),
-    ("bench", benchmark_command, "time the rotary op beside a copy, transformers and installed peers"),
-    ("calibrate", calibration_command, "search for the best table for a model, on your text"),
-    ("plot", theory_command, "draw the theory of the methods' tables, and of a model's heads"),
-    ("demo", demo_command, "let a real model read past its native length, with several methods"),
-    ("env", environment_command, "report versions, build, kernels and GPU, and what to fix: for bug reports"),
+PACKAGE_COMMANDS = (
+    ("eval", "evaluation", "compare methods on a model: perplexity by length, retrieval tasks"),
+    ("bench", "benchmark", "time the rotary op beside a copy, transformers and installed peers"),
+    ("calibrate", "calibration", "search for the best table for a model, on your text"),
+    ("plot", "theory", "draw the theory of the methods' tables, and of a model's heads"),
+    ("demo", "demo", "let a real model read past its native length, with several methods"),
+    ("env", "environment", "report versions, build, kernels and GPU, and what to fix: for bug reports"),
 )
-"""Name, module with ``add_options`` and ``run``, and help text of every command that is a package."""
+"""Name, package and help text of every command that is a package; its module ``command`` has ``add_options`` and
+``run``."""
+
+
+class PackageParser(argparse.ArgumentParser):
+    """The parser of a command that is a package, which is imported when it parses."""
+
+    package: str | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Import the package, add its options once, and parse."""
+        if self.package is not None:
+            command = importlib.import_module(f"mrrope.{self.package}.command")
+            self.package = None
+            command.add_options(self)
+            self.set_defaults(run=command.run)
+        return super().parse_known_args(args, namespace)
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     top = argparse.ArgumentParser(prog="mrrope", description="Mixed-radix rotary position embeddings.")
     top.add_argument("--version", action="version", version=f"mrrope {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    commands = top.add_subparsers(dest="command", required=True, metavar="command", parser_class=PackageParser)
 
     table = commands.add_parser("table", help="build or read a frequency table or a set, and print or save it")
     table.add_argument(
@@ -77,9 +88,7 @@ def parser() -> argparse.ArgumentParser:
     export.set_defaults(run=run_export)
 
     for name, package, summary in PACKAGE_COMMANDS:
-        command = commands.add_parser(name, help=summary)
-        package.add_options(command)
-        command.set_defaults(run=package.run)
+        commands.add_parser(name, help=summary).package = package
     return top
 
 
@@ -197,16 +206,18 @@ def write_config(config: dict[str, Any], output: Path, source: Path) -> None:
 
 def run_command(arguments: list[str] | None) -> int:
     """Parse and run; input errors and Ctrl-C print one line instead of a traceback."""
-    options = parser().parse_args(arguments)
+    name = "mrrope"
     try:
+        options = parser().parse_args(arguments)
+        name = f"mrrope {options.command}"
         options.run(options)
     except BrokenPipeError:
         raise
     except (ValueError, TypeError, OSError, ImportError, EvaluationStoppedError) as error:
-        print(f"mrrope {options.command}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
-        print(f"mrrope {options.command}:", "; ".join(["interrupted", *interrupt.args]), file=sys.stderr)
+        print(f"{name}:", "; ".join(["interrupted", *interrupt.args]), file=sys.stderr)
         return 128 + signal.SIGINT
     return 0
 

@@ -1,6 +1,7 @@
 """``python FOLDER/mrrope/environment``: the report of ``mrrope env`` where ``import mrrope`` fails."""
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,8 +12,12 @@ if "mrrope" not in sys.modules:  # run by its path, and not as a module of the p
     sys.modules["mrrope"] = package
     del sys.path[0]  # this folder, whose modules are not top-level ones
 
-from mrrope.environment import command
+try:
+    from mrrope.environment import command
 
-parser = argparse.ArgumentParser(description="Report versions, build, kernels and GPU, and what to fix.")
-command.add_options(parser)
-command.run(parser.parse_args())
+    parser = argparse.ArgumentParser(description="Report versions, build, kernels and GPU, and what to fix.")
+    command.add_options(parser)
+    command.run(parser.parse_args())
+except KeyboardInterrupt:  # importing torch takes seconds
+    print("mrrope env: interrupted", file=sys.stderr)
+    sys.exit(128 + signal.SIGINT)

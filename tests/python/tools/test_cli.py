@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,47 @@ def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(cli, "frequency_table", interrupt)
     assert cli.main([*TABLE, "8"]) == 128 + signal.SIGINT
     assert capsys.readouterr().err == "mrrope table: interrupted\n"
+
+
+HELP = """
+import sys
+from mrrope import cli
+before = set(sys.modules)
+try:
+    cli.main(["--help"])
+except SystemExit:
+    pass
+imported = {name for name in set(sys.modules) - before if name.startswith(("mrrope", "torch"))}
+assert not imported, imported
+for name in ("benchmark", "calibration", "demo", "environment.report", "theory"):
+    assert f"mrrope.{name}" not in sys.modules, name
+"""
+
+
+def test_help_imports_no_command(tmp_path: Path) -> None:
+    shown = subprocess.run([sys.executable, "-c", HELP], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    for name in ("table", "export", "eval", "bench", "calibrate", "plot", "demo", "env"):
+        assert re.search(rf"^ +{name}\b", shown.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["eval", "bench", "calibrate", "plot", "demo", "env"])
+def test_every_command_has_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([name, "--help"])
+    assert end.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_an_interrupt_while_a_command_is_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupt)
+    assert cli.main(["env"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "mrrope: interrupted\n"
 
 
 SET = random_set(2, 3)

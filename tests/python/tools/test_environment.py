@@ -258,6 +258,14 @@ def test_no_torch_and_no_compiled_module_is_a_report_too(tmp_path: Path) -> None
     assert "cannot be imported" in as_text(report)
 
 
+def test_an_interrupt_while_torch_is_imported_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    command = [sys.executable, str(Path(mrrope.__file__).parent / "environment")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "mrrope env: interrupted\n")
+
+
 def test_wrong_arguments_are_an_error() -> None:
     done = subprocess.run([*MRROPE, "env", "--yaml"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
