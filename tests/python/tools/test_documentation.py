@@ -1,15 +1,17 @@
 """The Python of README.md and docs/ runs, does what the pages say, and every path and link in them exists."""
 
+import ast
+import builtins
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import mrrope
 from mrrope import is_patched
 
 pytest.importorskip("transformers")
@@ -49,30 +51,69 @@ def names_after_running(page: Path, names: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def predefined(tmp_path: Path) -> dict[str, Any]:
-    """The names that pages use without defining them."""
-    model = tiny_model("llama")
-    model.save_pretrained(tmp_path / "model")
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run in a folder of its own, with a tiny model under the name that pages load."""
+    tiny_model("llama").save_pretrained(tmp_path / "SmolLM2-135M")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    return tmp_path
+
+
+@pytest.fixture
+def predefined() -> dict[str, Any]:
+    """The names that README.md uses without defining them."""
     torch.manual_seed(0)
     return {
         "torch": torch,
-        "folder": tmp_path,
-        "path": tmp_path / "model",
-        "model": model,
+        "model": tiny_model("llama"),
         "inputs": {"input_ids": tokens(1, 12)},
-        "document": tokens(1, 2048)[0].tolist(),
         "q": torch.randn(2, 4, 12, 128),
         "k": torch.randn(2, 2, 12, 128),
-        "q_weight": torch.randn(128),
-        "k_weight": torch.randn(128),
         "positions": 8192 + torch.arange(12),
-        "table": mrrope.frequency_table("rope", rotary_dim=128, base=1e4, original_max_position=2048),
     }
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_PYTHON, ids=page_id)
-def test_code_runs(page: Path, predefined: dict[str, Any]) -> None:
-    names_after_running(page, predefined)
+def test_code_runs(page: Path, in_folder: Path, predefined: dict[str, Any]) -> None:
+    names_after_running(page, predefined if page.name == "README.md" else {})
+
+
+def undefined_names(page: Path) -> set[str]:
+    """Return the names that a page's code uses before the page defines them."""
+
+    def stored(node: ast.AST) -> Iterator[str]:
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load):
+                yield part.id
+            elif isinstance(part, ast.FunctionDef | ast.ClassDef):
+                yield part.name
+            elif isinstance(part, ast.arg):
+                yield part.arg
+            elif isinstance(part, ast.alias):
+                yield (part.asname or part.name).split(".")[0]
+
+    defined, missing = set(dir(builtins)), set()
+    for block in PYTHON.finditer(page.read_text()):
+        for statement in ast.parse(block[1]).body:
+            # `x = f(x)` uses an x from before; loops, functions and comprehensions use names of their own.
+            used = statement.value if isinstance(statement, ast.Assign) else statement
+            loaded = {part.id for part in ast.walk(used) if isinstance(part, ast.Name)}
+            missing |= loaded - defined - set(stored(used))
+            defined |= set(stored(statement))
+    return missing
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if PYTHON.search(page.read_text())], ids=page_id)
+def test_code_defines_its_names(page: Path) -> None:
+    # README.md opens with what is typed after a model was loaded.
+    assert undefined_names(page) <= ({"model", "inputs", "q", "k", "positions"} if page.name == "README.md" else set())
+
+
+def test_names_that_are_not_defined_are_found(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(
+        "```python\nx = x + y\nfor i in range(z):\n    print(i, [j for j in x])\n\n\ndef f(a):\n    return a + b\n```\n"
+    )
+    assert undefined_names(tmp_path / "page.md") == {"x", "y", "z", "b"}
 
 
 def test_readme_generates_with_a_patched_model(predefined: dict[str, Any]) -> None:
@@ -82,10 +123,9 @@ def test_readme_generates_with_a_patched_model(predefined: dict[str, Any]) -> No
     assert predefined["output"].shape[1] > predefined["inputs"]["input_ids"].shape[1]
 
 
-def test_equivalent_of_rotary(predefined: dict[str, Any]) -> None:
-    q, k, positions = (predefined[name] for name in ("q", "k", "positions"))
-    names = names_after_running(ROOT / "docs" / "rotary.md", predefined)
-    expected = names["rotary"](q, k, positions, names["table"])
+def test_equivalent_of_rotary() -> None:
+    names = names_after_running(ROOT / "docs" / "rotary.md", {})
+    expected = names["rotary"](*(names[name] for name in ("q", "k", "positions", "table")))
     for rotated, want in zip((names["rotated_q"], names["rotated_k"]), expected, strict=True):
         error = (rotated.double() - want.double()).norm() / want.double().norm()
         # Each is rounded once; the equivalent's float64 angles are off by far less.
