@@ -65,7 +65,9 @@ def tokenizer_faults(tokenizer: Any, file: GgufFile) -> list[str]:
     split = [word for number, word in words if encode(tokenizer, f"a {word}")[-1:] != [number]]
     faults = []
     if len(split) > MAX_SPLIT * len(words):
-        faults.append(f"it splits {len(split)} of {len(words)} words that are one token in the file, such as {split[0]!r}")
+        faults.append(
+            f"it splits {len(split)} of {len(words)} words that are one token in the file, such as {split[0]!r}"
+        )
     first = file.value("tokenizer.ggml.bos_token_id")
     # llama.cpp's default is to begin texts with it in SentencePiece models.
     begins = file.value("tokenizer.ggml.add_bos_token", file.value("tokenizer.ggml.model") == "llama")

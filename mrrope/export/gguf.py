@@ -118,7 +118,9 @@ def _check_source(file: GgufFile) -> None:
     if file.architecture in ("granite", "granitemoe") and file.of_model(ROTATES, True) is False:
         raise cannot("the file says that it does not rotate")
     if any(file.tensor(name) is not None for name in LONGROPE_FACTORS):
-        raise cannot(f"the file holds the factors of longrope, {' and '.join(LONGROPE_FACTORS)}, which it takes instead")
+        raise cannot(
+            f"the file holds the factors of longrope, {' and '.join(LONGROPE_FACTORS)}, which it takes instead"
+        )
     if (parts := file.value("split.count", 1)) > 1:
         raise ValueError(f"source must be one whole file, and this is one of {parts}: join them by llama-gguf-split")
 

@@ -65,8 +65,9 @@ def export_config(
         scale: Factor by which a method extends the context.
         engine: The program that reads the configuration. ``transformers`` exports one of mrrope's own rope types,
             short and readable, for programs that import mrrope; ready tables, and methods that are no rope type, are
-            exported whole, under ``rope_type`` ``mrrope``; Phi-3, whose configuration accepts no other, gets longrope. ``transformers-longrope``, ``vllm`` and ``sglang`` export ``longrope`` and
-            do not need mrrope; they have one table for all layers and heads.
+            exported whole, under ``rope_type`` ``mrrope``; Phi-3, whose configuration accepts no other type, gets
+            ``longrope``. ``transformers-longrope``, ``vllm`` and ``sglang`` export ``longrope`` and do not need mrrope;
+            they have one table for all layers and heads.
         local_layers: Whether to extend layers that attend to a window only and have their own RoPE.
         **options: More arguments of ``frequency_table``.
 

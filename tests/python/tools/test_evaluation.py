@@ -589,7 +589,9 @@ def test_figures_of_fewer_documents_are_marked(folder: Path, tmp_path: Path, mon
     labels: list[str] = []
     legend = Figure.legend
     monkeypatch.setattr(
-        Figure, "legend", lambda self, handles, names, **more: labels.extend(names) or legend(self, handles, names, **more)
+        Figure,
+        "legend",
+        lambda self, handles, names, **more: labels.extend(names) or legend(self, handles, names, **more),
     )
     options = {"--methods": "unpatched,yarn", "--scale": "4", "--output": str(tmp_path / "out")}
     assert evaluate(folder, **options) == 130

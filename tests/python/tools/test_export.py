@@ -227,7 +227,9 @@ def test_an_extended_configuration_is_extended_with_the_warning_of_patch():
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 50_000.0}
     config = transformers.LlamaConfig(**TINY, rope_parameters=rope)
     for engine in hf_config.ENGINES:
-        with pytest.warns(UserWarning, match=r"llama is extended .*yarn with factor 4.*original_max_position=16 starts"):
+        with pytest.warns(
+            UserWarning, match=r"llama is extended .*yarn with factor 4.*original_max_position=16 starts"
+        ):
             exported = mrrope.export_config(config, "yarn", scale=4.0, engine=engine)
         assert exported["max_position_embeddings"] == 4 * ORIGINAL
         with warnings.catch_warnings():
@@ -387,7 +389,9 @@ def tables_for(config, *, layers: int | None = None, key_heads: int | None = Non
 
 def test_tables_per_layer_do_not_go_into_a_configuration_of_phi3():
     config = tiny("phi3", **FAMILIES["phi3"])
-    with pytest.raises(ValueError, match=r"refuses this configuration of phi3: .*must be one of \['longrope'\], got mr"):
+    with pytest.raises(
+        ValueError, match=r"refuses this configuration of phi3: .*must be one of \['longrope'\], got mr"
+    ):
         mrrope.export_config(config, tables_for(config), engine="transformers")
 
 
