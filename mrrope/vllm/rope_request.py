@@ -94,7 +94,7 @@ class RopeRequest:
         method = _method(parameters)
         options = {OPTIONS[key]: _option(key, parameters[key]) for key in OPTIONS if parameters.get(key) is not None}
         tables = _tables(parameters.get("table"), folder)  # first: it refuses sets, which come with a factor
-        factor = _factor(parameters.get("factor"), parameters.get("table"))
+        factor = _factor(parameters.get("factor"), parameters.get("table"), tables)
         max_factor = parameters.get("max_factor")
         if max_factor is not None and not (_is_number(max_factor) and max_factor > 1):
             raise ValueError(f"rope_parameters: max_factor must be a number above 1, got {max_factor!r}")
@@ -172,10 +172,12 @@ def _method(parameters: Mapping[str, Any]) -> str | None:
     return of_type
 
 
-def _factor(factor: Any, table: Any) -> float | Literal["auto"] | None:
+def _factor(factor: Any, table: Any, tables: Sequence[dict[str, Any]]) -> float | Literal["auto"] | None:
     is_ladder = isinstance(table, Sequence) and not isinstance(table, str)
     if factor == "auto" or (factor is None and is_ladder):
         return "auto"
+    if table is not None and not is_ladder and factor == tables[0]["scale"]:
+        return None  # as export_config states it beside a table
     if table is not None and factor is not None:
         expected = "'auto' or left out with a list of tables" if is_ladder else "'auto' or left out with a ready table"
         raise ValueError(f"rope_parameters: factor must be {expected}, got {factor!r}")

@@ -454,6 +454,15 @@ def test_the_plugin_of_vllm_refuses_an_exported_set():
         RopeRequest.read(exported["rope_parameters"])
 
 
+def test_the_plugin_of_vllm_takes_an_exported_table():
+    exported = mrrope.export_config(tiny("llama"), "yarn", scale=SCALE, engine="transformers")["rope_parameters"]
+    (table,) = RopeRequest.read(exported).tables
+    settings = {"rotary_dim": 32, "base": 50_000.0, "original_max_position": ORIGINAL, "scale": SCALE}
+    assert tables_from_dict(table) == mrrope.frequency_table("yarn", **settings)
+    with pytest.raises(ValueError, match="factor must be 'auto' or left out with a ready table, got 8.0"):
+        RopeRequest.read(exported | {"factor": 8.0})
+
+
 def test_the_key_heads_are_those_that_patch_takes():
     """Falcon's configuration has four attention heads and one key head."""
     config = tiny("falcon", multi_query=True, new_decoder_architecture=False, alibi=False)
