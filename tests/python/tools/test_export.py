@@ -459,7 +459,7 @@ def test_the_plugin_of_vllm_takes_an_exported_table():
     (table,) = RopeRequest.read(exported).tables
     settings = {"rotary_dim": 32, "base": 50_000.0, "original_max_position": ORIGINAL, "scale": SCALE}
     assert tables_from_dict(table) == mrrope.frequency_table("yarn", **settings)
-    with pytest.raises(ValueError, match="factor must be 'auto' or left out with a ready table, got 8.0"):
+    with pytest.raises(ValueError, match=r"factor must be 'auto' or left out with a ready table, got 8\.0"):
         RopeRequest.read(exported | {"factor": 8.0})
 
 
