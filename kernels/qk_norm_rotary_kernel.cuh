@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
                 const Wide weight = with_offset</*skips_zero=*/true>(weights[j % weights_held], offset);
                 if (j + weights_held < HeadsPerThread) load_weights(j + weights_held);
                 wide.multiply(weight);
-                rotate_within(lane, wide, by);
+                rotate_within</*selects=*/shares_cos_sin>(lane, wide, by);
             }
             Fragment rotated;
             rotated.narrow(wide);
