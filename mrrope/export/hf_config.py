@@ -40,6 +40,8 @@ FLOAT_TAG = "__float__"
 MSCALES_READ = {"phimoe"}
 """Model types that take the attention factor from ``short_mscale`` and ``long_mscale`` in transformers as well."""
 
+PAST_ALL_TEXTS = 2**31 - 1
+
 LONGROPE_UNREAD = {
     "vllm": {"gpt_oss": "always builds YaRN", "dbrx": "always builds plain RoPE"},
     "sglang": {"grok": "builds its own scaling"},
@@ -138,7 +140,12 @@ def export_config(
         rope_types = {layer_type: _longrope(require_one_table(engine, table)) for layer_type, table in extended.items()}
         parameters = _with_rope_types(text, extended, rope_types, length, as_longrope=True)
         exported = _with_rope(data, parsed, parameters, length, legacy=True)
-    _check_exported(_parse(type(parsed), exported).get_text_config(), model, extended)
+    rebuilt = _parse(type(parsed), exported).get_text_config()
+    _check_exported(rebuilt, model, extended)
+    drops_cache = as_longrope and engine.startswith("transformers") and hasattr(rebuilt, "original_max_position_embeddings")
+    if drops_cache:
+        # Phi-3 and its relatives drop their cache at this length, to switch to the long factors, which are equal here.
+        parameters["original_max_position_embeddings"] = PAST_ALL_TEXTS
     if engine in LONGROPE_UNREAD:
         # vLLM and SGLang read the attention factor from these two keys, which transformers does not have.
         parameters |= _mscales(parameters["attention_factor"])

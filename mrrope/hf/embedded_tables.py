@@ -13,18 +13,24 @@ from typing import Any
 from torch import nn
 
 from mrrope.head_tables import HeadTables
-from mrrope.hf import rope_config
+from mrrope.hf import kept_cache, rope_config
 from mrrope.hf.patch import patch
-from mrrope.hf.rope_types import TABLE_TYPE, call_on_import, tables_per_layer_or_head
+from mrrope.hf.rope_types import ROPE_TYPES, TABLE_TYPE, call_on_import, tables_per_layer_or_head
 from mrrope.table_set import TableSet
 
 
 def patch_as_configured(model: nn.Module) -> None:
     """Patch a model with the tables per layer or head that its configuration holds, if any.
 
+    With mrrope's other rope types the model keeps its cache where its class would drop it
+    (:mod:`mrrope.hf.kept_cache`): their frequencies do not change with the length.
+
     A model on the meta device stays as it is: ``from_pretrained`` builds those, and patches them once they are loaded.
     """
     config: Any = model.config
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type") in (*ROPE_TYPES, TABLE_TYPE) and kept_cache.drops_cache(model):
+        model.prepare_inputs_for_generation = kept_cache.PrepareInputsKeepingCache(model, is_configured=True)
     # Before anything that may raise: get_text_config does, for a model of several text parts.
     if not any(_table_parameters(part) for part in (config, *rope_config.sub_configs(config))):
         return

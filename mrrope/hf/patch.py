@@ -25,6 +25,7 @@ from mrrope.hf.auto_scale.cache_probe import UnfollowableError
 from mrrope.hf.auto_scale.ladder import Ladder, Step, ladder_for
 from mrrope.hf.auto_scale.module_patch import AnnouncedLengths, AutoScale
 from mrrope.hf.fusion.rms_norm import FusedNorms
+from mrrope.hf.kept_cache import KeptCache
 from mrrope.hf.layer_tables import LayerTables
 from mrrope.hf.model_layers import ServedLayers
 from mrrope.hf.module_patch import ModulePatch, apply_all, changes_in, restore, undo_all
@@ -50,7 +51,7 @@ def module_patches(
 ) -> tuple[ModulePatch[Any], ...]:
     """Return every kind of change that :func:`patch` makes, in the order in which it makes them."""
     tables = FusedRotary(rotations), SwappedTable(rotations), LayerTables()
-    return *tables, AutoScale(ladders), AnnouncedLengths(), FusedNorms()
+    return *tables, AutoScale(ladders), AnnouncedLengths(), KeptCache(), FusedNorms()
 
 
 PATCHES = module_patches()
