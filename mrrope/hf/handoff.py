@@ -15,6 +15,9 @@ W is rotary_dim / 2 + 1, N 1 or the batch, R 2 with M-RoPE's rows of positions a
 heads. Tables by layer pass through the model whole; a hook on every attention module
 (:mod:`mrrope.hf.layer_tables`) replaces them by the layer's own.
 
+Positions are integers. Fractions of a position, as the frames of a video have in Qwen3-Omni, are counted in small units
+(:func:`in_units`), with phase steps per unit.
+
 Attention that selects tokens of cosines and sines, ``[batch, tokens, rotary_dim]``, gets both by token: positions
 ``[batch, tokens, rows]``, and a view of the table for every token, ``[batch, tokens, ...]``.
 """
@@ -29,6 +32,38 @@ import torch
 PACKED_TABLE_DTYPE = torch.int64
 LEARNED_IN_ONE_TENSOR_DTYPE = torch.float64
 """Of positions and a learned table in one tensor: exact for positions up to 2^53, and differentiable."""
+
+UNIT_BITS = 20
+"""Positions with fractions count units of 2^-20. Rounding them, and phase steps per unit, moves an angle by less than
+1e-6 up to position 2^20; float32 cannot tell positions past 8 this far apart."""
+
+
+def in_units(positions: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return positions with fractions as integers, in units of 2^-20, and a packed table with phase steps per unit."""
+    is_step = torch.ones_like(table, dtype=torch.bool)
+    is_step[..., -1] = False
+    if table.dim() >= 3:
+        rows = 1 if table.dim() == 3 else table.dim() - 3
+        is_step.narrow(rows, 1, table.shape[rows] - 1).fill_(False)
+    half = 1 << (UNIT_BITS - 1)
+    units = (positions.double() * 2.0**UNIT_BITS).round().to(PACKED_TABLE_DTYPE)
+    return units, torch.where(is_step, (table + half) >> UNIT_BITS, table)
+
+
+def whole(positions: torch.Tensor) -> torch.Tensor:
+    """Return positions as integers.
+
+    Raises:
+        ValueError: they have fractions. Compiled code raises a RuntimeError of the device instead.
+    """
+    if positions.is_floating_point():
+        expected = "position_ids must be whole numbers where the scale follows the text or tables are learned"
+        is_whole = positions == positions.round()
+        if torch.compiler.is_compiling():
+            torch._assert_async(is_whole.all(), expected)
+        elif not is_whole.all():  # synchronizes; transformers gives integers, but for Qwen3-Omni
+            raise ValueError(f"{expected}, got {float(positions[~is_whole][0]):g}")
+    return positions.to(PACKED_TABLE_DTYPE)
 
 
 def pack(

@@ -101,17 +101,27 @@ class TableRotaryEmbedding(nn.Module):
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         for function in self.installed:
             function.expect_in_place()
-        positions = position_ids.to(x.device, handoff.PACKED_TABLE_DTYPE)
+        positions = self._with_all_rows(position_ids.to(x.device), layer_type)
         learned = None if self.learned is None else self.learned.get(layer_type)
-        if learned is None:
+        if learned is None and len(self.tables[layer_type]) == 1 and positions.is_floating_point():
+            positions, table = handoff.in_units(positions, self._packed_table(positions, layer_type))
+        elif learned is None:
+            positions = handoff.whole(positions)
             table = self._packed_table(positions, layer_type)
         else:
+            positions = handoff.whole(positions)
             table = learned.to(x.device)
             rotated = self.settings[layer_type].rotated_pairs
             if not rotated.all():
                 table = table * torch.nn.functional.pad(rotated, (0, 1), value=True).to(x.device)
         packed = handoff.pack(positions, table, in_one_tensor=self.in_one_tensor, by_token=self.by_token)
         return packed[0] if len(packed) == 1 else packed
+
+    def _with_all_rows(self, positions: torch.Tensor, layer_type: str | None) -> torch.Tensor:
+        """Return positions with a row for each axis of M-RoPE; one row, as Qwen-VL's for text, is that of every axis."""
+        sources = self.settings[layer_type].sources
+        is_one_row = sources is not None and positions.dim() == 3 and positions.shape[0] == 1
+        return positions.expand(sources.rows, -1, -1) if is_one_row else positions
 
     def _packed_table(self, positions: torch.Tensor, layer_type: str | None) -> torch.Tensor:
         """Return the table of a call; of a ladder, the table of each sequence."""

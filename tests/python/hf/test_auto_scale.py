@@ -108,6 +108,19 @@ def test_padding_does_not_count_without_positions(model):
     torch.testing.assert_close(got[:, padding:], alone, rtol=1e-4, atol=1e-5)
 
 
+def test_positions_are_whole_numbers(model):
+    ids, positions = text(40), torch.arange(40)[None]
+    want = logits(auto_scaled(model), ids, position_ids=positions)
+    assert torch.equal(logits(model, ids, position_ids=positions.float()), want)
+    with pytest.raises(ValueError, match=r"position_ids must be whole numbers where the scale follows .*, got 0\.5"):
+        logits(model, ids, position_ids=positions + 0.5)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(logits(compiled, ids, position_ids=positions.float()), want)
+    if ids.device.type == "cpu":  # a failed assertion leaves a GPU unusable
+        with pytest.raises(RuntimeError, match="position_ids must be whole numbers"):
+            logits(compiled, ids, position_ids=positions + 0.5)
+
+
 def test_gradients_are_those_of_the_fixed_scale(model):
     ids = text(50)
     with mrrope.patched(model, "mrrope_pro", scale=2.0):

@@ -382,6 +382,27 @@ def test_positions_of_the_callers_own(family: str, dtype: torch.dtype) -> None:
     assert_same(logits(mrrope.patch(model, table), **call), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("family", ["llama", *CONVENTIONS])
+def test_fractions_of_a_position(family: str, dtype: torch.dtype) -> None:
+    positions = torch.stack([torch.arange(24) * 0.3 + 7.5, torch.arange(24) * 2.7]).to(dtype)
+    call = {"position_ids": positions, "attention_mask": torch.ones(2, 24, dtype=torch.long)}
+    rotary_dim, base = CONVENTIONS.get(family, (16, 1e4))
+    table = mrrope.frequency_table("pi", rotary_dim=rotary_dim, base=base, original_max_position=LENGTH, scale=4.0)
+    reference = unfused(tiny_model(family), table)
+    want = logits(reference, **call)
+    assert_same(logits(mrrope.patch(tiny_model(family), table), **call), want)
+    assert relative(logits(reference, **call | {"position_ids": positions.long()}), want) > 1e-3, "fractions matter"
+
+
+def test_fractions_of_a_position_in_a_configured_rope_type() -> None:
+    config = tiny_config_of("llama")
+    extension = {"rope_type": "mrrope_pro", "factor": 4.0, "original_max_position_embeddings": LENGTH}
+    config.rope_parameters = {**config.rope_parameters, **extension}
+    call = {"position_ids": torch.arange(24)[None] * 2.7, "input_ids": tokens(1, 24)}
+    assert_same(logits(random_model(config), **call), logits(unfused(tiny_model("llama"), ready()), **call))
+
+
 def test_several_positions_a_token() -> None:
     """M-RoPE: text, an image of 3 x 4 patches, text again, as Qwen numbers them."""
     height, width = torch.meshgrid(torch.arange(3), torch.arange(4), indexing="ij")

@@ -125,6 +125,19 @@ def test_every_layer_and_head_rotates_by_its_own_table(name: str) -> None:
     assert torch.equal(logits(model, input_ids=ids), plain)
 
 
+@pytest.mark.parametrize("name", ["llama", "llama4_text"])
+def test_fractions_of_a_position(name: str) -> None:
+    family = FAMILIES[name]
+    model = tiny_model(name, dtype=family.dtype)
+    tables = set_for(model, family.key_heads)
+    call = {"input_ids": tokens(1, 24), "position_ids": torch.arange(24, dtype=torch.float64)[None] * 2.7}
+    want = reference(model, family, lambda i: family.entry(tables, i), lambda model: logits(model, **call))
+    mrrope.patch(model, tables, fuse_norms=False)
+    # Positions are rounded to units of 2^-20, and heads of float64 see it.
+    assert relative(logits(model, **call), want) < 1e-5
+    assert relative(logits(model, **call | {"position_ids": call["position_ids"].long()}), want) > 1e-3
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "cohere", "gemma3_text", "llama4_text", "moshi"])
 def test_head_tables_serve_all_layers(name: str) -> None:
     family = FAMILIES[name]

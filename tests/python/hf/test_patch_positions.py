@@ -13,10 +13,13 @@ from mrrope.hf.rotary_embedding import TableRotaryEmbedding
 
 pytest.importorskip("transformers")
 
+import transformers
 from model_tolerance import relative, tolerance
 from mrope_models import FAMILIES, mrope_model, positions_of
-from patched_models import assert_same, assert_same_gradients, assert_same_text, decoded, generated, gradients
-from tiny_models import tokens
+from patched_models import NEW, assert_same, assert_same_gradients, assert_same_text, decoded, generated, gradients
+from tiny_models import tiny_config, tokens
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 
 SCALE = 4.0
 WITH_IMAGE = torch.cat([positions_of([20, (4, 6), 40]), positions_of([8, (6, 4), 52])], dim=1)
@@ -24,11 +27,11 @@ WITH_IMAGE = torch.cat([positions_of([20, (4, 6), 40]), positions_of([8, (6, 4),
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
-def fused(family, **options):
+def fused(family, scale=SCALE, **options):
     """A patched model; a warning that it is not fused is an error."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*not the fused op")
-        return mrrope.patch(mrope_model(family), "mrrope_pro", scale=SCALE, **options)
+        return mrrope.patch(mrope_model(family), "mrrope_pro", scale=scale, **options)
 
 
 def in_own_code(family, patched):
@@ -67,6 +70,71 @@ def test_decoding_generating_and_training(family):
     assert_same(decoded(model, ids, 13), decoded(reference, ids, 13))
     assert_same_text(generated(model, ids), generated(reference, ids))
     assert_same_gradients(gradients(model.train()), gradients(reference.train()))
+
+
+def second_turn(model):
+    """Generate twice with one cache. Return the whole text, and the logits of the second turn."""
+    cache = transformers.DynamicCache(config=model.config.get_text_config(decoder=True))
+    text = tokens(2, 12)
+    for _ in range(2):
+        mask = torch.ones_like(text)  # else the pad token, which a random model may write, would count as padding
+        answer = generated(model, text, attention_mask=mask, past_key_values=cache)
+        text = torch.cat([answer.sequences, tokens(2, 5)], dim=1)
+    return answer
+
+
+@pytest.mark.parametrize("scale", [SCALE, "auto"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_turn_with_a_kept_cache(family, scale):
+    """transformers passes one row of positions then, ``[1, batch, tokens]``, for all axes."""
+    model = fused(family, scale=scale)
+    reference = mrope_model(family) if scale == "auto" else in_own_code(family, model)
+    got = second_turn(model)
+    with torch.no_grad():
+        want = reference(got.sequences).logits[:, -NEW["max_new_tokens"] - 1 : -1]
+    assert_same(torch.stack(got.logits, dim=1), want)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5_text", "qwen4_exp_text"])
+def test_fractions_of_a_position(family):
+    """Qwen3-Omni gives the frames of a video such positions."""
+    model = fused(family)
+    reference = in_own_code(family, model)
+    positions = WITH_IMAGE * 0.4
+
+    def run(of):
+        return logits(of, position_ids=positions)
+
+    want = run(reference)
+    assert relative(run(model), want) < tolerance(reference, run)
+    assert relative(logits(reference, position_ids=positions.long()), want) > 1e-2, "fractions must matter"
+
+
+def test_fractions_that_qwen3_omni_gives_a_video():
+    family = "qwen3_omni_moe_thinker"
+    config = tiny_config(CONFIG_MAPPING[family](), {})
+    config.text_config.rope_parameters["mrope_section"] = [4, 2, 2]
+    torch.manual_seed(0)
+    model = Qwen3OmniMoeThinkerForConditionalGeneration(config).eval()
+    config.vision_start_token_id = 1
+    ids = tokens(1, 30)
+    ids[0, 9], ids[0, 10:18] = config.vision_start_token_id, config.video_token_id
+    positions, _ = model.get_rope_index(
+        ids, None, torch.tensor([[2, 4, 4]]), torch.ones_like(ids), False, None, torch.tensor([0.7])
+    )
+    assert positions.frac().any()
+
+    @torch.no_grad()
+    def states(of):
+        return of.model(inputs_embeds=of.get_input_embeddings()(ids), position_ids=positions).last_hidden_state
+
+    plain = states(model)
+    allowed = tolerance(model, states)
+    mrrope.patch(model, "rope")  # keeps the model's own frequencies
+    assert relative(states(model), plain) < allowed
+    mrrope.patch(model, "mrrope_pro", scale="auto")
+    with pytest.raises(ValueError, match=r"position_ids must be whole numbers where the scale follows .*, got 27.5"):
+        states(model)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen4_exp_text"])
