@@ -119,6 +119,7 @@ def patch(
     }
     if options.keys().isdisjoint(PLAIN_ROPE_OPTIONS) and scale != 1.0:
         _warn_of_extensions(type(model).__name__, settings.values(), scale, local_layers)
+    _warn_of_windows(type(model).__name__, settings, ladders)
 
     before = changes_in(model, PATCHES)
     try:
@@ -239,6 +240,25 @@ def _warn_of_extensions(
         warning = own.extension_warning(name, scale)
         if warning is not None and (local_layers or not rope_config.is_local(layer_type)):
             warnings.warn(warning, UserWarning, stacklevel=3)
+            return
+
+
+def _warn_of_windows(name: str, settings: dict[nn.Module, Settings], ladders: dict[nn.Module, Ladders]) -> None:
+    """Say where a model is extended past the window that all its layers have, under one RoPE."""
+    for rotary, by_layer in ladders.items():
+        window = rope_config.window_of_all_layers(rotary.config)
+        ladder, own = by_layer.get(None), settings[rotary].get(None)
+        if window is None or ladder is None or own is None or own.original_max_position is None:
+            continue
+        tables = [table for step in ladder.tables for table in (step if isinstance(step, tuple) else (step,))]
+        reach = max(table.original_max_position * table.scale for table in tables)
+        if reach > max(window, own.original_max_position):
+            warnings.warn(
+                f"{name} reads {reach:.15g} tokens so, but no layer sees further back than its sliding window of "
+                f"{window}: sliding_window and layer_types in the configuration say which layers see the whole text",
+                UserWarning,
+                stacklevel=3,
+            )
             return
 
 

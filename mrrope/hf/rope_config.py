@@ -149,6 +149,14 @@ def is_local(layer_type: str | None) -> bool:
     return layer_type is not None and any(word in layer_type for word in ("sliding", "chunked", "local"))
 
 
+def window_of_all_layers(config: Any) -> int | None:
+    """Return the sliding window of a model in which every attention layer has one; None where a layer has none."""
+    types = getattr(config, "layer_types", None) or []
+    window: int | None = getattr(config, "sliding_window", None)
+    is_used = getattr(config, "use_sliding_window", None) is not False
+    return window if is_used and all(map(is_local, types)) else None
+
+
 def attribute(layer_type: str | None, name: str) -> str:
     """Return the name of a rotary embedding's attribute for one layer type."""
     return name if layer_type is None else f"{layer_type}_{name}"

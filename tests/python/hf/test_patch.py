@@ -6,6 +6,7 @@ import importlib
 import pickle
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -429,6 +430,43 @@ def test_a_model_of_windowed_layers_alone_warns(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(logits(model), before)
     mrrope.patch(model, "mrrope_pro", scale=4.0, local_layers=True)
     assert (logits(model) - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("scale", [4.0, "auto"])
+@pytest.mark.parametrize("family", ["mistral", "ministral"])
+def test_a_window_under_one_rope_in_all_layers_warns(family: str, scale: float | str) -> None:
+    model = tiny_model(family)
+    ids = tokens(1, LENGTH)
+    others = torch.cat([ids[:, :1] % 90 + 4, ids[:, 1:]], dim=1)
+    reach = 256 if scale == 4.0 else 1024
+    said = rf"reads {reach} tokens so, but no layer sees further back than its sliding window of 8: sliding_window"
+    with pytest.warns(UserWarning, match=said):
+        mrrope.patch(model, "mrrope_pro", scale=scale)
+    assert torch.equal(*(logits(model, input_ids=each)[:, -1] for each in (ids, others))), "the first token is unseen"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 4 * LENGTH}),
+        ("gemma2", {}),
+        ("qwen2", {"sliding_window": 8}),
+    ],
+)
+def test_layers_that_see_the_whole_text_do_not_warn(family: str, changes: dict[str, Any]) -> None:
+    config = tiny_config_of(family)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mrrope.patch(random_model(config), "mrrope_pro", scale=4.0)
+
+
+def test_a_window_that_is_not_extended_past_does_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mrrope.patch(tiny_model("mistral"), "rope")
 
 
 @pytest.mark.parametrize("local_layers", [False, True])
