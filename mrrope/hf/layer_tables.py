@@ -54,7 +54,7 @@ class LayerTables:
         for rotary in [module for module in model.modules() if isinstance(module, TableRotaryEmbedding)]:
             if not rotary.is_by_layer:
                 continue
-            for owner in _callers_of(model, rotary):
+            for owner in callers_of(model, rotary):
                 if reason := _indistinct_layers(owner, rotary):
                     raise ValueError(f"method must be one table for all layers of {type(model).__name__}: {reason}")
                 for module, layer in _modules_of_layers(owner).items():
@@ -77,7 +77,7 @@ class LayerTables:
         return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, LayerTable)), None)
 
 
-def _callers_of(model: nn.Module, rotary: nn.Module) -> list[nn.Module]:
+def callers_of(model: nn.Module, rotary: nn.Module) -> list[nn.Module]:
     """Return the modules that call a rotary embedding: its parents, or theirs where those are mere containers."""
     parents = {child: module for module in model.modules() for child in module.children()}
     callers = [module for module in model.modules() if any(child is rotary for child in module.children())]

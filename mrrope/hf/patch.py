@@ -24,6 +24,7 @@ from mrrope.hf import rope_config
 from mrrope.hf.auto_scale.cache_probe import UnfollowableError
 from mrrope.hf.auto_scale.ladder import Ladder, Step, ladder_for
 from mrrope.hf.auto_scale.module_patch import AnnouncedLengths, AutoScale
+from mrrope.hf.cache_guard import CacheGuards
 from mrrope.hf.fusion.rms_norm import FusedNorms
 from mrrope.hf.kept_cache import KeptCache
 from mrrope.hf.layer_tables import LayerTables
@@ -51,7 +52,7 @@ def module_patches(
 ) -> tuple[ModulePatch[Any], ...]:
     """Return every kind of change that :func:`patch` makes, in the order in which it makes them."""
     tables = FusedRotary(rotations), SwappedTable(rotations), LayerTables()
-    return *tables, AutoScale(ladders), AnnouncedLengths(), KeptCache(), FusedNorms()
+    return *tables, CacheGuards(), AutoScale(ladders), AnnouncedLengths(), KeptCache(), FusedNorms()
 
 
 PATCHES = module_patches()

@@ -44,6 +44,16 @@ class RotaryTables:
         return all(len(tables) == 1 and isinstance(tables[0], FrequencyTable) for tables in self.by_layer_type.values())
 
     @property
+    def are_own(self) -> bool:
+        """Whether all of these rotate as the stock rotary embedding does."""
+        return all(
+            each.is_like(self.settings[layer_type].table)
+            for layer_type, tables in self.by_layer_type.items()
+            for table in tables
+            for each in (table if isinstance(table, tuple) else (table,))
+        )
+
+    @property
     def are_by_head_or_layer(self) -> bool:
         """Whether heads or layers have tables of their own."""
         return any(not isinstance(table, FrequencyTable) for tables in self.by_layer_type.values() for table in tables)

@@ -202,11 +202,9 @@ class Follower(nn.Module):
         key = self.ladder_keys[layer_type]
         parts = self.keys[layer_type].held_by(cache)
         if parts:
-            records = getattr(cache, TABLES_ATTRIBUTE, {})
-            old = records.get(key)
-            if records and old is None:
-                raise ValueError("past_key_values must be empty or filled by the tables that the model has now")
-            # Keys without a record were cached by the unpatched model, whose table is the first.
+            # Keys without a record were cached by the unpatched model, whose table is the first: those of other tables
+            # are refused (mrrope.hf.cache_guard).
+            old = getattr(cache, TABLES_ATTRIBUTE, {}).get(key)
             old = (
                 torch.zeros_like(wanted)
                 if old is None

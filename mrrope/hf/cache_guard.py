@@ -1,0 +1,179 @@
+"""A cache is continued by the tables that filled it.
+
+Cached keys are rotated. Keys of one table attended to by queries of another give wrong results without an error, so a
+patched model records on a cache which tables fill it, and refuses a cache that others have filled. The unpatched model
+runs no code of mrrope: the class of the cache is swapped for one that refuses keys outside calls of patched models.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from mrrope.hf.layer_tables import callers_of
+from mrrope.hf.rotary_embedding import RotaryTables, TableRotaryEmbedding
+from mrrope.hf.swapped_table import SwappedTable
+
+CACHE = "past_key_values"
+"""The parameter by which modules of transformers take a cache."""
+GUARD = "_mrrope_cache_guard"
+"""The attribute of a module that holds its :class:`CacheGuard`."""
+FILLED_BY = "mrrope_filled_by"
+"""The attribute of a cache with the key of the tables that filled it."""
+IS_IN_CALL = "mrrope_is_in_call"
+"""The attribute of a cache that says whether a patched model is called with it now."""
+REFUSED = "past_key_values must be empty or filled by the tables that the model has now"
+
+TablesKey = int
+"""A hash of all tables of a patched model."""
+
+
+class CacheGuard:
+    """Hooks of a module that records which tables fill its cache, and refuses a cache that others have filled."""
+
+    def __init__(self, owner: nn.Module, key: TablesKey | None) -> None:
+        self.parameters_of_owner = tuple(inspect.signature(owner.forward).parameters)
+        self.key = key
+        """None where the tables are the model's own: keys are as the unpatched model caches them."""
+        self.hooks: tuple[RemovableHandle, ...] = ()
+
+    def attach(self, owner: nn.Module) -> None:
+        """Register the hooks."""
+        self.hooks = (
+            owner.register_forward_pre_hook(self.before_call, with_kwargs=True),
+            owner.register_forward_hook(self.after_call, with_kwargs=True, always_call=True),
+        )
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = ()
+
+    def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a cache that other tables have filled, and record that these fill it."""
+        cache = self._given(args, kwargs)
+        if cache is None:
+            return
+        if getattr(cache, FILLED_BY, None) not in (None, self.key):
+            _expect_empty(cache)
+        self._record(cache, is_in_call=True)
+
+    def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Admit no other keys from now on. Record the tables on a cache that the model created during the call."""
+        given = self._given(args, kwargs)
+        if given is not None:
+            self._record(given, is_in_call=False)
+            return
+        for part in output if isinstance(output, tuple) else (getattr(output, CACHE, None),):
+            cache = _cache_of_keys(part)
+            if cache is not None:
+                self._record(cache, is_in_call=False)
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip(self.parameters_of_owner, args, strict=False)) | kwargs
+        return _cache_of_keys(given.get(CACHE))
+
+    def _record(self, cache: Any, *, is_in_call: bool) -> None:
+        if self.key is None:
+            return
+        setattr(cache, FILLED_BY, self.key)
+        setattr(cache, IS_IN_CALL, is_in_call)
+        # Dynamo does not trace a swap. A cache that only compiled code has filled is known to patched models alone.
+        if not torch.compiler.is_compiling() and not isinstance(cache, GuardedCache):
+            cache.__class__ = guarded_class(type(cache))
+
+
+class CacheGuards:
+    """Attaches guards to the modules that take a cache and call a rotary embedding; a :class:`ModulePatch`."""
+
+    def find(self, model: nn.Module) -> Iterator[tuple[nn.Module, CacheGuard]]:
+        """Yield the modules that take a cache, with a guard for the tables of the whole model."""
+        tables = {module: found for module in model.modules() if (found := _tables_of(module)) is not None}
+        key = _key_of(list(tables.values()))
+        owners = {owner: None for rotary in tables for owner in callers_of(model, rotary)}
+        for owner in owners:
+            if CACHE in inspect.signature(owner.forward).parameters:
+                yield owner, CacheGuard(owner, key)
+
+    def apply(self, module: nn.Module, state: CacheGuard) -> None:
+        """Attach the guard of a module."""
+        setattr(module, GUARD, state)
+        state.attach(module)
+
+    def undo(self, module: nn.Module) -> None:
+        """Detach the guard of a module."""
+        state = self.state_of(module)
+        assert state is not None
+        state.detach()
+        delattr(module, GUARD)
+
+    def state_of(self, module: nn.Module) -> CacheGuard | None:
+        """Return the guard of a module."""
+        return vars(module).get(GUARD)
+
+
+class GuardedCache:
+    """Mixin of the classes that :func:`guarded_class` returns."""
+
+
+@functools.cache
+def guarded_class(original: type) -> type:
+    """Return the subclass of a cache's class that takes keys in calls of patched models only, until it is empty."""
+
+    @functools.wraps(original.update)  # type: ignore[attr-defined]
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(self, IS_IN_CALL, False) and hasattr(self, FILLED_BY):
+            _expect_empty(self)
+            delattr(self, FILLED_BY)
+        return original.update(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def reduced(self: Any, protocol: Any) -> Any:
+        # Pickle looks classes up by name, and this one has the name of its original.
+        parts: Any = original.__reduce_ex__(self, protocol)
+        return (_new, (original,), *parts[2:])
+
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(original.__name__, (GuardedCache, original), {"update": update, "__reduce_ex__": reduced, **names})
+
+
+def _new(original: type) -> Any:
+    """Return an empty cache, for pickle and copies to fill."""
+    guarded = guarded_class(original)
+    return guarded.__new__(guarded)
+
+
+def _cache_of_keys(cache: Any) -> Any:
+    """Return the cache that takes the rotated keys: of an encoder-decoder model that of the decoder; None for others."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    return cache if hasattr(cache, "layers") and hasattr(cache, "update") else None
+
+
+def _expect_empty(cache: Any) -> None:
+    """Raise ValueError where a cache holds keys."""
+    if torch.compiler.is_compiling():
+        raise ValueError(REFUSED)
+    lengths = (layer.get_seq_length() for layer in cache.layers if hasattr(layer, "keys") and layer.is_initialized)
+    if any(int(length) > 0 for length in lengths):
+        raise ValueError(f"{REFUSED}, got keys that a patch of mrrope with other tables has rotated")
+
+
+def _tables_of(module: nn.Module) -> RotaryTables | None:
+    if isinstance(module, TableRotaryEmbedding):
+        return RotaryTables(module.settings, module.tables)
+    swap = SwappedTable().state_of(module)
+    return None if swap is None else swap.tables
+
+
+def _key_of(tables: list[RotaryTables]) -> TablesKey | None:
+    """Return the key of the tables of a model; None where all are the model's own."""
+    by_layer_type = [item for each in tables for item in each.by_layer_type.items()]
+    is_own = all(each.are_own for each in tables)
+    # Not the hash of layer types, whose strings hash differently in every process.
+    return None if is_own else hash(tuple(of_type for _, of_type in by_layer_type))
