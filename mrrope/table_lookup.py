@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,24 @@ ModelTables = FrequencyTable | HeadTables | TableSet
 
 PLAIN_ROPE_OPTIONS = frozenset({"base", "original_max_position"})
 """Options that override the model's configuration; with one of them a method extends plain RoPE."""
+
+TABLE_OPTIONS = tuple(
+    name for name in inspect.signature(frequency_table).parameters if name not in ("method", "scale", "native")
+)
+"""The names of the options that extend a model by a method."""
+OTHER_NAMES = {
+    "factor": "scale",
+    "max_factor": "max_scale",
+    "rope_theta": "base",
+    "original_max_position_embeddings": "original_max_position",
+    "beta_slow": "alpha",
+    "beta_fast": "beta",
+    "low_freq_factor": "alpha",
+    "high_freq_factor": "beta",
+    "short_factor": "factors",
+    "long_factor": "factors",
+}
+"""Names that configurations of transformers have for arguments, and the names that they have here."""
 
 
 @dataclass(frozen=True)
@@ -134,18 +153,24 @@ def resolve_tables(
         TypeError: ``method`` is none of these.
         ValueError: ``method`` is unknown, or does not fit the model or the options.
     """
+    _check_names(options)
     if isinstance(method, Path) or (isinstance(method, str) and is_saved_table(method)):
         method = load_tables(method)
     if isinstance(method, FrequencyTable | HeadTables | TableSet):
-        given = {**({"scale": scale} if scale != 1.0 else {}), **options}
+        given = {**({"scale": scale} if scale not in (1.0, method.scale) else {}), **options}
         if given.keys() - PLAIN_ROPE_OPTIONS:
-            raise ValueError(f"method is a ready table, which leaves no room for {given}")
-        _check_fits_model(trained, method, given)
+            raise ValueError(f"method is a ready table of scale {method.scale:g}, which leaves no room for {given}")
+        _check_fits_model(trained, method, options)
         return method
     if isinstance(method, AxisTables):
         raise TypeError(
             "method must be a method's name, a FrequencyTable, HeadTables, a TableSet or a path: a model knows itself "
             f"which of a token's positions rotates each pair, got {method!r}"
+        )
+    if isinstance(method, str) and (steps := calibrated_tables.ladder(method)):
+        raise ValueError(
+            f"method must be one table with scale {scale!r}, such as {steps[0]!r}, and {method!r} is a ladder of "
+            f"{len(steps)}: scale='auto' takes it"
         )
     if isinstance(method, str) and method not in METHODS:
         raise ValueError(
@@ -167,6 +192,12 @@ def resolve_tables(
     # The model's attention still applies the temperature of its configured extension, which this table replaces.
     remaining = table.attention_factor / trained.held_attention_factor
     return frequency_table(method, **arguments, attention_factor=remaining)
+
+
+def _check_names(options: dict[str, Any]) -> None:
+    for name in options.keys() - set(TABLE_OPTIONS):
+        known = f"it is called {OTHER_NAMES[name]} here" if name in OTHER_NAMES else f"only {', '.join(TABLE_OPTIONS)}"
+        raise TypeError(f"there is no option {name!r}: {known}, got {name}={options[name]!r}")
 
 
 def _check_fits_model(trained: NativeRope, table: ModelTables, overrides: dict[str, Any]) -> None:

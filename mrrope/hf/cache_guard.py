@@ -97,9 +97,12 @@ class CacheGuards:
         """Yield the modules that take a cache, with a guard for the tables of the whole model."""
         tables = {module: found for module in model.modules() if (found := _tables_of(module)) is not None}
         key = _key_of(list(tables.values()))
-        owners = {owner: None for rotary in tables for owner in callers_of(model, rotary)}
+        callers = [caller for rotary in tables for caller in callers_of(model, rotary)]
+        owners = dict.fromkeys(caller for caller in callers if CACHE in inspect.signature(caller.forward).parameters)
+        # A guard on a part would end the call of the whole.
+        parts = {part for owner in owners for part in owner.modules() if part is not owner}
         for owner in owners:
-            if CACHE in inspect.signature(owner.forward).parameters:
+            if owner not in parts:
                 yield owner, CacheGuard(owner, key)
 
     def apply(self, module: nn.Module, state: CacheGuard) -> None:

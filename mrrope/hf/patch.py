@@ -34,7 +34,7 @@ from mrrope.hf.rope_types import expect_rope_parameters
 from mrrope.hf.rotary_embedding import FusedRotary, RotaryTables, Rotation, UnfusableError, plan_rotation
 from mrrope.hf.swapped_table import SwappedTable
 from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, resolve_tables
-from mrrope.tables import FrequencyTable
+from mrrope.tables import METHODS, FrequencyTable
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -83,12 +83,12 @@ def patch(
             ``"smollm2-135m-4x"`` and so on.
             A set has an entry for every layer of the model. Entries of layers without RoPE or without keys of their
             own, and of local layers without ``local_layers=True``, are ignored.
-        scale: by how much to extend the length that the model reads without the patch, with a method's name. Scale 1,
-            or a method that extends nothing, leaves the logits as they are. With ``"auto"`` every sequence is read
+        scale: by how much to extend the length that the model reads without the patch, with a method's name; a ready
+            table has its own. Scale 1, or a method that extends nothing, leaves the logits as they are. With ``"auto"`` every sequence is read
             with the smallest scale that covers its length: 1 (the model's own table), 2, 4, and so on. The cached keys
             of a sequence that outgrows its scale are re-rotated to the next.
         max_scale: the largest scale of ``scale="auto"``; by default the one that reaches 16 times the length that the
-            model reads without the patch.
+            model reads without the patch. Of a shipped ladder, the tables up to this scale are used.
         reserve: with ``scale="auto"``, the number of new tokens for which ``generate`` chooses a scale in advance; by
             default all that it may write. A text that grows longer moves to the next scale then.
         local_layers: whether to extend layers with a sliding window and a RoPE of their own, too.
@@ -118,7 +118,8 @@ def patch(
         rotary: _ladders(own, ServedLayers.of(model, rotary), method, scale, max_scale, reserve, local_layers, options)
         for rotary, own in settings.items()
     }
-    if options.keys().isdisjoint(PLAIN_ROPE_OPTIONS) and scale != 1.0:
+    is_extended_by_scale = scale == "auto" or (scale != 1.0 and method in METHODS)
+    if options.keys().isdisjoint(PLAIN_ROPE_OPTIONS) and is_extended_by_scale:
         _warn_of_extensions(type(model).__name__, settings.values(), scale, local_layers)
     _warn_of_windows(type(model).__name__, settings, ladders)
 
@@ -168,13 +169,16 @@ def patched(model: Model, method: Step | Sequence[Step], **options: Any) -> Iter
 
 def _checked(model: Model) -> Model:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        hint = ": pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else ""
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}{hint}")
     return model
 
 
 def _check_arguments(model: nn.Module, scale: float | Literal["auto"], max_scale: Any, reserve: Any) -> None:
     _checked(model)
     expect_rope_parameters()
+    if isinstance(scale, bool) or (isinstance(scale, str) and scale != "auto"):
+        raise TypeError(f"scale must be a number or 'auto', got {scale!r}")
     if scale != "auto" and max_scale is not None:
         raise ValueError(f"max_scale must come with scale='auto', got {max_scale!r} with scale {scale!r}")
     if scale != "auto" and reserve is not None:

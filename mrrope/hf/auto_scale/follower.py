@@ -271,7 +271,7 @@ def expecting(model: nn.Module, lengths: int | Sequence[int] | torch.Tensor) -> 
             positions per token (M-RoPE) the largest position plus 1.
 
     Raises:
-        ValueError: The model is not patched with ``scale="auto"``.
+        ValueError, TypeError: The model is not patched with ``scale="auto"``, or lengths are not positive integers.
         RuntimeError: Another thread is in a call of the model.
     """
     followers = followers_in(model)
@@ -279,6 +279,10 @@ def expecting(model: nn.Module, lengths: int | Sequence[int] | torch.Tensor) -> 
         raise ValueError(f"model must be patched with scale='auto', and this {type(model).__name__} is not")
     device = next(followers[0].buffers()).device
     expected = torch.as_tensor(lengths, device=device).reshape(-1)
+    if expected.dtype == torch.bool or expected.is_floating_point() or expected.is_complex():
+        raise TypeError(f"lengths must be integers, got {lengths!r}")
+    if not expected.numel() or expected.min() < 1:
+        raise ValueError(f"lengths must be positive, got {lengths!r}")
     with contextlib.ExitStack() as stack:
         for follower in followers:
             stack.enter_context(follower.expecting(expected))

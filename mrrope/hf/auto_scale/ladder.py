@@ -63,7 +63,7 @@ def ladder_for(
         native: The model's own table.
         method: A method's name, for steps of increasing scale; a list of ready tables or sets, one per step; or the
             name of a ladder that comes with the package.
-        max_scale: The largest scale of a method; by default the ladder reaches 16 native lengths.
+        max_scale: The largest scale of a method or of a shipped ladder; by default a method reaches 16 native lengths.
         options: More arguments of ``frequency_table``.
         resolve: ``resolve_table``, or ``resolve_tables`` where head tables and sets can be read with.
 
@@ -73,13 +73,19 @@ def ladder_for(
     native_length = trained.original_max_position
     if native_length is None:
         raise ValueError("scale must be a number for this model: its configuration does not say how far it reads")
-    if isinstance(method, str) and method not in METHODS:
+    if max_scale is not None and (
+        not isinstance(max_scale, (int, float)) or isinstance(max_scale, bool) or not 1.0 < max_scale < math.inf
+    ):
+        raise ValueError(f"max_scale must be a number above 1, got {max_scale!r}")
+    is_shipped = isinstance(method, str) and method not in METHODS
+    if is_shipped:
         method = _shipped_ladder(method)
     if isinstance(method, Sequence) and not isinstance(method, str):
-        if max_scale is not None or options.keys() - PLAIN_ROPE_OPTIONS:
-            given = {**({"max_scale": max_scale} if max_scale is not None else {}), **options}
+        given = {**({"max_scale": max_scale} if max_scale is not None and not is_shipped else {}), **options}
+        if given.keys() - PLAIN_ROPE_OPTIONS:
             raise ValueError(f"method is a list of ready tables, which leaves no room for {given}")
         steps = [resolve(trained, step, 1.0, options) for step in method]
+        steps = [table for table in steps if max_scale is None or table.scale <= max_scale]
     else:
         if isinstance(method, ModelTables):
             what = "one table" if isinstance(method, FrequencyTable) else f"one {type(method).__name__}"
@@ -87,8 +93,6 @@ def ladder_for(
         if max_scale is None:
             start = (trained.table_arguments(options) | options)["original_max_position"]
             max_scale = DEFAULT_REACH * native_length / start
-        if not isinstance(max_scale, (int, float)) or not 1.0 < max_scale < math.inf:
-            raise ValueError(f"max_scale must be a number above 1, got {max_scale!r}")
         steps = [resolve(trained, method, scale, options) for scale in scales_up_to(max_scale)]
     reach = {table: table.original_max_position * table.scale for table in steps}
     longer = sorted((table for table in steps if reach[table] > native_length), key=lambda table: reach[table])

@@ -502,14 +502,32 @@ def test_positions_of_repeated_and_cropped_caches(model):
     assert_keys_match_their_positions(model, cache, ids, positions, 50)
 
 
-def test_a_cache_continued_by_another_model_is_refused(model):
+def test_keys_from_elsewhere_are_refused(model):
     auto_scaled(model)
     cache = transformers.DynamicCache(config=model.config)
     logits(model, text(10), past_key_values=cache)
-    with mrrope.patched(model, "rope"):
-        logits(model, text(3), past_key_values=cache)
+    for layer in cache.layers:
+        layer.update(layer.keys[:, :, :3], layer.values[:, :, :3])
     with pytest.raises(ValueError, match=r"past_key_values must be filled by the model .* 13 tokens, 3 of them"):
         logits(model, text(1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("lengths", [-5, 0, [10, -1]])
+def test_lengths_are_positive(model, lengths):
+    with (
+        pytest.raises(ValueError, match=r"lengths must be positive, got (-5|0|\[)"),
+        mrrope.expecting(auto_scaled(model), lengths),
+    ):
+        pytest.fail("must not get here")
+
+
+@pytest.mark.parametrize("lengths", [True, 10.5, [2.0], []])
+def test_lengths_are_integers(model, lengths):
+    with (
+        pytest.raises(TypeError, match=r"lengths must be integers, got (True|10\.5|\[)"),
+        mrrope.expecting(auto_scaled(model), lengths),
+    ):
+        pytest.fail("must not get here")
 
 
 # --- generate
@@ -1021,6 +1039,22 @@ def test_a_model_whose_own_table_changes_with_the_length_is_refused():
     assert torch.equal(logits(model, text(20)), before)
 
 
+@pytest.mark.parametrize(("max_scale", "scales"), [(None, [2, 4, 8, 16]), (4.0, [2, 4]), (5, [2, 4]), (2, [2])])
+def test_a_shipped_ladder_up_to_a_scale(max_scale, scales):
+    config = transformers.LlamaConfig(
+        **tiny_models.TINY_SIZES | {"hidden_size": 128},
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+    )
+    model = transformers.LlamaForCausalLM(config)
+    mrrope.patch(model, "smollm2-135m", scale="auto", max_scale=max_scale)
+    (rotary,) = (module for module in model.modules() if isinstance(module, TableRotaryEmbedding))
+    (tables,) = rotary.tables.values()
+    assert [table.scale for table in tables[1:]] == scales
+    with pytest.raises(ValueError, match="max_scale must reach past the 8192 tokens .*, got 1.5"):
+        mrrope.patch(model, "smollm2-135m", scale="auto", max_scale=1.5)
+
+
 @pytest.mark.parametrize(
     ("max_scale", "scales"), [(2.0, [2]), (4.0, [2, 4]), (16, [2, 4, 8, 16]), (6.0, [2, 4, 6]), (1.5, [1.5])]
 )
@@ -1103,6 +1137,7 @@ def test_family(family):
     ("method", "options", "message"),
     [
         ("mrrope_pro", {"scale": "auto", "max_scale": 1.0}, "max_scale must be a number above 1, got 1.0"),
+        ("mrrope_pro", {"scale": "auto", "max_scale": True}, "max_scale must be a number above 1, got True"),
         ("mrrope_pro", {"scale": "auto", "max_scale": "big"}, "max_scale must be a number above 1, got 'big'"),
         ("mrrope_pro", {"scale": 4.0, "max_scale": 8.0}, "max_scale must come with scale='auto', got 8.0"),
         ("mrrope_pro", {"scale": 4.0, "reserve": 8}, "reserve must come with scale='auto', got 8 with scale 4.0"),

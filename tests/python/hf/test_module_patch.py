@@ -166,8 +166,8 @@ def test_a_rotary_embedding_that_another_module_holds_too() -> None:
     want = logits(model)
     for _ in range(2):
         with mrrope.patched(model, "pi", scale=2.0):
-            assert_hooks(model, 0)
-        assert_hooks(model, 1)
+            assert_hooks(model, 1)  # of the guard of its cache
+        assert_hooks(model, 2)
     assert torch.equal(logits(model), want)
     mrrope.unpatch(model)
     assert_hooks(model, 0)

@@ -38,7 +38,9 @@ from patched_models import (
 )
 from safetensors.torch import load_file
 from tiny_models import random_model, tiny_config_of, tiny_model, tokens
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextGenerationPipeline
 from transformers.models.llama import modeling_llama
 
 RADIX_FACTORS = [1.0, 1.0, 1.2, 1.1, 1.3, 1.0, 1.5]
@@ -111,6 +113,14 @@ def test_a_ready_table(llama: PreTrainedModel, tmp_path: Path, given: str) -> No
     assert_same(logits(llama), logits(unfused(tiny_model("llama"), table)))
 
 
+@pytest.mark.parametrize("scale", [4.0, 4])
+def test_a_ready_table_with_its_own_scale(llama: PreTrainedModel, scale: float) -> None:
+    want = logits(mrrope.patch(llama, ready()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(logits(mrrope.patch(llama, ready(), scale=scale)), want)
+
+
 def test_a_table_of_another_model_that_is_meant(llama: PreTrainedModel) -> None:
     table = other_model(base=5e4, original_max_position=128)
     mrrope.patch(llama, table, base=5e4, original_max_position=128)
@@ -161,7 +171,18 @@ WRONG_CALLS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"model's original_max_position 64, .* say original_max_position=128",
     ),
-    "table and scale": (ready(), {"scale": 4.0}, ValueError, "ready table.*scale"),
+    "table and another scale": (ready(), {"scale": 8.0}, ValueError, r"ready table of scale 4, .*no room .*scale': 8"),
+    "scale that is true": ("rope", {"scale": True}, TypeError, "scale must be a number or 'auto', got True"),
+    "scale that is true of a table": (ready(), {"scale": True}, TypeError, "scale must be a number or 'auto', got True"),
+    "scale in capitals": ("pi", {"scale": "Auto"}, TypeError, "scale must be a number or 'auto', got 'Auto'"),
+    "transformers' name of scale": ("pi", {"factor": 4}, TypeError, "'factor': it is called scale here, got factor=4"),
+    "transformers' name of beta": ("yarn", {"scale": 4.0, "beta_fast": 8}, TypeError, "'beta_fast': it is called beta"),
+    "a ladder": (
+        "smollm2-135m",
+        {"scale": 4.0},
+        ValueError,
+        "method must be one table with scale 4.0, such as 'smollm2-135m-2x', .* a ladder of 4: scale='auto' takes it",
+    ),
     "table and option": (ready(), {"alpha": 2.0}, ValueError, "ready table.*alpha"),
     "no such file": ("/nowhere/table.json", {}, FileNotFoundError, "/nowhere/table.json"),
 }
@@ -197,6 +218,13 @@ def test_wrong_calls_leave_a_patched_model_patched(llama: PreTrainedModel, tmp_p
 def test_only_modules_are_models(call: Callable[[Any], Any], thing: Any) -> None:
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
         call(thing)
+
+
+def test_a_pipeline_has_a_model(llama: PreTrainedModel) -> None:
+    pipeline = TextGenerationPipeline(model=llama, tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE())))
+    for call in (lambda of: mrrope.patch(of, "pi", scale=2.0), mrrope.unpatch, mrrope.is_patched):
+        with pytest.raises(TypeError, match=r"nn\.Module, got TextGenerationPipeline: pass its \.model"):
+            call(pipeline)
 
 
 def test_models_without_rope() -> None:
