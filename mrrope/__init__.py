@@ -9,7 +9,7 @@ from mrrope.head_tables import HeadTables
 from mrrope.hf.auto_scale.follower import expecting
 from mrrope.hf.embedded_tables import patch_on_import
 from mrrope.hf.kernels_slot import register_kernels
-from mrrope.hf.patch import is_patched, patch, patched, unpatch
+from mrrope.hf.patch import is_patched, patch, patch_of, patched, unpatch
 from mrrope.hf.rope_types import register_on_import, register_rope_types
 from mrrope.ops.learnable_rotary import learnable_rotary
 from mrrope.ops.mla_rotary import mla_rotary
@@ -48,6 +48,7 @@ __all__ = [
     "mla_rotary_and_cache_",
     "pack_qkv",
     "patch",
+    "patch_of",
     "patched",
     "qk_norm_rotary",
     "qk_norm_rotary_",

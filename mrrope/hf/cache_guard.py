@@ -87,7 +87,8 @@ class CacheGuard:
         setattr(cache, IS_IN_CALL, is_in_call)
         # Dynamo does not trace a swap. A cache that only compiled code has filled is known to patched models alone.
         if not torch.compiler.is_compiling() and not isinstance(cache, GuardedCache):
-            cache.__class__ = guarded_class(type(cache))
+            original: Any = type(cache)
+            cache.__class__ = guarded_class(original)
 
 
 class CacheGuards:
@@ -127,15 +128,15 @@ class GuardedCache:
 
 
 @functools.cache
-def guarded_class(original: type) -> type:
+def guarded_class(original: Any) -> type:
     """Return the subclass of a cache's class that takes keys in calls of patched models only, until it is empty."""
 
-    @functools.wraps(original.update)  # type: ignore[attr-defined]
+    @functools.wraps(original.update)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(self, IS_IN_CALL, False) and hasattr(self, FILLED_BY):
             _expect_empty(self)
             delattr(self, FILLED_BY)
-        return original.update(self, *args, **kwargs)  # type: ignore[attr-defined]
+        return original.update(self, *args, **kwargs)
 
     def reduced(self: Any, protocol: Any) -> Any:
         # Pickle looks classes up by name, and this one has the name of its original.
@@ -148,12 +149,12 @@ def guarded_class(original: type) -> type:
 
 def _new(original: type) -> Any:
     """Return an empty cache, for pickle and copies to fill."""
-    guarded = guarded_class(original)
+    guarded: Any = guarded_class(original)
     return guarded.__new__(guarded)
 
 
 def _cache_of_keys(cache: Any) -> Any:
-    """Return the cache that takes the rotated keys: of an encoder-decoder model that of the decoder; None for others."""
+    """Return the cache that takes rotated keys: of an encoder-decoder model that of its decoder; None for others."""
     cache = getattr(cache, "self_attention_cache", cache)
     return cache if hasattr(cache, "layers") and hasattr(cache, "update") else None
 

@@ -30,7 +30,7 @@ def patch_as_configured(model: nn.Module) -> None:
     config: Any = model.config
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type") in (*ROPE_TYPES, TABLE_TYPE) and kept_cache.drops_cache(model):
-        model.prepare_inputs_for_generation = kept_cache.PrepareInputsKeepingCache(model, is_configured=True)
+        setattr(model, kept_cache.PREPARE, kept_cache.PrepareInputsKeepingCache(model, is_configured=True))
     # Before anything that may raise: get_text_config does, for a model of several text parts.
     if not any(_table_parameters(part) for part in (config, *rope_config.sub_configs(config))):
         return

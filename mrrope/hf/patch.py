@@ -11,10 +11,12 @@ and a packed table. The model's attention passes them to its ``apply_rotary_pos_
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -30,6 +32,7 @@ from mrrope.hf.kept_cache import KeptCache
 from mrrope.hf.layer_tables import LayerTables
 from mrrope.hf.model_layers import ServedLayers
 from mrrope.hf.module_patch import ModulePatch, apply_all, changes_in, restore, undo_all
+from mrrope.hf.patch_record import PatchRecord, SavesWarn, record_in
 from mrrope.hf.rope_types import expect_rope_parameters
 from mrrope.hf.rotary_embedding import FusedRotary, RotaryTables, Rotation, UnfusableError, plan_rotation
 from mrrope.hf.swapped_table import SwappedTable
@@ -52,7 +55,7 @@ def module_patches(
 ) -> tuple[ModulePatch[Any], ...]:
     """Return every kind of change that :func:`patch` makes, in the order in which it makes them."""
     tables = FusedRotary(rotations), SwappedTable(rotations), LayerTables()
-    return *tables, CacheGuards(), AutoScale(ladders), AnnouncedLengths(), KeptCache(), FusedNorms()
+    return *tables, CacheGuards(), AutoScale(ladders), AnnouncedLengths(), KeptCache(), SavesWarn(), FusedNorms()
 
 
 PATCHES = module_patches()
@@ -84,9 +87,9 @@ def patch(
             A set has an entry for every layer of the model. Entries of layers without RoPE or without keys of their
             own, and of local layers without ``local_layers=True``, are ignored.
         scale: by how much to extend the length that the model reads without the patch, with a method's name; a ready
-            table has its own. Scale 1, or a method that extends nothing, leaves the logits as they are. With ``"auto"`` every sequence is read
-            with the smallest scale that covers its length: 1 (the model's own table), 2, 4, and so on. The cached keys
-            of a sequence that outgrows its scale are re-rotated to the next.
+            table has its own. Scale 1, or a method that extends nothing, leaves the logits as they are. With ``"auto"``
+            every sequence is read with the smallest scale that covers its length: 1 (the model's own table), 2, 4, and
+            so on. The cached keys of a sequence that outgrows its scale are re-rotated to the next.
         max_scale: the largest scale of ``scale="auto"``; by default the one that reaches 16 times the length that the
             model reads without the patch. Of a shipped ladder, the tables up to this scale are used.
         reserve: with ``scale="auto"``, the number of new tokens for which ``generate`` chooses a scale in advance; by
@@ -100,7 +103,8 @@ def patch(
 
     Warns:
         UserWarning: where the op cannot be fused: the model's own code then rotates by the new table; where the
-            configuration names an extension that may be meant to be replaced instead of extended.
+            configuration names an extension that may be meant to be replaced instead of extended; where no layer sees
+            past its sliding window.
 
     Raises:
         ValueError, TypeError: naming the argument; the model is then unchanged.
@@ -114,10 +118,16 @@ def patch(
             UserWarning,
             stacklevel=2,
         )
-    ladders = {
-        rotary: _ladders(own, ServedLayers.of(model, rotary), method, scale, max_scale, reserve, local_layers, options)
+    resolved = {
+        rotary: _resolved(own, method, scale, max_scale, reserve, local_layers, options)
         for rotary, own in settings.items()
     }
+    ladders = {
+        rotary: _fitted(by_layer, settings[rotary], ServedLayers.of(model, rotary))
+        for rotary, by_layer in resolved.items()
+    }
+    given = {"scale": scale, "max_scale": max_scale, "reserve": reserve, "local_layers": local_layers}
+    record = _record(method, given | {"fuse_norms": fuse_norms} | options, resolved.values())
     is_extended_by_scale = scale == "auto" or (scale != 1.0 and method in METHODS)
     if options.keys().isdisjoint(PLAIN_ROPE_OPTIONS) and is_extended_by_scale:
         _warn_of_extensions(type(model).__name__, settings.values(), scale, local_layers)
@@ -126,7 +136,7 @@ def patch(
     before = changes_in(model, PATCHES)
     try:
         undo_all(before)
-        rotations = _apply(model, settings, ladders, fuse_norms)
+        rotations = _apply(model, settings, ladders, fuse_norms, record)
         for why in (rotation.unfusable for rotation in rotations if rotation.unfusable is not None):
             message = f"{type(model).__name__} gets the table but not the fused op: {why}"
             warnings.warn(message, UserWarning, stacklevel=2)  # raises under the filter "error"
@@ -145,6 +155,14 @@ def patch(
 def is_patched(model: nn.Module) -> bool:
     """Whether :func:`patch` changed this model."""
     return bool(changes_in(_checked(model), PATCHES))
+
+
+def patch_of(model: nn.Module) -> PatchRecord | None:
+    """Return the method, the scale and the tables that :func:`patch` gave to a model; None where it is not patched.
+
+    Of a model whose parts were patched one by one it is the patch of the first.
+    """
+    return record_in(_checked(model))
 
 
 def unpatch(model: Model) -> Model:
@@ -207,34 +225,58 @@ def _stock_settings(model: nn.Module) -> dict[nn.Module, Settings]:
     return found
 
 
-def _ladders(
+def _resolved(
     settings: Settings,
-    layers: ServedLayers,
     method: Step | Sequence[Step],
     scale: float | Literal["auto"],
     max_scale: float | None,
     reserve: int | None,
     local_layers: bool,
     options: dict[str, Any],
-) -> Ladders:
-    ladders: Ladders = {}
+) -> dict[str | None, Ladder[ModelTables]]:
+    """Return the tables that the arguments of a patch mean, by layer type."""
+    ladders: dict[str | None, Ladder[ModelTables]] = {}
     for layer_type, own in settings.items():
-        ladder: Ladder[ModelTables]
         native: ModelTables = own.table
         if rope_config.is_local(layer_type) and not local_layers:
-            ladder = Ladder.of_one(native)
+            ladders[layer_type] = Ladder.of_one(native)
         elif scale == "auto":
-            ladder = replace(ladder_for(own, native, method, max_scale, options, resolve_tables), reserve=reserve)
+            ladder = ladder_for(own, native, method, max_scale, options, resolve_tables)
+            ladders[layer_type] = replace(ladder, reserve=reserve)
         elif isinstance(method, Sequence) and not isinstance(method, str):
             raise ValueError(f"scale must be 'auto' with a list of tables, got {scale!r}")
         else:
-            ladder = Ladder.of_one(resolve_tables(own, method, scale, options))
+            ladders[layer_type] = Ladder.of_one(resolve_tables(own, method, scale, options))
+    return ladders
+
+
+def _fitted(resolved: dict[str | None, Ladder[ModelTables]], settings: Settings, layers: ServedLayers) -> Ladders:
+    """Return tables as a rotary embedding hands them to its layers, without those of types that keep their own code."""
+    ladders: Ladders = {}
+    for layer_type, ladder in resolved.items():
+        own = settings[layer_type]
         fitted = tuple(layers.fitted(table, layer_type, own.table) for table in ladder.tables)
         keeps_table = isinstance(fitted[0], FrequencyTable) and fitted[0].is_like(own.table)
         if own.changes_with_length and ladder.is_fixed and keeps_table:
             continue  # the model's own code stays: no single table reproduces it at every length
         ladders[layer_type] = Ladder(fitted, ladder.reaches, ladder.reserve)
     return ladders
+
+
+def _record(
+    method: Step | Sequence[Step],
+    given: dict[str, Any],
+    resolved: Iterable[dict[str | None, Ladder[ModelTables]]],
+) -> PatchRecord:
+    """Return the record of a patch with these arguments."""
+    by_layer = [(rope_config.is_local(kind), ladder.tables) for each in resolved for kind, ladder in each.items()]
+    tables = next((tables for is_local, tables in by_layer if not is_local), by_layer[0][1])
+    scale: float | Literal["auto"] = "auto" if given["scale"] == "auto" else tables[0].scale
+    name = method if isinstance(method, str) and method in METHODS else None
+    what = repr(str(method)) if isinstance(method, (str, Path)) else "tables"
+    defaults = {key: parameter.default for key, parameter in inspect.signature(patch).parameters.items()}
+    changed = [f"{key}={value!r}" for key, value in given.items() if value != defaults.get(key)]
+    return PatchRecord(name, scale, tables, f"mrrope.patch({', '.join(['model', what, *changed])})")
 
 
 def _warn_of_extensions(
@@ -270,14 +312,18 @@ def _warn_of_windows(name: str, settings: dict[nn.Module, Settings], ladders: di
 @torch.inference_mode(mode=False)  # inference tensors could not take part in training later
 @torch.no_grad()
 def _apply(
-    model: nn.Module, settings: dict[nn.Module, Settings], ladders: dict[nn.Module, Ladders], fuse_norms: bool
+    model: nn.Module,
+    settings: dict[nn.Module, Settings],
+    ladders: dict[nn.Module, Ladders],
+    fuse_norms: bool,
+    record: PatchRecord,
 ) -> list[Rotation]:
     """Apply the list of patches to an unpatched model."""
     with PATCHING:
         rotations = []
         for rotary, by_layer in ladders.items():
             tables = {layer_type: ladder.tables for layer_type, ladder in by_layer.items()}
-            rotations.append(plan_rotation(model, rotary, RotaryTables(settings[rotary], tables)))
+            rotations.append(plan_rotation(model, rotary, RotaryTables(settings[rotary], tables, record)))
         patches = module_patches(rotations, ladders)
         apply_all(model, [patch for patch in patches if fuse_norms or not isinstance(patch, FusedNorms)])
         return rotations

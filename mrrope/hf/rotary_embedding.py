@@ -37,6 +37,8 @@ class RotaryTables:
     by_layer_type: dict[str | None, tuple[rope_config.RotaryTable, ...]]
     """One table; or several, the model's own first, of which one is chosen per sequence. Layer types that keep the
     model's own code are missing."""
+    record: object = None
+    """What the patch was, for :func:`mrrope.patch_of`."""
 
     @property
     def can_be_swapped(self) -> bool:
@@ -83,6 +85,7 @@ class TableRotaryEmbedding(nn.Module):
         self.original = original
         self.settings = tables.settings
         self.tables = tables.by_layer_type
+        self.record = tables.record
         self.functions = functions
         self.in_one_tensor = any(len(function.form.embedding) == 1 for function in functions)
         self.by_token = any(function.by_token for function in functions)
@@ -128,10 +131,11 @@ class TableRotaryEmbedding(nn.Module):
         return packed[0] if len(packed) == 1 else packed
 
     def _with_all_rows(self, positions: torch.Tensor, layer_type: str | None) -> torch.Tensor:
-        """Return positions with a row for each axis of M-RoPE; one row, as Qwen-VL's for text, is that of every axis."""
+        """Return positions with a row for each axis of M-RoPE. One row, as of Qwen-VL's text, is that of all axes."""
         sources = self.settings[layer_type].sources
-        is_one_row = sources is not None and positions.dim() == 3 and positions.shape[0] == 1
-        return positions.expand(sources.rows, -1, -1) if is_one_row else positions
+        if sources is None or positions.dim() != 3 or positions.shape[0] != 1:
+            return positions
+        return positions.expand(sources.rows, -1, -1)
 
     def _packed_table(self, positions: torch.Tensor, layer_type: str | None) -> torch.Tensor:
         """Return the table of a call; of a ladder, the table of each sequence."""

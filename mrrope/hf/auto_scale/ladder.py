@@ -77,8 +77,9 @@ def ladder_for(
         not isinstance(max_scale, (int, float)) or isinstance(max_scale, bool) or not 1.0 < max_scale < math.inf
     ):
         raise ValueError(f"max_scale must be a number above 1, got {max_scale!r}")
-    is_shipped = isinstance(method, str) and method not in METHODS
-    if is_shipped:
+    is_shipped = False
+    if isinstance(method, str) and method not in METHODS:
+        is_shipped = True
         method = _shipped_ladder(method)
     if isinstance(method, Sequence) and not isinstance(method, str):
         given = {**({"max_scale": max_scale} if max_scale is not None and not is_shipped else {}), **options}

@@ -1051,7 +1051,7 @@ def test_a_shipped_ladder_up_to_a_scale(max_scale, scales):
     (rotary,) = (module for module in model.modules() if isinstance(module, TableRotaryEmbedding))
     (tables,) = rotary.tables.values()
     assert [table.scale for table in tables[1:]] == scales
-    with pytest.raises(ValueError, match="max_scale must reach past the 8192 tokens .*, got 1.5"):
+    with pytest.raises(ValueError, match=r"max_scale must reach past the 8192 tokens .*, got 1\.5"):
         mrrope.patch(model, "smollm2-135m", scale="auto", max_scale=1.5)
 
 

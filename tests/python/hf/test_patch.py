@@ -173,7 +173,12 @@ WRONG_CALLS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     ),
     "table and another scale": (ready(), {"scale": 8.0}, ValueError, r"ready table of scale 4, .*no room .*scale': 8"),
     "scale that is true": ("rope", {"scale": True}, TypeError, "scale must be a number or 'auto', got True"),
-    "scale that is true of a table": (ready(), {"scale": True}, TypeError, "scale must be a number or 'auto', got True"),
+    "scale that is true of a table": (
+        ready(),
+        {"scale": True},
+        TypeError,
+        "scale must be a number or 'auto', got True",
+    ),
     "scale in capitals": ("pi", {"scale": "Auto"}, TypeError, "scale must be a number or 'auto', got 'Auto'"),
     "transformers' name of scale": ("pi", {"factor": 4}, TypeError, "'factor': it is called scale here, got factor=4"),
     "transformers' name of beta": ("yarn", {"scale": 4.0, "beta_fast": 8}, TypeError, "'beta_fast': it is called beta"),

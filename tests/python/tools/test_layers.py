@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,6 +11,9 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+
+from mrrope.hf import rotary_layer
 
 ROOT = Path(__file__).parents[3]
 SOURCES = {".h", ".cpp", ".cu", ".cuh"}
@@ -120,6 +124,34 @@ def test_the_package_imports_torch_and_the_standard_library_only() -> None:
         plugins = {"numpy", "prometheus_client", "vllm"} if path.parent == ROOT / "mrrope" / "vllm" else set()
         foreign = imports_at_module_level(path) - set(sys.stdlib_module_names) - {"torch", "mrrope"} - plugins
         assert foreign == set(), path
+
+
+IMPORTED = """
+import sys, time
+import torch
+before, start = set(sys.modules), time.process_time()
+import mrrope
+print(time.process_time() - start)
+print(*(name for name in sys.modules if name not in before and not name.startswith("mrrope")))
+"""
+
+
+def test_the_import_is_quick() -> None:
+    """Beyond torch, the package imports little: above all not torch._dynamo, which takes more than a second."""
+    command = [sys.executable, "-c", IMPORTED]
+    seconds, names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:2]
+    assert not [name for name in names.split() if name.startswith(("torch._dynamo", "sympy", "transformers"))]
+    assert float(seconds) < 0.3
+
+
+def test_how_torch_marks_a_constant_result() -> None:
+    """mrrope.hf.rotary_layer sets the mark itself."""
+
+    def marked() -> None:
+        pass
+
+    assert vars(torch.compiler.assume_constant_result(marked)) == {"_dynamo_marked_constant": True}
+    assert vars(rotary_layer.convention_of) == vars(marked)
 
 
 def module_files() -> dict[str, Path]:
