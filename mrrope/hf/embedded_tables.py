@@ -7,6 +7,7 @@ as plain RoPE, and wrappers of ``PreTrainedModel.post_init`` and ``from_pretrain
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -28,11 +29,10 @@ def patch_as_configured(model: nn.Module) -> None:
     A model on the meta device stays as it is: ``from_pretrained`` builds those, and patches them once they are loaded.
     """
     config: Any = model.config
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if parameters.get("rope_type") in (*ROPE_TYPES, TABLE_TYPE) and kept_cache.drops_cache(model):
+    if _parameters_of(config, (*ROPE_TYPES, TABLE_TYPE)) and kept_cache.drops_cache(model):
         setattr(model, kept_cache.PREPARE, kept_cache.PrepareInputsKeepingCache(model, is_configured=True))
     # Before anything that may raise: get_text_config does, for a model of several text parts.
-    if not any(_table_parameters(part) for part in (config, *rope_config.sub_configs(config))):
+    if not any(_parameters_of(part, (TABLE_TYPE,)) for part in (config, *rope_config.sub_configs(config))):
         return
     tables, local_layers = _tables_of_text(config)
     if tables is None or any(buffer.is_meta for buffer in model.buffers()):
@@ -40,8 +40,8 @@ def patch_as_configured(model: nn.Module) -> None:
     patch(model, tables, local_layers=local_layers)
 
 
-def _table_parameters(config: Any) -> dict[str | None, dict[str, Any]]:
-    """Return the ``rope_parameters`` of type ``mrrope`` in a configuration, by layer type."""
+def _parameters_of(config: Any, rope_types: Sequence[str]) -> dict[str | None, dict[str, Any]]:
+    """Return the ``rope_parameters`` of some types in a configuration, by layer type."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return {}
@@ -49,13 +49,13 @@ def _table_parameters(config: Any) -> dict[str | None, dict[str, Any]]:
     return {
         layer_type: own
         for layer_type, own in by_type.items()
-        if isinstance(own, dict) and own.get("rope_type") == TABLE_TYPE
+        if isinstance(own, dict) and own.get("rope_type") in rope_types
     }
 
 
 def _tables_of_text(config: Any) -> tuple[HeadTables | TableSet | None, bool]:
     """Return the tables in the configuration of a model's text part, and whether they are for local layers too."""
-    by_type = _table_parameters(config.get_text_config(decoder=True))
+    by_type = _parameters_of(config.get_text_config(decoder=True), (TABLE_TYPE,))
     found = {layer_type: tables_per_layer_or_head(own) for layer_type, own in by_type.items()}
     several = {layer_type: tables for layer_type, tables in found.items() if tables is not None}
     tables = next(iter(several.values()), None)

@@ -73,10 +73,6 @@ def ladder_for(
     native_length = trained.original_max_position
     if native_length is None:
         raise ValueError("scale must be a number for this model: its configuration does not say how far it reads")
-    if max_scale is not None and (
-        not isinstance(max_scale, (int, float)) or isinstance(max_scale, bool) or not 1.0 < max_scale < math.inf
-    ):
-        raise ValueError(f"max_scale must be a number above 1, got {max_scale!r}")
     is_shipped = False
     if isinstance(method, str) and method not in METHODS:
         is_shipped = True
@@ -86,7 +82,9 @@ def ladder_for(
         if given.keys() - PLAIN_ROPE_OPTIONS:
             raise ValueError(f"method is a list of ready tables, which leaves no room for {given}")
         steps = [resolve(trained, step, 1.0, options) for step in method]
-        steps = [table for table in steps if max_scale is None or table.scale <= max_scale]
+        if max_scale is not None:
+            _expect_above_one(max_scale)
+            steps = [table for table in steps if table.scale <= max_scale]
     else:
         if isinstance(method, ModelTables):
             what = "one table" if isinstance(method, FrequencyTable) else f"one {type(method).__name__}"
@@ -94,6 +92,7 @@ def ladder_for(
         if max_scale is None:
             start = (trained.table_arguments(options) | options)["original_max_position"]
             max_scale = DEFAULT_REACH * native_length / start
+        _expect_above_one(max_scale)
         steps = [resolve(trained, method, scale, options) for scale in scales_up_to(max_scale)]
     reach = {table: table.original_max_position * table.scale for table in steps}
     longer = sorted((table for table in steps if reach[table] > native_length), key=lambda table: reach[table])
@@ -105,6 +104,12 @@ def ladder_for(
             raise ValueError(f"method must hold a table that reaches {past}, got {steps!r}")
         raise ValueError(f"max_scale must reach {past}, got {max_scale}")
     return Ladder((native, *longer), (native_length, *(reach[table] for table in longer)))
+
+
+def _expect_above_one(max_scale: Any) -> None:
+    is_number = isinstance(max_scale, (int, float)) and not isinstance(max_scale, bool)
+    if not is_number or not 1.0 < max_scale < math.inf:
+        raise ValueError(f"max_scale must be a number above 1, got {max_scale!r}")
 
 
 def _shipped_ladder(name: str) -> list[str]:

@@ -464,7 +464,7 @@ def test_a_shipped_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     mrrope.unpatch(model)
     for unknown in ("tin", "tiny-2x", "other", str(tmp_path / "tiny-2x.json")):
         refused(model, unknown, r"a ladder that comes with mrrope \(tiny, tiny-heads\)", scale="auto")
-    refused(model, "tiny", "leaves no room for {'max_scale': 4.0}", scale="auto", max_scale=4.0)
+    refused(model, "tiny", "leaves no room for {'alpha': 4.0}", scale="auto", alpha=4.0)
 
 
 def test_generate_with_a_ladder_of_sets() -> None:
@@ -522,7 +522,7 @@ def test_sets_for_other_models() -> None:
     refused(model, random_set(0, 2, 2, 8, 1e4, LENGTH), "rotary_dim 16")
     refused(model, random_set(0, 2, 2, 16, 5e5, LENGTH), "base 10000")
     refused(model, random_set(0, 2, 2, 16, 1e4, 128), "original_max_position 64")
-    refused(model, set_for(model, 2), "leaves no room for {'scale': 4.0}", scale=4.0)
+    refused(model, set_for(model, 2), "leaves no room for {'scale': 8.0}", scale=8.0)
     refused(model, set_for(model, 2), "got one TableSet", scale="auto")
     refused(model, [set_for(model, 2)], "scale must be 'auto'")
     refused(model, [random_set(0, 3, 2, *SETTINGS)], "2 layers", scale="auto")
