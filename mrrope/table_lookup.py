@@ -159,7 +159,9 @@ def resolve_tables(
     if isinstance(method, FrequencyTable | HeadTables | TableSet):
         given = {**({"scale": scale} if scale not in (1.0, method.scale) else {}), **options}
         if given.keys() - PLAIN_ROPE_OPTIONS:
-            raise ValueError(f"method is a ready table of scale {method.scale:g}, which leaves no room for {given}")
+            raise ValueError(
+                f"method is a ready table, which leaves no room for {given}: its scale is {method.scale:g}"
+            )
         _check_fits_model(trained, method, options)
         return method
     if isinstance(method, AxisTables):

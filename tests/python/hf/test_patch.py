@@ -171,7 +171,7 @@ WRONG_CALLS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"model's original_max_position 64, .* say original_max_position=128",
     ),
-    "table and another scale": (ready(), {"scale": 8.0}, ValueError, r"ready table of scale 4, .*no room .*scale': 8"),
+    "table and another scale": (ready(), {"scale": 8.0}, ValueError, r"ready table, .* {'scale': 8.0}: its scale is 4"),
     "scale that is true": ("rope", {"scale": True}, TypeError, "scale must be a number or 'auto', got True"),
     "scale that is true of a table": (
         ready(),
