@@ -29,7 +29,8 @@ Part = dict[str, Any]
 SANITIZERS = "memcheck", "racecheck", "initcheck", "synccheck"
 # Every access is checked, which is up to 100 times slower: left out are random cases and gigabytes.
 NOT_SANITIZED = "*RandomCases*:*TwoToThe31*:*RandomCallsAndGradients*"
-SANITIZER_SECONDS = 240
+SANITIZER_SECONDS = 240  # of all runs; what is not finished by then is recorded as such
+SANITIZER_PROCESSES = 12
 FUZZ_SECONDS = 120
 CTEST_JOBS = 4  # more contend for GPU memory: several tests take gigabytes
 
@@ -77,7 +78,7 @@ def python_tests(options: argparse.Namespace, folder: Path) -> Part:
     return checked(junit_part(report), run.returncode)
 
 
-def sanitizer_run(tool: str, test: Path) -> str:
+def sanitizer_run(tool: str, test: Path, deadline: float) -> str:
     """Return "passed", "not finished", or the tool's last lines."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", str(test)]
     try:
@@ -85,7 +86,7 @@ def sanitizer_run(tool: str, test: Path) -> str:
             [*command, f"--gtest_filter=-{NOT_SANITIZED}"],
             capture_output=True,
             text=True,
-            timeout=SANITIZER_SECONDS,
+            timeout=max(0.0, deadline - time.monotonic()),
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -95,10 +96,11 @@ def sanitizer_run(tool: str, test: Path) -> str:
 
 def sanitizers(options: argparse.Namespace, _folder: Path) -> Part:
     tests = sorted((options.build / "tests" / "cpp").glob("*_cuda_test"))
-    runs = [(tool, test) for tool in SANITIZERS for test in tests]
+    deadline = time.monotonic() + SANITIZER_SECONDS
+    runs = [(tool, test, deadline) for tool in SANITIZERS for test in tests]
     results = {}
-    with ThreadPoolExecutor(8) as pool:
-        for (tool, test), result in zip(runs, pool.map(sanitizer_run, *zip(*runs, strict=True)), strict=True):
+    with ThreadPoolExecutor(SANITIZER_PROCESSES) as pool:
+        for (tool, test, _), result in zip(runs, pool.map(sanitizer_run, *zip(*runs, strict=True)), strict=True):
             results[f"{tool} {test.name}"] = result
             print(f"{tool} {test.name}: {result}", flush=True)
     unfinished = [name for name, result in results.items() if result == "not finished"]

@@ -142,8 +142,7 @@ def export_config(
         exported = _with_rope(data, parsed, parameters, length, legacy=True)
     rebuilt = _parse(type(parsed), exported).get_text_config()
     _check_exported(rebuilt, model, extended)
-    drops_cache = as_longrope and engine.startswith("transformers") and hasattr(rebuilt, "original_max_position_embeddings")
-    if drops_cache:
+    if as_longrope and engine not in LONGROPE_UNREAD and hasattr(rebuilt, "original_max_position_embeddings"):
         # Phi-3 and its relatives drop their cache at this length, to switch to the long factors, which are equal here.
         parameters["original_max_position_embeddings"] = PAST_ALL_TEXTS
     if engine in LONGROPE_UNREAD:
