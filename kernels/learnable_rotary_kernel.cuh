@@ -79,6 +79,8 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
     const LearnableRotaryPlan& plan = map.plan;
     const int half = args.rotary_dim / 2;
     const bool has_tail = args.rotary_dim < args.head_dim;
+    // The same for all threads: in most calls the kind of a head decides nothing.
+    const bool wants_all = (args.q.heads == 0 || args.q.out != nullptr) && (args.k.heads == 0 || args.k.out != nullptr);
     const LearnableBlock block = map.block(blockIdx.x);
     int slot, lane_of_pass;
     map.thread(slot, lane_of_pass, threadIdx.x);
@@ -167,12 +169,13 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
                     });
                     x[j].narrow(v);
                     const LearnablePointers<Element> head = pointers_to(item, j);
-                    if (head.is_wanted) x[j].store(head.out, layout);
+                    if (wants_all || head.is_wanted) x[j].store(head.out, layout);
                 }
                 sums.add(signed_position, cross, dot);
                 for (int j = 0; has_tail && j < item.heads; ++j) {
                     const LearnablePointers<Element> head = pointers_to(item, j);
-                    if (head.is_wanted) copy_tail<Vector>(head.gradient, head.out, layout.lane, plan.lanes, args);
+                    if (wants_all || head.is_wanted)
+                        copy_tail<Vector>(head.gradient, head.out, layout.lane, plan.lanes, args);
                 }
                 item = next;
             }

@@ -68,7 +68,7 @@ __device__ __forceinline__ void copy_latent(const MlaRotaryLaunch& launch, int t
     fragment.load(in, layout);
     [[maybe_unused]] float scale = 1.0f;
     if constexpr (target == KeyTarget::float8_cache) {
-        scale = load_float8_scale(launch.scale, 0);
+        if (launch.scale != nullptr) scale = *launch.scale;
     }
     pdl_trigger();
     if (!launch.has_slot(slot)) return;
@@ -167,7 +167,7 @@ __device__ __forceinline__ void rotate_and_copy(const MlaRotaryLaunch& launch, i
     }
     [[maybe_unused]] float scale = 1.0f;
     if constexpr (to_float8) {
-        scale = load_float8_scale(launch.scale, 0);
+        if (launch.scale != nullptr) scale = *launch.scale;
     }
 
     CosSin<Real> by[Vector];

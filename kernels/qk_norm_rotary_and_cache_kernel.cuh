@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
         for (int j = 0; j < held; ++j) fragments[j] = Fragment{};
     }
     const auto load_scale = [&](int j) {
-        return has_head(j) ? load_float8_scale(of.scale, heads.head(j) * of.scale_stride) : 1.0f;
+        return of.scale == nullptr || !has_head(j) ? 1.0f : of.scale[heads.head(j) * of.scale_stride];
     };
     // Loaded with the heads. Of eight heads, it is the first one's, which most calls have for all: registers are
     // scarce.

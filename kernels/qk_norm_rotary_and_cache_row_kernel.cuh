@@ -110,7 +110,7 @@ private:
 
     __device__ float float8_scale(int head) {
         if (row_.kind != HeadKind::query || launch_.args.q_scale_out == nullptr) {
-            return load_float8_scale(of_.scale, head * of_.scale_stride);
+            return of_.scale == nullptr ? 1.0f : of_.scale[head * of_.scale_stride];
         }
         float largest = 0.0f;
         each_result(head, [&](int, float x) { largest = fmaxf(largest, fabsf(x)); });

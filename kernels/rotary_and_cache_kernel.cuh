@@ -80,7 +80,9 @@ __global__ void __launch_bounds__(rotary_block_threads,
         if (exists(j)) fragments[j].load(in + j * in_step, layout);
     }
     const CachedHeads& cached = heads.cached(args);
-    const auto scale_of = [&](int j) { return load_float8_scale(cached.scale, heads.head(j) * cached.scale_stride); };
+    const auto scale_of = [&](int j) {
+        return cached.scale == nullptr ? 1.0f : cached.scale[heads.head(j) * cached.scale_stride];
+    };
     float scales[HeadsPerThread];
     if (!keeps_dtype && !is_query) {
         CUTLASS_PRAGMA_UNROLL

@@ -38,7 +38,7 @@ std::vector<float> widened(const void* in, int count, DType dtype) {
 }
 
 void store_as_float8(const std::vector<float>& wide, float scale, StoredAs format, void* out) {
-    const Float8Scale by{scale, 1.0f / float8_scale_or_nan(scale)};
+    const Float8Scale by{scale, nan_unless_float8_scale(scale, 1.0f / scale)};
     auto* bytes = static_cast<uint8_t*>(out);
     for (const float x : wide) *bytes++ = float8_bits(by.divide(x), format);
 }

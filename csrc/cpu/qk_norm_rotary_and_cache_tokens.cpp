@@ -51,7 +51,7 @@ Destination cache_slot(const RotaryAndCacheArgs& args, const CachedHeads& cached
 }
 
 void store_float8(const float* wide, int count, float scale, StoredAs stored_as, char* to) {
-    const Float8Scale by{scale, 1.0f / float8_scale_or_nan(scale)};
+    const Float8Scale by{scale, nan_unless_float8_scale(scale, 1.0f / scale)};
     auto* bytes = reinterpret_cast<uint8_t*>(to);
 #pragma omp simd
     for (int i = 0; i < count; ++i) bytes[i] = float8_bits(by.divide(wide[i]), stored_as);

@@ -38,15 +38,10 @@ __device__ Float8Vector<Vector> to_float8(const cutlass::Array<float, Vector>& x
 #endif
 }
 
-// The scale of a head; 1 without `scales`. Checked here, off the critical path of the result.
-__device__ inline float load_float8_scale(const float* scales, int64_t index) {
-    return scales == nullptr ? 1.0f : float8_scale_or_nan(scales[index]);
-}
-
 // x / scale, correctly rounded before it is rounded to float8.
 template <int Vector>
 __device__ Float8Vector<Vector> to_float8(cutlass::Array<float, Vector> x, float scale, StoredAs format) {
-    const Float8Scale by{scale, __fdividef(1.0f, scale)};
+    const Float8Scale by{scale, nan_unless_float8_scale(scale, __fdividef(1.0f, scale))};
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < Vector; ++j) x[j] = by.divide(x[j]);
     return to_float8(x, format);
@@ -54,7 +49,7 @@ __device__ Float8Vector<Vector> to_float8(cutlass::Array<float, Vector> x, float
 
 // factor / scale: finite where the factor is, for the smallest scales, too, since 0 must not become NaN.
 __device__ inline float finite_ratio(float factor, float scale) {
-    const float ratio = __fdividef(factor, scale);
+    const float ratio = nan_unless_float8_scale(scale, __fdividef(factor, scale));
     return fabsf(ratio) > FLT_MAX && fabsf(factor) <= FLT_MAX ? copysignf(FLT_MAX, ratio) : ratio;
 }
 

@@ -250,7 +250,10 @@ inline Contract<RotaryCosSinArgs> rotary_cos_sin_contract(const ContractOptions&
                              .add_struct("cos", &RotaryCosSinArgs::cos, column_changes())
                              .add_struct("sin", &RotaryCosSinArgs::sin, column_changes())
                              .add("columns_dtype", [](RotaryCosSinArgs& a) { a.columns_dtype = a.rotary.dtype; })
-                             .add("columns_per_pair", [](RotaryCosSinArgs& a) { a.columns_per_pair = 2; }));
+                             .add_together({"columns_per_pair", "rotary.pairing"}, [](RotaryCosSinArgs& a) {
+                                 a.rotary.pairing = Pairing::interleaved;
+                                 a.columns_per_pair = 2;
+                             }));
 }
 
 inline FieldChanges<LearnableRotaryArgs> learnable_rotary_changes() {

@@ -43,9 +43,10 @@ MRROPE_HOST_DEVICE bool is_float8_scale(float scale) {
     return smallest_float8_scale <= std::abs(scale) && std::abs(scale) <= largest_float8_scale;
 }
 
-// Results of an impossible scale are NaN rather than wrong.
-MRROPE_HOST_DEVICE float float8_scale_or_nan(float scale) {
-    return is_float8_scale(scale) ? scale : NAN;
+// The ratio to a scale, or NaN where the scale is impossible: results are NaN rather than wrong. Kernels check ratios
+// and not loaded scales, since the compiler would wait for a scale before it loads the next head: 14 % at one token.
+MRROPE_HOST_DEVICE float nan_unless_float8_scale(float scale, float ratio) {
+    return is_float8_scale(scale) ? ratio : NAN;
 }
 
 // Divides by the scale before rounding to float8: multiplies by a reciprocal that need not be exact, then corrects the

@@ -18,7 +18,7 @@ struct RotaryCosSinArgs {
     ColumnsView cos;
     ColumnsView sin;
     DType columns_dtype = DType::float32;  // float32, or that of the heads
-    int columns_per_pair = 1;              // pair i uses column i * columns_per_pair
+    int columns_per_pair = 1;              // pair i uses column i * columns_per_pair: 1, or 2 in interleaved pairing
 };
 
 // `args` restricted to these sequences and tokens.
