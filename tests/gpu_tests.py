@@ -29,7 +29,7 @@ Part = dict[str, Any]
 SANITIZERS = "memcheck", "racecheck", "initcheck", "synccheck"
 # Every access is checked, which is up to 100 times slower: left out are random cases and gigabytes.
 NOT_SANITIZED = "*RandomCases*:*TwoToThe31*:*RandomCallsAndGradients*"
-SANITIZER_SECONDS = 240  # of all runs; what is not finished by then is recorded as such
+SANITIZER_SECONDS = 600  # of all runs; what is not finished by then is recorded as such
 SANITIZER_PROCESSES = 12
 FUZZ_SECONDS = 120
 CTEST_JOBS = 4  # more contend for GPU memory: several tests take gigabytes

@@ -151,10 +151,11 @@ def is_local(layer_type: str | None) -> bool:
 
 def window_of_all_layers(config: Any) -> int | None:
     """Return the sliding window of a model in which every attention layer has one; None where a layer has none."""
-    types = getattr(config, "layer_types", None) or []
+    # First, since configurations with unlike layers refuse to name one window for all.
+    if not all(map(is_local, getattr(config, "layer_types", None) or [])):
+        return None
     window: int | None = getattr(config, "sliding_window", None)
-    is_used = getattr(config, "use_sliding_window", None) is not False
-    return window if is_used and all(map(is_local, types)) else None
+    return None if getattr(config, "use_sliding_window", None) is False else window
 
 
 def attribute(layer_type: str | None, name: str) -> str:
