@@ -23,7 +23,7 @@ from mrrope.calibration.learnable_tables import LearnableTables
 from mrrope.calibration.table_gradient import TableGradient
 from mrrope.calibration.token_weights import token_weights
 from mrrope.calibration.training_texts import TrainingText
-from mrrope.table_lookup import resolve_table
+from mrrope.tables.lookup import resolve_table
 
 SMOLLM2 = Shape(
     LlamaForCausalLM,

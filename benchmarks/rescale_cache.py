@@ -17,7 +17,7 @@ from tqdm import tqdm
 import mrrope
 from mrrope.benchmark import baseline
 from mrrope.benchmark.timing import copy_steps, interleaved_medians, with_faster_copy
-from mrrope.tables import packed_stack
+from mrrope.tables.frequency_table import packed_stack
 
 LAYERS, HEADS = 32, 8
 TOKENS = (1024, 8192, 32768, 131072)

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from mrrope.axis_tables import AxisTables
 from mrrope.export.gguf import export_gguf
 from mrrope.export.hf_config import export_config
-from mrrope.head_tables import HeadTables
 from mrrope.hf.auto_scale.follower import expecting
 from mrrope.hf.embedded_tables import patch_on_import
 from mrrope.hf.kernels_slot import register_kernels
@@ -21,8 +19,10 @@ from mrrope.ops.rescale_cache import rescale_cache_
 from mrrope.ops.rotary import rotary, rotary_
 from mrrope.ops.rotary_and_cache import rotary_and_cache_
 from mrrope.ops.rotary_cos_sin import rotary_cos_sin
-from mrrope.table_set import TableSet
-from mrrope.tables import METHODS, FrequencyTable, frequency_table
+from mrrope.tables.axis_tables import AxisTables
+from mrrope.tables.frequency_table import METHODS, FrequencyTable, frequency_table
+from mrrope.tables.head_tables import HeadTables
+from mrrope.tables.table_set import TableSet
 
 __version__ = Path(__file__).with_name("VERSION").read_text().strip()
 

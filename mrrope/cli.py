@@ -12,15 +12,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mrrope import __version__, calibrated_tables
+from mrrope import __version__
 from mrrope.evaluation.results import EvaluationStoppedError
 from mrrope.export.gguf import export_gguf
 from mrrope.export.hf_config import ENGINES, export_config
-from mrrope.head_tables import HeadTables
 from mrrope.reporting.options import add_original_max_position
-from mrrope.table_lookup import ModelTables, is_saved_table, load_tables
-from mrrope.table_set import TableSet
-from mrrope.tables import METHODS, FrequencyTable, frequency_table
+from mrrope.tables import shipped
+from mrrope.tables.frequency_table import METHODS, FrequencyTable, frequency_table
+from mrrope.tables.head_tables import HeadTables
+from mrrope.tables.lookup import ModelTables, is_saved_table, load_tables
+from mrrope.tables.table_set import TableSet
 
 SHOWN_PAIRS = 8
 """Number of pairs of which ``mrrope table`` shows the cumulative scale in every layer and head."""
@@ -134,7 +135,7 @@ def chosen_tables(options: argparse.Namespace) -> ModelTables:
     if options.method not in METHODS:
         raise ValueError(
             f"method must be one of {', '.join(METHODS)}, the path of a table's .json, or the name of a table that "
-            f"comes with mrrope ({calibrated_tables.listed()}), got {options.method!r}"
+            f"comes with mrrope ({shipped.listed()}), got {options.method!r}"
         )
     if missing := [f"--{name.replace('_', '-')}" for name in names if name not in given]:
         raise ValueError(f"a method needs {', '.join(missing)}")

@@ -6,8 +6,8 @@ import torch
 
 from mrrope.calibration.calibrate import FIXED_METHODS
 from mrrope.evaluation.compared_methods import Method
-from mrrope.table_lookup import NativeRope, resolve_table
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
+from mrrope.tables.lookup import NativeRope, resolve_table
 
 POWERS = (0.5, 2.0)
 SU = "su"

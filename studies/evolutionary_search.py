@@ -18,8 +18,8 @@ from mrrope.calibration.objective import Figures, Readings
 from mrrope.calibration.search import BudgetSpentError, Objective, Point, successive_halving
 from mrrope.calibration.spaces import TEMPERATURES, attention_factor, clamp, temperature_of
 from mrrope.evaluation.documents import Document
-from mrrope.table_lookup import ModelTables
-from mrrope.tables import FrequencyTable, frequency_table
+from mrrope.tables.frequency_table import FrequencyTable, frequency_table
+from mrrope.tables.lookup import ModelTables
 
 PARENTS = 8
 CHILDREN = 16

@@ -14,7 +14,7 @@ from evolutionary_search import MUTATED_GENES, bred
 
 from mrrope.calibration.search import Point
 from mrrope.calibration.spaces import PowerSpace
-from mrrope.table_set import TableSet
+from mrrope.tables.table_set import TableSet
 
 STEPS = (2.0, 2.0, 0.02)
 """Standard deviations of a mutation: of either bound in pairs, and of the temperature."""

@@ -46,8 +46,8 @@ from mrrope.evaluation.retrieval_tasks import TASKS
 from mrrope.reporting import plotting
 from mrrope.reporting.machine import measured_with
 from mrrope.reporting.output import with_ending
-from mrrope.table_lookup import NativeRope
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
+from mrrope.tables.lookup import NativeRope
 
 PASSKEY = "passkey"
 WEAK_METHOD_TRIALS = 2

@@ -51,7 +51,7 @@ from mrrope.hf.patch import patched
 from mrrope.reporting import plotting
 from mrrope.reporting.machine import measured_with
 from mrrope.reporting.output import with_ending
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
 
 ANSWER = 8
 """Tokens of an answer: a space, five digits and what follows."""

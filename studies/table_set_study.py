@@ -55,7 +55,7 @@ from mrrope.hf.patch import patched
 from mrrope.reporting import plotting
 from mrrope.reporting.machine import measured_with
 from mrrope.reporting.output import with_ending
-from mrrope.table_lookup import ModelTables, NativeRope, load_tables, tables_from_dict
+from mrrope.tables.lookup import ModelTables, NativeRope, load_tables, tables_from_dict
 
 PASSKEY = "passkey"
 FIXED, SHIPPED, LAYER_SEARCH, LADDER = "fixed", "shipped", "layer_search", "ladder"

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
 
 
 def cos_sin(positions: torch.Tensor, table: FrequencyTable, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

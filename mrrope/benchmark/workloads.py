@@ -9,7 +9,7 @@ import torch
 
 from mrrope.benchmark import baseline
 from mrrope.benchmark.timing import copy_buffers
-from mrrope.tables import FrequencyTable, frequency_table
+from mrrope.tables.frequency_table import FrequencyTable, frequency_table
 
 LAYOUTS = ("projected", "bhsd", "bshd", "thd")
 """``projected`` has the shape of bhsd and the memory order of bshd, as a model's q and k projections have."""

@@ -12,8 +12,8 @@ from mrrope.calibration.search import Point, descend, successive_halving
 from mrrope.calibration.spaces import KnotSpace, PowerSpace
 from mrrope.evaluation.perplexity import perplexity
 from mrrope.evaluation.results import EvaluationStoppedError
-from mrrope.table_lookup import NativeRope, resolve_table
-from mrrope.tables import METHOD_TRAITS, SCALE_ONLY_METHODS, FrequencyTable
+from mrrope.tables.frequency_table import METHOD_TRAITS, SCALE_ONLY_METHODS, FrequencyTable
+from mrrope.tables.lookup import NativeRope, resolve_table
 
 FIXED_METHODS = SCALE_ONLY_METHODS
 POWER_OF = {name: method.power for name, method in METHOD_TRAITS.items() if method.power is not None}

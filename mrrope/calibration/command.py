@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mrrope import calibrated_tables
 from mrrope.calibration import report
 from mrrope.calibration.calibrate import Calibration, CalibrationStoppedError
 from mrrope.calibration.descent import LEARNING_RATE
@@ -42,8 +41,9 @@ from mrrope.reporting.options import (
     checked_positive,
 )
 from mrrope.reporting.output import checked_stem
-from mrrope.table_lookup import ModelTables, NativeRope, is_saved_table, load_tables, resolve_table
-from mrrope.tables import SCALE_ONLY_METHODS, FrequencyTable
+from mrrope.tables import shipped
+from mrrope.tables.frequency_table import SCALE_ONLY_METHODS, FrequencyTable
+from mrrope.tables.lookup import ModelTables, NativeRope, is_saved_table, load_tables, resolve_table
 
 DEFAULT_BUDGET = 10.0
 DEFAULT_DOCUMENTS = 6
@@ -195,7 +195,7 @@ def check(options: argparse.Namespace) -> None:
     if options.start and not is_saved_table(options.start) and options.start not in SCALE_ONLY_METHODS:
         raise ValueError(
             f"--start must be one of {', '.join(SCALE_ONLY_METHODS)}, a .json of tables or a shipped name "
-            f"({calibrated_tables.listed()}), got {options.start!r}"
+            f"({shipped.listed()}), got {options.start!r}"
         )
 
 

@@ -16,8 +16,8 @@ from mrrope.calibration.processes import ALONE, Processes
 from mrrope.calibration.search import BudgetSpentError
 from mrrope.calibration.table_gradient import TableGradient
 from mrrope.calibration.training_texts import TrainingTexts
-from mrrope.table_set import TableSet
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
+from mrrope.tables.table_set import TableSet
 
 LEARNING_RATE = 0.03
 BETAS = (0.9, 0.99)

@@ -18,8 +18,8 @@ from mrrope.calibration.search import successive_halving
 from mrrope.calibration.training_texts import TrainingTexts
 from mrrope.hf import rope_config
 from mrrope.hf.model_layers import ServedLayers
-from mrrope.table_lookup import ModelTables, NativeRope, resolve_table
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
+from mrrope.tables.lookup import ModelTables, NativeRope, resolve_table
 
 
 @dataclass(frozen=True)

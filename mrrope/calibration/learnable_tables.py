@@ -8,10 +8,10 @@ from typing import Literal, get_args
 
 import torch
 
-from mrrope.head_tables import HeadTables
-from mrrope.table_lookup import ModelTables, NativeRope
-from mrrope.table_set import TableSet
-from mrrope.tables import FrequencyTable, frequency_table
+from mrrope.tables.frequency_table import FrequencyTable, frequency_table
+from mrrope.tables.head_tables import HeadTables
+from mrrope.tables.lookup import ModelTables, NativeRope
+from mrrope.tables.table_set import TableSet
 
 Sharing = Literal["model", "layer", "head"]
 SHARINGS: tuple[Sharing, ...] = get_args(Sharing)

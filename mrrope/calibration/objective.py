@@ -22,8 +22,8 @@ from mrrope.calibration.search import BudgetSpentError
 from mrrope.evaluation.documents import Document
 from mrrope.evaluation.perplexity import DocumentLoss, loss_at, token_losses
 from mrrope.hf.patch import patched
-from mrrope.table_lookup import ModelTables
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
+from mrrope.tables.lookup import ModelTables
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mrrope.evaluation.evaluate import PERPLEXITY
 from mrrope.reporting.output import with_ending
-from mrrope.table_lookup import ModelTables
+from mrrope.tables.lookup import ModelTables
 
 
 @dataclass(frozen=True)

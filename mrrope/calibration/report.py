@@ -16,7 +16,7 @@ from mrrope.evaluation.perplexity import perplexity
 from mrrope.evaluation.results import Results
 from mrrope.reporting import plotting
 from mrrope.reporting.optional_packages import progress_bar
-from mrrope.table_lookup import ModelTables
+from mrrope.tables.lookup import ModelTables
 
 CALIBRATED = "calibrated"
 OTHER_KINDS = "other kinds"

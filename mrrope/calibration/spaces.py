@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from mrrope.calibration.search import Point
-from mrrope.tables import FrequencyTable, frequency_table
+from mrrope.tables.frequency_table import FrequencyTable, frequency_table
 
 USUAL_TEMPERATURE = 0.1
 """The default coefficient of YaRN and MrRoPE: the attention factor is 1 + temperature ln(scale)."""

@@ -16,8 +16,8 @@ from mrrope.evaluation.chunked_reader import fast_attention
 from mrrope.evaluation.evaluate import is_out_of_memory
 from mrrope.hf.patch import patched
 from mrrope.hf.rotary_embedding import TableRotaryEmbedding
-from mrrope.table_set import TableSet
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
+from mrrope.tables.table_set import TableSet
 
 
 class TableGradient:

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from mrrope import calibrated_tables
 from mrrope.evaluation.chunked_reader import Progress, Reader
 from mrrope.evaluation.documents import encode, opening_tokens
 from mrrope.evaluation.perplexity import next_token_losses
 from mrrope.evaluation.sample_text import library_texts
 from mrrope.hf.auto_scale.ladder import scales_up_to
 from mrrope.hf.patch import patched
-from mrrope.table_lookup import ModelTables, load_tables
+from mrrope.tables import shipped
+from mrrope.tables.lookup import ModelTables, load_tables
 
 PLAIN, CALIBRATED = "rope", "calibrated"
 PUBLISHED = "yarn"
@@ -95,7 +95,7 @@ def text_with_key(tokenizer: Any, course: Course) -> list[int]:
 
 def shipped_tables(name: str, scale: float) -> ModelTables | None:
     """The calibrated tables that ship under a name, such as ``smollm2-135m-heads``, for a scale; None without any."""
-    return next((table for table in map(load_tables, calibrated_tables.ladder(name)) if table.scale == scale), None)
+    return next((table for table in map(load_tables, shipped.ladder(name)) if table.scale == scale), None)
 
 
 def reading_contexts(

@@ -10,7 +10,7 @@ import torch
 
 from mrrope.benchmark import baseline
 from mrrope.ops.rotary import rotary
-from mrrope.tables import FrequencyTable, frequency_table
+from mrrope.tables.frequency_table import FrequencyTable, frequency_table
 
 
 def extended_llama(method: str) -> FrequencyTable:

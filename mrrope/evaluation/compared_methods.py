@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from mrrope import calibrated_tables
 from mrrope.hf.patch import patched
-from mrrope.table_lookup import ModelTables, is_saved_table, load_tables
-from mrrope.tables import METHODS, frequency_table
+from mrrope.tables import shipped
+from mrrope.tables.frequency_table import METHODS, frequency_table
+from mrrope.tables.lookup import ModelTables, is_saved_table, load_tables
 
 UNPATCHED = "unpatched"
 """The model with its own table and its own code."""
@@ -61,14 +61,14 @@ def methods_named(names: Sequence[str], **options: Any) -> list[Method]:
         raise ValueError("methods must be one or more, with commas between them, got none")
     methods = []
     for name in dict.fromkeys(names):
-        if name in calibrated_tables.ladders():
+        if name in shipped.ladders():
             if options.get("scale") != "auto":
                 given = options.get("scale")
                 raise ValueError(f"methods may have the ladder {name} with scale auto only, got scale {given}")
             methods.append(Method(name, (("scale", "auto"),)))
             continue
         if name != UNPATCHED and name not in METHODS and not is_saved_table(name):
-            known = ", ".join([UNPATCHED, *METHODS, *calibrated_tables.names(), *calibrated_tables.ladders()])
+            known = ", ".join([UNPATCHED, *METHODS, *shipped.names(), *shipped.ladders()])
             raise ValueError(f"methods must be {known} or .json files of tables or sets, got {name!r}")
         own: dict[str, Any] = {}
         try:

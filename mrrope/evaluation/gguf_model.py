@@ -9,7 +9,7 @@ from mrrope.evaluation.documents import encode
 from mrrope.export.gguf_file import SINGLE_TABLE_TYPES, GgufFile
 from mrrope.hf.rope_config import is_local
 from mrrope.hf.rope_types import TABLE_TYPE
-from mrrope.table_lookup import NativeRope
+from mrrope.tables.lookup import NativeRope
 
 WORD = re.compile("[▁Ġ]([a-z]{3,})")
 """A token that is a whole word with the space before it, as SentencePiece or GPT-2 write it."""

@@ -25,8 +25,8 @@ from mrrope.export.gguf_file import (
     GgufFile,
 )
 from mrrope.export.hf_config import exportable_tables, require_one_table
-from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
+from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, ModelTables
 
 ARCHITECTURES = (
     *("llama", "llama4", "deci", "arcee", "mistral3", "apertus", "exaone", "exaone4"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mrrope.table_lookup import NativeRope
-from mrrope.tables import frequency_table
+from mrrope.tables.frequency_table import frequency_table
+from mrrope.tables.lookup import NativeRope
 
 FACTORS = "rope_freqs.weight"
 """The tensor by which llama.cpp divides the frequencies."""

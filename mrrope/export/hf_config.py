@@ -23,9 +23,9 @@ from mrrope.hf import rope_config, rotary_embedding
 from mrrope.hf.model_layers import ServedLayers
 from mrrope.hf.pair_sources import pair_sources
 from mrrope.hf.rope_types import OPTIONS, ROPE_TYPES, TABLE_TYPE, register_rope_types
-from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, NativeRope, resolve_tables
-from mrrope.table_set import every_table
-from mrrope.tables import SCALE_ONLY_METHODS, FrequencyTable
+from mrrope.tables.frequency_table import SCALE_ONLY_METHODS, FrequencyTable
+from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, ModelTables, NativeRope, resolve_tables
+from mrrope.tables.table_set import every_table
 
 ENGINES = ("transformers", "transformers-longrope", "vllm", "sglang")
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from mrrope.head_tables import HeadTables
 from mrrope.hf import kept_cache, rope_config
 from mrrope.hf.patch import patch
 from mrrope.hf.rope_types import ROPE_TYPES, TABLE_TYPE, call_on_import, tables_per_layer_or_head
-from mrrope.table_set import TableSet
+from mrrope.tables.head_tables import HeadTables
+from mrrope.tables.table_set import TableSet
 
 
 def patch_as_configured(model: nn.Module) -> None:

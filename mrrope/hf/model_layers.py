@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from mrrope.head_tables import HeadTables
 from mrrope.hf.rope_config import RotaryTable
-from mrrope.table_lookup import ModelTables
-from mrrope.table_set import TableSet
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
+from mrrope.tables.head_tables import HeadTables
+from mrrope.tables.lookup import ModelTables
+from mrrope.tables.table_set import TableSet
 
 
 @dataclass(frozen=True)

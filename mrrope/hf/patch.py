@@ -36,8 +36,8 @@ from mrrope.hf.patch_record import PatchRecord, SavesWarn, record_in
 from mrrope.hf.rope_types import expect_rope_parameters
 from mrrope.hf.rotary_embedding import FusedRotary, RotaryTables, Rotation, UnfusableError, plan_rotation
 from mrrope.hf.swapped_table import SwappedTable
-from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, resolve_tables
-from mrrope.tables import METHODS, FrequencyTable
+from mrrope.tables.frequency_table import METHODS, FrequencyTable
+from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, ModelTables, resolve_tables
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -12,7 +12,7 @@ from torch import nn
 from mrrope.hf.rope_types import tables_per_layer_or_head
 from mrrope.hf.rotary_embedding import TableRotaryEmbedding
 from mrrope.hf.swapped_table import SwappedTable
-from mrrope.table_lookup import ModelTables
+from mrrope.tables.lookup import ModelTables
 
 SAVE = "save_pretrained"
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from mrrope.hf.pair_sources import PairSources, pair_sources
 from mrrope.hf.rope_types import ROPE_TYPES, TABLE_TYPE, tables_per_layer_or_head
-from mrrope.position_rows import packed_rows
-from mrrope.table_lookup import NativeRope
-from mrrope.table_set import OfOneLayer
-from mrrope.tables import FrequencyTable, frequency_table
+from mrrope.tables.frequency_table import FrequencyTable, frequency_table
+from mrrope.tables.lookup import NativeRope
+from mrrope.tables.position_rows import packed_rows
+from mrrope.tables.table_set import OfOneLayer
 
 FREQUENCIES = "inv_freq"
 UNTRAINED = ("yarn", "dynamic")

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from mrrope.head_tables import HeadTables
-from mrrope.table_lookup import ModelTables, load_tables, tables_from_dict
-from mrrope.table_set import TableSet
-from mrrope.tables import METHOD_TRAITS, FrequencyTable, frequency_table
+from mrrope.tables.frequency_table import METHOD_TRAITS, FrequencyTable, frequency_table
+from mrrope.tables.head_tables import HeadTables
+from mrrope.tables.lookup import ModelTables, load_tables, tables_from_dict
+from mrrope.tables.table_set import TableSet
 
 ROPE_TYPES = tuple(name for name, method in METHOD_TRAITS.items() if method.has_temperature and name != "yarn")
 """The values of ``rope_type`` that ``register_rope_types`` adds, named as in ``mrrope.frequency_table``."""

@@ -23,7 +23,7 @@ from mrrope.hf import conventions, handoff, rope_config
 from mrrope.hf.attention_probe import own_rotation
 from mrrope.hf.conventions import Apply, CallForm, RotaryFunction
 from mrrope.hf.cos_sin_uses import cos_sin_uses
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
 
 PROBED_POSITIONS = ((1, 5, 3, 40),)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from mrrope.hf import rope_config
 from mrrope.hf.rotary_embedding import RotaryTables, Rotation
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
 
 ATTRIBUTE = "_mrrope_swapped"
 """The attribute of a rotary embedding that holds its :class:`TableSwap`."""

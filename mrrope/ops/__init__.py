@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 
 import mrrope._core as _core
-from mrrope.axis_tables import AxisTables
-from mrrope.head_tables import HeadTables
-from mrrope.tables import FrequencyTable, packed_stack, require_op_table
+from mrrope.tables.axis_tables import AxisTables
+from mrrope.tables.frequency_table import FrequencyTable, packed_stack, require_op_table
+from mrrope.tables.head_tables import HeadTables
 from mrrope.torch_library import PACKAGE, library_for, minor_of
 
 Tables = FrequencyTable | HeadTables | AxisTables | Sequence[FrequencyTable | HeadTables] | Sequence[AxisTables]

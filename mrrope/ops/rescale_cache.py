@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from mrrope.axis_tables import AxisTables
-from mrrope.head_tables import HeadTables
 from mrrope.ops import require_tensors
-from mrrope.table_set import TableSet, every_table
-from mrrope.tables import FrequencyTable, packed_stack
+from mrrope.tables.axis_tables import AxisTables
+from mrrope.tables.frequency_table import FrequencyTable, packed_stack
+from mrrope.tables.head_tables import HeadTables
+from mrrope.tables.table_set import TableSet, every_table
 
 CacheTables = FrequencyTable | HeadTables | AxisTables | TableSet
 """What rotated the keys of a sequence: one table, one per key head or position axis, or the tables of each layer."""

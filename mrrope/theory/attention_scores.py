@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrrope.hf.patch import patched
 from mrrope.hf.rope_config import is_local
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mrrope.hf.rope_config import global_settings
 from mrrope.reporting.optional_packages import require
 from mrrope.reporting.options import add_output
 from mrrope.reporting.output import checked_stem, with_ending
-from mrrope.table_lookup import load_tables
+from mrrope.tables.lookup import load_tables
 from mrrope.theory import drawing, figure_data, table_set_figure
 from mrrope.theory.figure_data import Setting
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
 
 BLOCK = 8192
 FLAT = 1e-9

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mrrope.tables import METHOD_TRAITS, SCALE_ONLY_METHODS, FrequencyTable, frequency_table
+from mrrope.tables.frequency_table import METHOD_TRAITS, SCALE_ONLY_METHODS, FrequencyTable, frequency_table
 from mrrope.theory import attention_scores
 from mrrope.theory.curves import first_zero, lowest_between, middle_pairs, similarities_up_to, spelled_number, trend
 

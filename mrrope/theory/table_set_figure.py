@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mrrope.head_tables import heads_of
-from mrrope.table_lookup import ModelTables
-from mrrope.table_set import TableSet, every_table
+from mrrope.tables.head_tables import heads_of
+from mrrope.tables.lookup import ModelTables
+from mrrope.tables.table_set import TableSet, every_table
 
 PANEL_WIDTH, PANEL_HEIGHT = 3.0, 4.2
 MOST_PANELS_PER_ROW = 4

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from mrrope import calibrated_tables
-from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, is_saved_table, load_tables, tables_from_dict
-from mrrope.tables import METHODS, FrequencyTable
+from mrrope.tables import shipped
+from mrrope.tables.frequency_table import METHODS, FrequencyTable
+from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, ModelTables, is_saved_table, load_tables, tables_from_dict
 
 ROPE_TYPE = "mrrope"
 """The ``rope_type`` that comes with a table or a method."""
@@ -219,7 +219,7 @@ def _table(table: Any, folder: Path | None) -> FrequencyTable:
     if not isinstance(table, str) or not is_saved_table(table):
         raise ValueError(
             "rope_parameters: table must be the path of a table's .json, the name of a table that comes with mrrope "
-            f"({calibrated_tables.listed()}), or a list of those, got {table!r}"
+            f"({shipped.listed()}), or a list of those, got {table!r}"
         )
     path = Path(table)
     if folder is not None and not path.exists() and (folder / path).exists():

@@ -16,8 +16,8 @@ from mrrope.hf.auto_scale.ladder import Ladder, ladder_for
 from mrrope.hf.rope_config import UNTRAINED, RopeSettings, is_local, length_read, settings
 from mrrope.hf.rope_types import OPTIONS as TYPE_OPTIONS
 from mrrope.hf.rope_types import ROPE_TYPES
-from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, resolve_table
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
+from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, resolve_table
 from mrrope.vllm.rope_request import MODEL_KEYS, ROPE_TYPE, RopeRequest
 
 KEY = "mrrope"

@@ -14,8 +14,8 @@ from torch import nn
 import mrrope.ops  # noqa: F401 (registers the ops)
 from mrrope.hf.auto_scale.ladder import Ladder
 from mrrope.ops.decompositions import RADIANS_PER_PHASE_UNIT
-from mrrope.position_rows import packed_rows
-from mrrope.tables import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable
+from mrrope.tables.position_rows import packed_rows
 from mrrope.vllm import hooks
 from mrrope.vllm.rope_request import ROPE_TYPE
 from mrrope.vllm.rope_settings import KEY, ServedRope

@@ -13,7 +13,7 @@ from tiny_models import LENGTH
 from transformers import PreTrainedModel
 
 from fuzz.shrinking import choice
-from mrrope.tables import SCALE_ONLY_METHODS
+from mrrope.tables.frequency_table import SCALE_ONLY_METHODS
 
 ROPES = ("own", "own", "default", "linear", "dynamic", "yarn", "llama3", "longrope")
 MODES = ("forward", "chunks", "steps", "chat", "static", "cropped", "padded", "greedy", "beams", "gradients")

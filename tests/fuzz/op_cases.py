@@ -14,8 +14,8 @@ from rotary_reference import HEAD_AXIS
 
 import mrrope
 from fuzz.shrinking import choice
-from mrrope.position_rows import packed_rows
-from mrrope.tables import METHOD_TRAITS, OpTable, packed_stack
+from mrrope.tables.frequency_table import METHOD_TRAITS, OpTable, packed_stack
+from mrrope.tables.position_rows import packed_rows
 
 OPS = (
     "rotary",

@@ -13,8 +13,8 @@ from fuzz.float64_reference import PhaseSteps
 from fuzz.op_call import Alternative, Arguments, Expected, OpCall, Tensor, compute_eps
 from fuzz.op_cases import OpCase
 from mrrope.ops import decompositions
-from mrrope.position_rows import packed_rows
-from mrrope.tables import packed_stack
+from mrrope.tables.frequency_table import packed_stack
+from mrrope.tables.position_rows import packed_rows
 
 
 class RotaryCall(OpCall):

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from mrrope.hf.auto_scale.ladder import Ladder
-from mrrope.tables import frequency_table
+from mrrope.tables.frequency_table import frequency_table
 from mrrope.vllm.rope_settings import merged
 from mrrope.vllm.rotary_embedding import ServedRotaryEmbedding, served_layers
 

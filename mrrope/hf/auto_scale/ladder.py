@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from mrrope import calibrated_tables
-from mrrope.table_lookup import PLAIN_ROPE_OPTIONS, ModelTables, NativeRope
-from mrrope.tables import METHODS, FrequencyTable
+from mrrope.tables import shipped
+from mrrope.tables.frequency_table import METHODS, FrequencyTable
+from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, ModelTables, NativeRope
 
 DEFAULT_REACH = 16.0
 """Default reach of a ladder, in native lengths."""
@@ -113,9 +113,9 @@ def _expect_above_one(max_scale: Any) -> None:
 
 
 def _shipped_ladder(name: str) -> list[str]:
-    if found := calibrated_tables.ladder(name):
+    if found := shipped.ladder(name):
         return found
     raise ValueError(
         f"method must be one of {', '.join(METHODS)}, a list of tables, or the name of a ladder that comes with mrrope "
-        f"({', '.join(calibrated_tables.ladders()) or 'there is none yet'}) with scale='auto', got {name!r}"
+        f"({', '.join(shipped.ladders()) or 'there is none yet'}) with scale='auto', got {name!r}"
     )

@@ -24,11 +24,11 @@ from patched_models import LENGTH, LLAMA, UNFUSABLE, Snapshot, decoded, generate
 from tiny_models import TINY_SIZES, random_model, tiny_config_of, tiny_model, tokens
 from transformers import PreTrainedModel
 
-from mrrope import calibrated_tables
 from mrrope.hf import rope_config
 from mrrope.hf.auto_scale.follower import TABLES_ATTRIBUTE
 from mrrope.hf.layer_tables import LayerTables
 from mrrope.hf.rotary_embedding import TableRotaryEmbedding
+from mrrope.tables import shipped
 
 ROUNDING = 2e-6
 """Relative error of the logits. Modeling code computes norms, some rotations and its own angles in float32."""
@@ -446,7 +446,7 @@ def test_layers_of_several_types_follow_too() -> None:
 
 
 def test_a_shipped_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrated_tables, "FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     model = tiny_model("llama")
     for name, scale in {"tiny-16x": 16.0, "tiny-2x": 2.0, "tiny-heads-4x": 4.0}.items():
         dim, base, length = settings_of(model)

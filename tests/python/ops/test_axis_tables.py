@@ -12,7 +12,7 @@ from tensor_bits import same_bits
 from torch.library import opcheck
 
 import mrrope
-from mrrope.tables import packed_stack
+from mrrope.tables.frequency_table import packed_stack
 
 CACHE_OPS = [mrrope.rotary_and_cache_, mrrope.qk_norm_rotary_and_cache_]
 

@@ -14,7 +14,7 @@ import mrrope
 from mrrope.hf import conventions
 from mrrope.ops import decompositions
 from mrrope.ops.decompositions import is_decode_step
-from mrrope.position_rows import packed_rows
+from mrrope.tables.position_rows import packed_rows
 
 pytest.importorskip("transformers")
 

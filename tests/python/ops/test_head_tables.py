@@ -16,7 +16,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
 from mrrope.ops import decompositions
-from mrrope.position_rows import packed_rows
+from mrrope.tables.position_rows import packed_rows
 
 OPS = torch.ops.mrrope
 EPS = 1e-6

@@ -16,7 +16,7 @@ from rotary_reference import TOLERANCES, assert_rotated, rotated
 
 import mrrope
 from mrrope import FrequencyTable, HeadTables
-from mrrope.tables import packed_stack
+from mrrope.tables.frequency_table import packed_stack
 
 CPU = torch.device("cpu")
 

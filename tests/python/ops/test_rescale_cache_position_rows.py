@@ -9,7 +9,7 @@ from tensor_bits import same_bits
 from torch.library import opcheck
 
 import mrrope
-from mrrope.tables import packed_stack
+from mrrope.tables.frequency_table import packed_stack
 
 RESCALE_ = torch.ops.mrrope.rescale_cache_.default
 SECTIONS = (6, 5, 5)

@@ -33,7 +33,7 @@ from tensor_bits import same_bits
 from torch.library import opcheck
 
 import mrrope
-from mrrope.tables import packed_stack
+from mrrope.tables.frequency_table import packed_stack
 
 IN_PLACE = torch.ops.mrrope.rotary_and_cache_.default
 INTO = torch.ops.mrrope.rotary_and_cache_.into

@@ -7,7 +7,7 @@ from rotary_reference import assert_rotated, rotated
 
 import mrrope
 from mrrope.ops import decompositions
-from mrrope.position_rows import packed_rows
+from mrrope.tables.position_rows import packed_rows
 
 ROWS = 3
 ROTARY_DIM = 32

@@ -26,7 +26,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
 import mrrope
-from mrrope.position_rows import packed_rows
+from mrrope.tables.position_rows import packed_rows
 
 ROTARY = torch.ops.mrrope.rotary.default
 ROTARY_ = torch.ops.mrrope.rotary_.default

@@ -12,9 +12,10 @@ from op_errors import assert_refused
 from rotary_reference import TOLERANCES, rotated
 
 import mrrope
-from mrrope import FrequencyTable, HeadTables, TableSet, calibrated_tables
-from mrrope.table_lookup import NativeRope, is_saved_table, load_tables, resolve_table, resolve_tables
-from mrrope.table_set import every_table
+from mrrope import FrequencyTable, HeadTables, TableSet
+from mrrope.tables import shipped
+from mrrope.tables.lookup import NativeRope, is_saved_table, load_tables, resolve_table, resolve_tables
+from mrrope.tables.table_set import every_table
 
 CPU = torch.device("cpu")
 
@@ -202,35 +203,35 @@ KINDS = {"table": random_table(0), "heads": random_heads(3), "set": random_set(2
 
 
 @pytest.fixture
-def shipped(tmp_path, monkeypatch) -> Path:
+def shipped_folder(tmp_path, monkeypatch) -> Path:
     """A folder of shipped tables with one of each kind."""
-    monkeypatch.setattr(calibrated_tables, "FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     for name, tables in KINDS.items():
         tables.save(tmp_path / f"tiny-{name}.json")
     return tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shipped_names_of_every_kind(shipped, kind):
-    assert calibrated_tables.names() == ["tiny-heads", "tiny-set", "tiny-table"]
+def test_shipped_names_of_every_kind(shipped_folder, kind):
+    assert shipped.names() == ["tiny-heads", "tiny-set", "tiny-table"]
     name = f"tiny-{kind}"
     assert is_saved_table(name)
-    for source in (name, shipped / f"{name}.json", str(shipped / f"{name}.json")):
+    for source in (name, shipped_folder / f"{name}.json", str(shipped_folder / f"{name}.json")):
         assert load_tables(source) == KINDS[kind]
         assert type(KINDS[kind]).load(source) == KINDS[kind]
 
 
 def test_ladders_are_shipped_names_with_a_scale(tmp_path, monkeypatch):
-    monkeypatch.setattr(calibrated_tables, "FOLDER", tmp_path)
-    assert calibrated_tables.ladders() == calibrated_tables.ladder("tiny") == []
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    assert shipped.ladders() == shipped.ladder("tiny") == []
     names = "tiny-16x tiny-2x tiny-1.5x tiny-heads-4x tiny-heads-2x tiny tiny-x 2x tinier-2x"
     for name in names.split():
         random_table(0).save(tmp_path / f"{name}.json")
-    assert calibrated_tables.ladders() == ["tinier", "tiny", "tiny-heads"]
-    assert calibrated_tables.ladder("tiny") == ["tiny-1.5x", "tiny-2x", "tiny-16x"]
-    assert calibrated_tables.ladder("tiny-heads") == ["tiny-heads-2x", "tiny-heads-4x"]
+    assert shipped.ladders() == ["tinier", "tiny", "tiny-heads"]
+    assert shipped.ladder("tiny") == ["tiny-1.5x", "tiny-2x", "tiny-16x"]
+    assert shipped.ladder("tiny-heads") == ["tiny-heads-2x", "tiny-heads-4x"]
     for other in ("tin", "tiny-", "tiny-2x", "", "t.ny"):
-        assert calibrated_tables.ladder(other) == []
+        assert shipped.ladder(other) == []
 
 
 # --- tables for a model ---
@@ -239,9 +240,9 @@ TRAINED = NativeRope(16, 1e4, 2048, trained_length=2048)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tables_for_a_model(shipped, kind):
+def test_tables_for_a_model(shipped_folder, kind):
     tables = KINDS[kind]
-    for method in (tables, f"tiny-{kind}", shipped / f"tiny-{kind}.json"):
+    for method in (tables, f"tiny-{kind}", shipped_folder / f"tiny-{kind}.json"):
         assert resolve_tables(TRAINED, method, 1.0, {}) == tables
     if kind == "table":
         assert resolve_table(TRAINED, tables, 1.0, {}) is tables

@@ -13,7 +13,7 @@ from rotary_reference import TOLERANCES
 
 import mrrope
 from mrrope import FrequencyTable, frequency_table
-from mrrope.tables import METHOD_TRAITS, SCALE_ONLY_METHODS
+from mrrope.tables.frequency_table import METHOD_TRAITS, SCALE_ONLY_METHODS
 
 LLAMA = {"rotary_dim": 128, "base": 5e5, "original_max_position": 8192, "scale": 16.0}
 SMALL = {"rotary_dim": 24, "base": 1e4, "original_max_position": 1000, "scale": 6.5}

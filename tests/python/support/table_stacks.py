@@ -6,7 +6,7 @@ import torch
 from rotary_cases import table_of
 
 import mrrope
-from mrrope.tables import packed_stack
+from mrrope.tables.frequency_table import packed_stack
 
 METHODS = ["rope", "pi", "ntk", "yarn", "mrrope_pro"]  # with and without a default attention factor
 

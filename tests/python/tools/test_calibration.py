@@ -23,7 +23,6 @@ from scripted_models import OutOfMemory, RepeatsLastToken
 from transformers import LlamaForCausalLM
 
 import mrrope
-from mrrope import calibrated_tables
 from mrrope.calibration import document_sets, report, spaces
 from mrrope.calibration.calibrate import FIXED_METHODS, Calibration
 from mrrope.calibration.journal import Journal
@@ -34,7 +33,8 @@ from mrrope.cli import main
 from mrrope.evaluation import model_loading
 from mrrope.evaluation.documents import Document
 from mrrope.hf.patch import is_patched
-from mrrope.table_lookup import NativeRope, load_tables
+from mrrope.tables import shipped
+from mrrope.tables.lookup import NativeRope, load_tables
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
@@ -850,7 +850,7 @@ def shipped_table(tmp_path: Path, monkeypatch) -> mrrope.FrequencyTable:
     table = mrrope.frequency_table("mrrope_uni", rotary_dim=16, base=1e4, original_max_position=32, scale=4.0)
     table.save(tmp_path / "tiny-4x.json")
     table.save(tmp_path / "another.json")
-    monkeypatch.setattr(calibrated_tables, "FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     return table
 
 
@@ -875,7 +875,7 @@ def test_patch_names_methods_and_tables_where_a_name_is_neither(shipped_table, f
     )
     with pytest.raises(ValueError, match=listed):
         mrrope.patch(model, "tiny-8x")
-    monkeypatch.setattr(calibrated_tables, "FOLDER", folder / "model" / "nothing")
+    monkeypatch.setattr(shipped, "FOLDER", folder / "model" / "nothing")
     with pytest.raises(ValueError, match=r"comes with mrrope \(there is none yet\), got 'tiny-8x'"):
         mrrope.patch(model, ["tiny-8x"], scale="auto")
 
@@ -888,7 +888,7 @@ def test_a_file_of_that_name_is_meant_where_there_is_one(shipped_table, tmp_path
 
 
 def test_every_table_of_the_package_can_be_loaded() -> None:
-    for name in calibrated_tables.names():
+    for name in shipped.names():
         tables = load_tables(name)
         assert name.endswith(f"-{tables.scale:g}x")
         # By gradient every pair of every head is free; the search keeps scales that grow with the wavelength.

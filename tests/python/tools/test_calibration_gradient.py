@@ -45,7 +45,7 @@ from mrrope.cli import main
 from mrrope.evaluation.documents import Document
 from mrrope.hf.patch import is_patched
 from mrrope.hf.rotary_embedding import TableRotaryEmbedding
-from mrrope.table_lookup import NativeRope, load_tables
+from mrrope.tables.lookup import NativeRope, load_tables
 
 FLOAT64_EPS = torch.finfo(torch.float64).eps
 LAYERS, HEADS, ROTARY_DIM, NATIVE = 2, 2, 8, 32

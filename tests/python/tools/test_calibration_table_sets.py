@@ -16,7 +16,7 @@ from layer_search import LayerGenes
 import mrrope
 from mrrope.calibration.spaces import PowerSpace
 from mrrope.evaluation import model_loading
-from mrrope.table_lookup import load_tables
+from mrrope.tables.lookup import load_tables
 
 SETTINGS = {"rotary_dim": 8, "base": 1e4, "original_max_position": 32, "scale": 4.0}
 

@@ -13,8 +13,9 @@ from command_line import MRROPE
 from layer_tables import random_set
 
 import mrrope
-from mrrope import calibrated_tables, cli
-from mrrope.table_lookup import load_tables
+from mrrope import cli
+from mrrope.tables import shipped
+from mrrope.tables.lookup import load_tables
 
 TABLE = ["table", "mrrope_pro", "--base", "10000", "--original-max-position", "64", "--rotary-dim"]
 
@@ -106,7 +107,7 @@ def test_table_reads_files_and_shipped_names(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tables = KINDS[kind]
-    monkeypatch.setattr(calibrated_tables, "FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     tables.save(tmp_path / "tiny.json")
     for source in ("tiny", str(tmp_path / "tiny.json")):
         assert cli.main(["table", source, "--save", str(tmp_path / "copy.json")]) == 0

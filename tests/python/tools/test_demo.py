@@ -19,7 +19,6 @@ from scripted_models import CopiesFromContext
 from transformers import LlamaForCausalLM
 
 import mrrope
-from mrrope import calibrated_tables
 from mrrope.cli import main
 from mrrope.demo import report
 from mrrope.demo.long_context import (
@@ -38,6 +37,7 @@ from mrrope.evaluation.chunked_reader import Reader
 from mrrope.evaluation.documents import encode
 from mrrope.evaluation.perplexity import token_losses
 from mrrope.evaluation.sample_text import library_texts
+from mrrope.tables import shipped
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
@@ -165,7 +165,7 @@ def test_a_model_that_looks_far_enough_back_finds_the_key(window: int, found: bo
 def test_shipped_tables_take_the_place_of_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     rotary_dim = model.config.hidden_size // model.config.num_attention_heads
-    monkeypatch.setattr(calibrated_tables, "FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     assert shipped_tables("tiny", 8.0) is None
     assert list(reading_contexts(model, 8.0)) == [PLAIN, "yarn", "mrrope_pro"]
     kept = {

@@ -13,7 +13,7 @@ import torch
 import mrrope
 from mrrope import cli
 from mrrope.export import hf_config
-from mrrope.table_lookup import tables_from_dict
+from mrrope.tables.lookup import tables_from_dict
 from mrrope.vllm.rope_request import RopeRequest
 
 transformers = pytest.importorskip("transformers")

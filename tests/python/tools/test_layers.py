@@ -26,13 +26,6 @@ CUDA = re.compile(r"^cu(da|tlass|te|b)\b|^(cuda|cutlass|cute|cub|thrust)[_/.]|^n
 PACKAGE_LAYERS = [
     {
         "mrrope._core",
-        "mrrope.axis_tables",
-        "mrrope.calibrated_tables",
-        "mrrope.head_tables",
-        "mrrope.position_rows",
-        "mrrope.table_json",
-        "mrrope.table_lookup",
-        "mrrope.table_set",
         "mrrope.tables",
         "mrrope.torch_library",
     },

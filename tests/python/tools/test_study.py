@@ -33,7 +33,7 @@ from mrrope.evaluation import model_loading
 from mrrope.evaluation.documents import Document
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.retrieval_tasks import TASKS
-from mrrope.table_lookup import NativeRope
+from mrrope.tables.lookup import NativeRope
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 

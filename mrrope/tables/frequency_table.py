@@ -14,7 +14,8 @@ from typing import Any, SupportsFloat, SupportsIndex, TypeVar
 import torch
 
 import mrrope._core as _core
-from mrrope import calibrated_tables, table_json
+from mrrope.tables import json as table_json
+from mrrope.tables import shipped
 
 METHOD_TRAITS: dict[str, _core.MethodTraits] = {method.name: method for method in _core.methods()}
 """The row of every method in ``csrc/frequency_table.cpp``: all other lists of methods derive from it.
@@ -310,7 +311,7 @@ class FrequencyTable(OpTable):
             FileNotFoundError: there is no such file or shipped table.
             ValueError: the file does not hold a table.
         """
-        return FrequencyTable.from_dict(table_json.read_object(calibrated_tables.file_of(path)))
+        return FrequencyTable.from_dict(table_json.read_object(shipped.file_of(path)))
 
     def __eq__(self, other: object) -> bool:
         # Tables of one model mostly differ in scale, which is cheap to compare.

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mrrope import calibrated_tables, table_json
-from mrrope.axis_tables import AxisTables
-from mrrope.head_tables import HeadTables
-from mrrope.table_set import TableSet, every_table
-from mrrope.tables import METHODS, FrequencyTable, frequency_table
+from mrrope.tables import json as table_json
+from mrrope.tables import shipped
+from mrrope.tables.axis_tables import AxisTables
+from mrrope.tables.frequency_table import METHODS, FrequencyTable, frequency_table
+from mrrope.tables.head_tables import HeadTables
+from mrrope.tables.table_set import TableSet, every_table
 
 ModelTables = FrequencyTable | HeadTables | TableSet
 """What rotates a model: one table for all, one per key head of every layer, or the tables of each layer."""
@@ -96,7 +97,7 @@ class NativeRope:
 
 def is_saved_table(name: str) -> bool:
     """Whether ``name`` is the path of a JSON with a table or a set, or the name of a shipped one."""
-    return name.endswith(".json") or name in calibrated_tables.names()
+    return name.endswith(".json") or name in shipped.names()
 
 
 def tables_from_dict(data: dict[str, Any]) -> ModelTables:
@@ -120,7 +121,7 @@ def load_tables(path: str | Path) -> ModelTables:
         FileNotFoundError: there is no such file or shipped name.
         ValueError: the file holds none of them.
     """
-    return tables_from_dict(table_json.read_object(calibrated_tables.file_of(path)))
+    return tables_from_dict(table_json.read_object(shipped.file_of(path)))
 
 
 def resolve_table(
@@ -169,7 +170,7 @@ def resolve_tables(
             "method must be a method's name, a FrequencyTable, HeadTables, a TableSet or a path: a model knows itself "
             f"which of a token's positions rotates each pair, got {method!r}"
         )
-    if isinstance(method, str) and (steps := calibrated_tables.ladder(method)):
+    if isinstance(method, str) and (steps := shipped.ladder(method)):
         raise ValueError(
             f"method must be one table with scale {scale!r}, such as {steps[0]!r}, and {method!r} is a ladder of "
             f"{len(steps)}: scale='auto' takes it"
@@ -177,7 +178,7 @@ def resolve_tables(
     if isinstance(method, str) and method not in METHODS:
         raise ValueError(
             f"method must be one of {', '.join(METHODS)}, the path of a table's .json, or the name of a table that "
-            f"comes with mrrope ({calibrated_tables.listed()}), got {method!r}"
+            f"comes with mrrope ({shipped.listed()}), got {method!r}"
         )
     arguments = trained.table_arguments(options) | {"scale": scale, **options}
     if arguments["original_max_position"] is None:

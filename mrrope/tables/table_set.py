@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from mrrope import calibrated_tables, table_json
-from mrrope.head_tables import HeadTables, heads_from_rows, require_agreement, settings_of, table_from_row
-from mrrope.tables import DeviceCopies, FrequencyTable, words_per_head
+from mrrope.tables import json as table_json
+from mrrope.tables import shipped
+from mrrope.tables.frequency_table import DeviceCopies, FrequencyTable, words_per_head
+from mrrope.tables.head_tables import HeadTables, heads_from_rows, require_agreement, settings_of, table_from_row
 
 OfOneLayer = FrequencyTable | HeadTables
 """What rotates one layer: one table for all heads, or one per key head."""
@@ -164,7 +165,7 @@ class TableSet:
             FileNotFoundError: there is no such file or shipped set.
             ValueError: the file does not hold a set.
         """
-        return TableSet.from_dict(table_json.read_object(calibrated_tables.file_of(path)))
+        return TableSet.from_dict(table_json.read_object(shipped.file_of(path)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TableSet) and self._layers == other._layers

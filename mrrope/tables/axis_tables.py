@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from mrrope.position_rows import MAX_ROWS, packed_rows
-from mrrope.tables import FrequencyTable, OpTable, integers, require_table
+from mrrope.tables.frequency_table import FrequencyTable, OpTable, integers, require_table
+from mrrope.tables.position_rows import MAX_ROWS, packed_rows
 
 
 class AxisTables(OpTable):

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from mrrope import calibrated_tables, table_json
-from mrrope.tables import FrequencyTable, OpTable, require_table
+from mrrope.tables import json as table_json
+from mrrope.tables import shipped
+from mrrope.tables.frequency_table import FrequencyTable, OpTable, require_table
 
 AGREED = ("rotary_dim", "base", "original_max_position", "scale")
 """What the tables of one model have in common."""
@@ -132,7 +133,7 @@ class HeadTables(OpTable):
             FileNotFoundError: there is no such file or shipped table.
             ValueError: the file does not hold head tables.
         """
-        return HeadTables.from_dict(table_json.read_object(calibrated_tables.file_of(path)))
+        return HeadTables.from_dict(table_json.read_object(shipped.file_of(path)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HeadTables) and self._tables == other._tables
