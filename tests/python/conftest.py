@@ -19,39 +19,6 @@ settings.register_profile("default", deadline=None, max_examples=150)
 settings.register_profile("ci", deadline=None, max_examples=150, derandomize=True)
 settings.register_profile("quick", deadline=None, max_examples=15, derandomize=True)
 
-# Left out of --quick: whole model families, training runs, real models and random runs.
-SLOW_FILES = {
-    Path(__file__).parent / name
-    for name in (
-        "hf/test_patch_families.py",
-        "hf/test_patch_native.py",
-        "hf/test_patch_with_kernels.py",
-        "hf/test_real_model.py",
-        "hf/test_register_kernels.py",
-        "hf/test_tiny_models.py",
-        "tools/test_export_families.py",
-        "tools/test_fuzz.py",
-        "tools/test_model_benchmark.py",
-        "tools/test_study.py",
-    )
-}
-
-# Tests that take more than 4 s of CPU time: compilation, processes of their own, whole runs of a command.
-SLOW_TESTS = {
-    "test_a_killed_run_goes_on_with_nothing_lost_and_nothing_read_twice",
-    "test_a_pickled_model_follows_in_another_process",
-    "test_compiled_decoding_is_one_graph_across_steps",
-    "test_compiled_decoding_past_a_static_window",
-    "test_compiled_decoding_with_a_cache_that_grows",
-    "test_compiled_decoding_with_a_static_cache",
-    "test_every_family_norms_as_it_did",
-    "test_short_documents_will_do_where_they_are_joined",
-    "test_tensor_parallel",
-    "test_the_command_prints_tables_and_draws",
-    "test_unpickled_in_a_fresh_process",
-    "test_unpickled_with_attention_in_another_module_than_the_rotary_embedding",
-}
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="the first case of every fast test")
@@ -61,15 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     profile = "quick" if config.getoption("quick") else "ci" if os.environ.get("CI") else "default"
     settings.load_profile(profile)
-    source = "".join(path.read_text() for path in Path(__file__).parent.glob("*/test_*.py"))
-    missing = [str(path) for path in SLOW_FILES if not path.exists()]
-    missing += [name for name in SLOW_TESTS if f"def {name}(" not in source]
-    if missing:
-        raise pytest.UsageError(f"SLOW_FILES and SLOW_TESTS must exist, got {missing}")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if config.getoption("quick") and collection_path in SLOW_FILES else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -82,8 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         first.setdefault((item.nodeid.split("[")[0], parameters.get("device"), parameters.get("cuda")), item)
-    kept = {item for item in first.values() if getattr(item, "originalname", item.name) not in SLOW_TESTS}
-    keep_only(config, items, kept)
+    keep_only(config, items, {item for item in first.values() if item.get_closest_marker("slow") is None})
 
 
 def keep_only(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:

@@ -653,6 +653,7 @@ def test_generation_strategies(model, options):
 # --- compiling, copying, offloading and casting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"backend": "aot_eager"}, {"mode": "reduce-overhead"}], ids=["traced", "cuda graphs"])
 def test_compiled_decoding_is_one_graph_across_steps(model, how):
     """With a right-padded prompt, and positions that count its real tokens only."""
@@ -682,6 +683,7 @@ def test_compiled_decoding_is_one_graph_across_steps(model, how):
     torch.testing.assert_close(read["compiled"], read["eager"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled_decoding_with_a_cache_that_grows(model):
     """One graph for the first step and one for all others, as in the unpatched model."""
     auto_scaled(model)
@@ -698,6 +700,7 @@ def test_compiled_decoding_with_a_cache_that_grows(model):
     assert_keys_match_their_positions(model, cache, ids, positions, 70)
 
 
+@pytest.mark.slow
 def test_compiled_decoding_past_a_static_window():
     model = auto_scaled(tiny_mistral())
     ids = text(70, batch=2)
@@ -786,6 +789,7 @@ print([index.tolist() for index in cache.mrrope_tables.values()])
 """
 
 
+@pytest.mark.slow
 def test_a_pickled_model_follows_in_another_process(tmp_path):
     model = auto_scaled(tiny_llama())
     (tmp_path / "model.pickle").write_bytes(pickle.dumps((model, text(60, batch=2).split(20, dim=1))))

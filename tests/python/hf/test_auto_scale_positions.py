@@ -313,6 +313,7 @@ def test_generate_across_steps(model, implementation):
 # --- torch.compile
 
 
+@pytest.mark.slow
 def test_compiled_decoding_is_one_graph_across_steps(qwen):
     auto_scaled(qwen)
     positions = positions_of([20, IMAGE, 120]).expand(3, 2, -1)

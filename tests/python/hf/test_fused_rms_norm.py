@@ -96,6 +96,7 @@ def test_families(family: str, calls: list[torch.Tensor]) -> None:
     assert_same(found, logits(reference(family)))
 
 
+@pytest.mark.slow
 def test_every_family_norms_as_it_did() -> None:
     """Those that have norms of this kind; most do."""
     changed = []
@@ -759,6 +760,7 @@ def distributed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
     return run_on_two_ranks(DISTRIBUTED, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", QK_NORMS)
 def test_tensor_parallel(distributed: Callable[[str], dict[str, Any]], family: str) -> None:
     assert_same(distributed(f"tensor_parallel-{family}")["logits"], logits(reference(family)))

@@ -562,6 +562,7 @@ def test_an_unpatched_copy_of_a_model_that_is_patched_later(llama: PreTrainedMod
     assert torch.equal(logits(clone), plain)
 
 
+@pytest.mark.slow
 def test_unpickled_in_a_fresh_process(tmp_path: Path) -> None:
     families = ["llama", "deepseek_v3", "llama4_text", "gemma3_text", "qwen3_5_text", "qwen3", "olmo2"]
     cases = {}
@@ -604,6 +605,7 @@ def test_unpickled_where_the_function_takes_other_arguments(monkeypatch: pytest.
         pickle.loads(saved)
 
 
+@pytest.mark.slow
 def test_unpickled_with_attention_in_another_module_than_the_rotary_embedding(
     llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,8 @@ import tiny_models
 from model_tolerance import relative, tolerance
 from patched_models import turns_in_local_layers_alone
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 16
 TRAINED_LENGTH = 64
 FAMILIES = tiny_models.causal_lm_families()

@@ -211,6 +211,7 @@ def test_compiled_before_it_is_patched(dynamo: Any) -> None:
     assert_same(logits(compiled), plain)
 
 
+@pytest.mark.slow
 def test_compiled_decoding_with_a_static_cache(dynamo: Any) -> None:
     counts = []
     found = []
@@ -436,6 +437,7 @@ def distributed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
     return run_on_two_ranks(DISTRIBUTED, folder)
 
 
+@pytest.mark.slow
 def test_tensor_parallel(distributed: Callable[[str], dict[str, Any]]) -> None:
     result = distributed("tensor_parallel")
     assert result["weights"] == "DTensor"

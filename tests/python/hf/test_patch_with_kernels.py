@@ -24,9 +24,10 @@ from transformers.integrations.hub_kernels import kernelize
 from transformers.models.llama import modeling_llama
 from transformers.utils import is_kernels_available
 
-pytestmark = pytest.mark.skipif(
-    not is_kernels_available(), reason="transformers finds no package kernels that it takes"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_kernels_available(), reason="transformers finds no package kernels that it takes"),
+]
 IN_USE = os.environ["USE_HUB_KERNELS"] == "YES"
 needs_kernels = pytest.mark.skipif(not IN_USE, reason="runs in the process that test_with_kernels_in_use starts")
 

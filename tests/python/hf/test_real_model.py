@@ -1,10 +1,13 @@
 """A real model finds a pass key past its training length when patched, and does not when unpatched."""
 
+import pytest
 import smollm2
 import torch
-from markers import slow
+from markers import takes_minutes
 
 import mrrope
+
+pytestmark = pytest.mark.slow
 
 LENGTH, DEPTH = 12_000, 1_200
 PASS_KEY = "71432"
@@ -26,7 +29,7 @@ def answer(model, tokenizer, tokens: torch.Tensor) -> str:
     return tokenizer.decode(output[0, tokens.shape[1] :])
 
 
-@slow
+@takes_minutes
 def test_a_patched_model_finds_what_lies_further_back_than_it_was_trained_to_look(device):
     model, tokenizer = smollm2.model_and_tokenizer(device)
     tokens = question_after_a_long_text(tokenizer).to(device)

@@ -33,9 +33,10 @@ from mrrope.hf import kernels_slot, rotary_layer
 from mrrope.hf.kernels_slot import SLOT, InProcess
 from mrrope.hf.rotary_layer import CONVENTIONS, RotaryPosEmb, convention_of
 
-pytestmark = pytest.mark.skipif(
-    not is_kernels_available(), reason="transformers finds no package kernels that it takes"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_kernels_available(), reason="transformers finds no package kernels that it takes"),
+]
 IN_USE = os.environ["USE_HUB_KERNELS"] == "YES"
 needs_kernels = pytest.mark.skipif(not IN_USE, reason="runs in the process that test_with_kernels_in_use starts")
 

@@ -25,7 +25,7 @@ UNBUILDABLE = {
     "musicgen_melody": "as musicgen",
 }
 
-pytestmark = pytest.mark.usefixtures("quiet_transformers")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet_transformers")]
 
 # Rotary tensors on which no logits depend.
 UNUSED = {

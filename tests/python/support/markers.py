@@ -23,4 +23,5 @@ def reason_for_no_cuda() -> str | None:
 
 NO_CUDA = reason_for_no_cuda()
 needs_cuda = pytest.mark.skipif(NO_CUDA is not None, reason=NO_CUDA or "")
-slow = pytest.mark.skipif("MRROPE_SLOW_TESTS" not in os.environ, reason="takes minutes: MRROPE_SLOW_TESTS=1 runs it")
+reason_to_wait = "takes minutes: MRROPE_SLOW_TESTS=1 runs it"
+takes_minutes = pytest.mark.skipif("MRROPE_SLOW_TESTS" not in os.environ, reason=reason_to_wait)

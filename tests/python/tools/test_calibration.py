@@ -623,6 +623,7 @@ def sigint() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT], ids=lambda kill: kill.name)
 def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_read_twice(
@@ -670,6 +671,7 @@ def test_a_run_whose_budget_was_spent_goes_on_with_a_larger_one(folder: Path, un
     assert keys == readings_in(unbroken.with_suffix(".journal"))[: len(keys)]
 
 
+@pytest.mark.slow
 def test_short_documents_will_do_where_they_are_joined(folder: Path, tmp_path: Path) -> None:
     options = {"--scale": "8", "--documents": "2", "--held-out-documents": "1", "--lengths": "64,256"}
     assert main(arguments(folder, tmp_path / "out", **options)) == 2

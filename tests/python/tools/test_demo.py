@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import smollm2
 import torch
-from markers import slow
+from markers import takes_minutes
 from tiny_models import tiny_model, tokens
 
 pytest.importorskip("matplotlib")
@@ -244,7 +244,7 @@ def test_the_whole_demo(model_folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert printed["readings"] == data["readings"]
 
 
-@slow
+@takes_minutes
 def test_the_real_demo(tmp_path: Path) -> None:
     """Past its native length, SmolLM2 is lost; with calibrated tables it reads on and finds the pass key."""
     smollm2.gguf_file()

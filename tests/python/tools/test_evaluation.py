@@ -13,7 +13,7 @@ import smollm2
 import torch
 from byte_llama import byte_tokenizer, random_words, save_byte_llama
 from command_line import as_arguments
-from markers import slow
+from markers import takes_minutes
 from matplotlib.figure import Figure
 from scripted_models import CopiesFromContext, OutOfMemory, RepeatsLastToken, ScriptedModel
 from tiny_models import tiny_model, tokens
@@ -366,6 +366,7 @@ def test_the_command_measures_what_one_pass_gives(folder: Path, tmp_path: Path, 
             assert figures["second_half_perplexity"] == pytest.approx(math.exp(sum(halves) / 2), rel=500 * FLOAT32_EPS)
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_and_draws(folder: Path, tmp_path: Path, capsys) -> None:
     tasks = "perplexity,passkey,needle,multikey,tracking,tiled_copy"
     options = {"--methods": "rope,yarn", "--scale": "4", "--output": str(tmp_path / "out"), "--documents": "1"}
@@ -731,7 +732,7 @@ metadata: {{version: 1.0}}
 """
 
 
-@slow
+@takes_minutes
 def test_the_real_harness_reads_by_the_patched_model(folder: Path, tmp_path: Path) -> None:
     """Run a task whose correct answers are those that the patched model finds likelier, and one of RULER's."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'lm_eval[ruler]'")

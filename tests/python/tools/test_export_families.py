@@ -22,7 +22,7 @@ import logits_without_mrrope
 import tiny_models
 from model_tolerance import relative, tolerance
 
-pytestmark = pytest.mark.usefixtures("quiet_transformers")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet_transformers")]
 
 ENGINE = "transformers-longrope"
 LENGTH = 100

@@ -26,6 +26,8 @@ from fuzz.model_cases import ModelCase
 from fuzz.op_cases import OpCase
 from fuzz.shrinking import CaseError, changed_fields, draw, reproduction_script, shrink
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[2]
 FAMILIES = ["llama", "qwen3", "gemma3_text", "deepseek_v3", "gpt_neox", "mistral"]
 

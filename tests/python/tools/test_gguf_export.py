@@ -10,7 +10,7 @@ import pytest
 import smollm2
 import torch
 from layer_tables import random_set
-from markers import slow
+from markers import takes_minutes
 
 import mrrope
 from mrrope import cli
@@ -319,7 +319,7 @@ class LlamaCppRotaryEmbedding(torch.nn.Module):
         return torch.from_numpy(np.cos(angles) * factor)[None], torch.from_numpy(np.sin(angles) * factor)[None]
 
 
-@slow
+@takes_minutes
 def test_the_real_llama_cpp_agrees_with_the_patched_model(tmp_path):
     """With the same angles, an export past the native length agrees as closely as the original at 2048 tokens.
 

@@ -14,6 +14,8 @@ from model_shapes import SHAPES
 from mrrope.hf.fusion.rms_norm import FusedNorms
 from mrrope.hf.rotary_embedding import TableRotaryEmbedding
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.parametrize("shape", SHAPES)

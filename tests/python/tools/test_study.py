@@ -35,7 +35,7 @@ from mrrope.evaluation.results import Results
 from mrrope.evaluation.retrieval_tasks import TASKS
 from mrrope.tables.lookup import NativeRope
 
-pytestmark = pytest.mark.usefixtures("quiet_transformers")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet_transformers")]
 
 # Compared tables
 
