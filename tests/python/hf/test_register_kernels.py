@@ -5,8 +5,10 @@ Whether transformers has slots for kernels is decided when it is imported, so th
 
 import importlib
 import os
+import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import mrrope
 pytest.importorskip("transformers")
 
 import tiny_models
+import transformers
 from model_tolerance import relative, tolerance
 from op_counter import OpCounter
 from op_errors import assert_refused
@@ -42,6 +45,8 @@ needs_kernels = pytest.mark.skipif(not IN_USE, reason="runs in the process that 
 
 OPENED = ("gpt_neox", "glm", "cohere")
 """Families that transformers gives no slot."""
+PAGE = Path(__file__).parents[3] / "docs" / "use-kernels.md"
+DOCUMENTED_VERSION = "5.17."
 LOADED = ("llama", "qwen3", "phi", "nanochat", *OPENED)
 """Plain, with q and k normed, partial, backwards; partial in its function, interleaved and partial, interleaved."""
 
@@ -211,10 +216,22 @@ def test_family(family: str) -> None:
 def test_which_families_have_the_slot(capsys: pytest.CaptureFixture[str]) -> None:
     if rows.keys() != set(tiny_models.causal_lm_families()):
         pytest.skip("says something only when every family was tried in the same run")
+    found = {kind: {family for family, of in rows.items() if of == kind} for kind in ("slot", "opened", "none")}
     with capsys.disabled():
-        for kind in ("slot", "opened", "none"):
-            print(f"\n{kind}: {' '.join(family for family, found in rows.items() if found == kind)}")
-        print(f"{sum(kind == 'slot' for kind in rows.values())} of {len(rows)} families have the slot")
+        for kind, families in found.items():
+            print(f"\n{kind}: {' '.join(sorted(families))}")
+        print(f"{len(found['slot'])} of {len(rows)} families have the slot")
+    if transformers.__version__.startswith(DOCUMENTED_VERSION):
+        for kind, row in (("slot", "have the slot"), ("opened", "can be given it")):
+            count, patterns = documented_families(row)
+            assert len(found[kind]) == count
+            assert {family for family in rows if any(fnmatch(family, pattern) for pattern in patterns)} == found[kind]
+
+
+def documented_families(row: str) -> tuple[int, list[str]]:
+    """Return the count and the names, with wildcards, in a row of the page's table."""
+    count, names = re.search(rf"^\| (\d+) {row} \| (.*) \|$", PAGE.read_text(), re.MULTILINE).groups()
+    return int(count), names.replace("\\*", "*").split(", ")
 
 
 # --- with patch ---
