@@ -57,6 +57,22 @@ def test_what_a_command_starts_ends_with_it():
     assert time.monotonic() - start < 50
 
 
+def test_a_command_may_end_by_itself():
+    """As pytest does, which writes its report when it is interrupted."""
+    wait = "trap 'echo report; exit 2' INT; echo begun; while :; do sleep 0.1; done"
+    status, output = gpu_tests.run_for(1, ["sh", "-c", wait], stop_seconds=60, stdout=subprocess.PIPE)
+    assert (status, output) == (None, "begun\nreport\n")
+
+
+def test_an_interrupted_test_did_not_pass(tmp_path):
+    """pytest lists it without a name."""
+    report = tmp_path / "pytest.xml"
+    case = '<testcase classname="test_x" name="test_a[0]" time="0.102" />'
+    report.write_text(f'<testsuites><testsuite name="pytest">{case}<testcase time="0.000" /></testsuite></testsuites>')
+    part = gpu_tests.checked(gpu_tests.junit_part(report), None)
+    assert part == {"passed": 1, "skipped": 0, "failures": ["not finished in time"]}
+
+
 def write_script(path: Path, text: str) -> None:
     path.write_text("#!/bin/sh\n" + text)
     path.chmod(0o755)
