@@ -305,6 +305,18 @@ def test_heads_of_zeros_and_infinity_have_a_finite_scale(device):
         assert call.q_out[1, 0, 5].float() == torch.finfo(dtype).max
 
 
+@pytest.mark.parametrize("scale", [0.0, 2.0**-127, 2.0**127, math.inf, math.nan])
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 36], ids=["vectors", "component by component"])
+def test_an_impossible_scale_of_q_gives_nan(cuda, scale, has_norms, head_dim):
+    for dtype in FLOAT8:
+        case = Case(dtype=torch.bfloat16, layout="thd", head_dim=head_dim, rotary_dim=32)
+        call = Call(case, Options(norms=(has_norms, has_norms), q_out=dtype, q_scale="one"), cuda)
+        call.q_scale.fill_(scale)
+        mrrope.qk_norm_rotary_and_cache_(**call.arguments())
+        assert call.q_out.float().isnan().all()
+
+
 def assert_infinity_stays_where_it_is(device, over, pairing, tokens, has_norms):
     """With norms all other components of the head are 0, without they keep their values."""
     case = Case(dtype=torch.bfloat16, pairing=pairing, layout="thd", tokens=tokens, heads=(32, 8), head_dim=64,
