@@ -220,6 +220,16 @@ def test_float8_saturates_and_keeps_nan(device, dtype):
     assert row[10].isnan()
 
 
+@pytest.mark.parametrize("scale", [0.0, 2.0**-127, 2.0**127, math.inf, math.nan])
+def test_an_impossible_float8_scale_gives_nan(cuda, scale):
+    """The latent's and the key's part; the host does not read scales on a GPU."""
+    call = Call(Case(layout="thd", tokens=2, dtype=torch.bfloat16), Kept(float8=True), cuda)
+    call.slots = torch.tensor([3, 4], device=cuda)
+    call.scale = torch.tensor([scale], device=cuda)
+    mrrope.mla_rotary_and_cache_(**call.arguments())
+    assert call.cache.view(-1, 40)[3:5].float().isnan().all()
+
+
 def test_e5m2_caches(device):
     call = Call(Case(layout="thd", tokens=2, dtype=torch.float32, reach=0), Kept(), device)
     call.table = mrrope.frequency_table("rope", rotary_dim=16, base=1e4, original_max_position=64)

@@ -53,24 +53,45 @@ def test_one_rounding_in_all(device, over, dtype):
     assert (q.cpu().double() - exact).norm() / exact.norm() < TOLERANCES[dtype].frobenius
 
 
-@pytest.mark.parametrize("over", OVERS)
-@pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("tokens", [1, 64, 2048])  # one head per thread, and several
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_infinity_in_the_unrotated_tail_stays_where_it_is(device, over, pairing, tokens, dtype):
+def assert_infinity_stays_where_it_is(device, over, pairing, tokens, dtype, heads=(8, 2), tables=None):
     """The mean square is infinite, so all other components are 0; tail components have no partner to turn into NaN."""
-    case = Case(dtype=dtype, pairing=pairing, batch=1, tokens=tokens, heads=(8, 2), head_dim=64, rotary_dim=32)
+    case = Case(dtype=dtype, pairing=pairing, batch=1, tokens=tokens, heads=heads, head_dim=64, rotary_dim=32)
     heads = case.heads_on(device)
     for x in heads:
         x[:, 1, 0, 40] = torch.inf
     weights = weights_of(case, over, device)
     options = {"eps": EPS, "over": over, "layout": case.layout, "pairing": pairing}
-    found = mrrope.qk_norm_rotary(*heads, *weights, case.positions(device), case.table(), **options)
-    for x in found:
+    if tables is not None:
+        options["table_index"] = torch.zeros(1, dtype=torch.int32, device=device)
+    table = case.table() if tables is None else tables
+    for x in mrrope.qk_norm_rotary(*heads, *weights, case.positions(device), table, **options):
         assert x[0, 1, 0, 40].isnan()
         x[0, 1, 0, 40] = 0.0
         assert not x[0, 1, 0].any()
         assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("over", OVERS)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("tokens", [1, 64, 2048])  # one head per thread, and two
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_infinity_in_the_unrotated_tail_stays_where_it_is(device, over, pairing, tokens, dtype):
+    assert_infinity_stays_where_it_is(device, over, pairing, tokens, dtype)
+
+
+@pytest.mark.parametrize("over", OVERS)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize(("tokens", "dtype"), [(4096, torch.float32), (8192, torch.float32), (16384, torch.bfloat16)])
+def test_infinity_in_the_unrotated_tail_of_many_tokens(cuda, over, pairing, tokens, dtype):
+    """2^20 threads of one head each norm four at a time, and 2^21 norm eight, by other code."""
+    assert_infinity_stays_where_it_is(cuda, over, pairing, tokens, dtype, heads=(32, 8))
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("tokens", [64, 4096])  # two heads per thread, and eight
+def test_infinity_in_the_unrotated_tail_with_a_table_index(cuda, pairing, tokens):
+    tables = [table_of("rope", 32), table_of("ntk", 32)]
+    assert_infinity_stays_where_it_is(cuda, "head", pairing, tokens, torch.bfloat16, heads=(32, 8), tables=tables)
 
 
 @pytest.mark.parametrize(("layout", "empty"), [("bhsd", "batch"), ("thd", "tokens"), ("bshd", "k_heads")])

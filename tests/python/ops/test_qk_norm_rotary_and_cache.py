@@ -305,6 +305,51 @@ def test_heads_of_zeros_and_infinity_have_a_finite_scale(device):
         assert call.q_out[1, 0, 5].float() == torch.finfo(dtype).max
 
 
+@pytest.mark.parametrize("scale", [0.0, 2.0**-127, 2.0**127, math.inf, math.nan])
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 36], ids=["vectors", "component by component"])
+def test_an_impossible_scale_of_q_gives_nan(cuda, scale, has_norms, head_dim):
+    for dtype in FLOAT8:
+        case = Case(dtype=torch.bfloat16, layout="thd", head_dim=head_dim, rotary_dim=32)
+        call = Call(case, Options(norms=(has_norms, has_norms), q_out=dtype, q_scale="one"), cuda)
+        call.q_scale.fill_(scale)
+        mrrope.qk_norm_rotary_and_cache_(**call.arguments())
+        assert call.q_out.float().isnan().all()
+
+
+def assert_infinity_stays_where_it_is(device, over, pairing, tokens, has_norms):
+    """With norms all other components of the head are 0, without they keep their values."""
+    case = Case(dtype=torch.bfloat16, pairing=pairing, layout="thd", tokens=tokens, heads=(32, 8), head_dim=64,
+                rotary_dim=32, method="rope")  # fmt: skip
+    call = Call(case, Options(over, norms=(has_norms, has_norms)), device)
+    for x in (call.q, call.k):
+        x[0, 1, 40] = math.inf
+    before = call.copied()
+    call.slots.copy_(torch.arange(tokens))
+    mrrope.qk_norm_rotary_and_cache_(**call.arguments())
+    for x, found in ((before.q, call.q), (before.k, call.key_cache.flatten(0, 1)[:tokens])):
+        assert found[0, 1, 40].isnan() if has_norms else found[0, 1, 40] == math.inf
+        found[0, 1, 40] = 0.0
+        assert found.isfinite().all()
+        if has_norms:
+            assert not found[0, 1].any()
+        else:
+            assert torch.equal(found[0, 1, 41:], x[0, 1, 41:])
+
+
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("over", OVERS)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("tokens", [1, 400, 2100])  # one head per thread, two and eight
+def test_infinity_in_the_unrotated_tail_stays_where_it_is(device, over, pairing, tokens, has_norms):
+    assert_infinity_stays_where_it_is(device, over, pairing, tokens, has_norms)
+
+
+def test_infinity_in_the_unrotated_tail_of_many_tokens(cuda):
+    """Over all heads, four per thread."""
+    assert_infinity_stays_where_it_is(cuda, "all_heads", "halves", 12000, has_norms=True)
+
+
 @pytest.mark.parametrize("over", OVERS)
 def test_rows_of_positions(device, over):
     case = Case(batch=2, tokens=6, head_dim=40, rotary_dim=32)

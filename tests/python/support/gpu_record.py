@@ -42,6 +42,20 @@ def staleness(record: dict[str, Any], root: Path = ROOT) -> str | None:
     return f"{line}{behind}: run make gpu-test on a machine with a GPU"
 
 
+PARTS = "cpp", "python", "fuzz", "sanitizers"
+
+
+def gaps(record: dict[str, Any]) -> str | None:
+    """Return one line that says what the record leaves open, or None where every part is there and passed."""
+    parts = record["parts"]
+    found = [f"no part {name}" for name in PARTS if name not in parts]
+    for name, part in parts.items():
+        for what, entries in (("failures", part["failures"]), ("runs not finished", part.get("not_finished", []))):
+            if entries:
+                found.append(f"{len(entries)} {what} in {name}")
+    return f"the GPU test record has {', '.join(found)}" if found else None
+
+
 def load(path: Path = RECORD) -> dict[str, Any]:
     """Return the stored record."""
     return json.loads(path.read_text())

@@ -1,11 +1,11 @@
-"""The GPU test record: warns where it is of other sources, and tells how far it is behind."""
+"""The GPU test record: warns where it is of other sources or incomplete, and tells how far it is behind."""
 
 import subprocess
 import warnings
 from pathlib import Path
 
 import pytest
-from gpu_record import RECORD, load, sources_hash, staleness
+from gpu_record import PARTS, RECORD, gaps, load, sources_hash, staleness
 
 
 @pytest.mark.skipif(not RECORD.exists(), reason="there is no GPU test record")
@@ -13,9 +13,9 @@ def test_the_record_is_of_these_sources():
     """CI has no GPU, so that an old record is a warning, not a failure."""
     record = load()
     assert {"commit", "sources", "machine", "parts"} <= record.keys()
-    line = staleness(record)
-    if line is not None:
-        warnings.warn(line, stacklevel=1)
+    for line in (staleness(record), gaps(record)):
+        if line is not None:
+            warnings.warn(line, stacklevel=1)
 
 
 def make_checkout(root: Path) -> str:
@@ -68,3 +68,14 @@ def test_without_the_recorded_commit_the_line_is_shorter(tmp_path):
     line = staleness({"commit": "0" * 40, "sources": "of another tree"}, tmp_path)
     assert line is not None
     assert "commits since" not in line
+
+
+def test_a_record_says_what_it_leaves_open():
+    parts = {name: {"passed": 1, "failures": []} for name in PARTS}
+    assert gaps({"parts": parts}) is None
+    parts["python"] = {"passed": 1, "failures": ["one", "two"]}
+    parts["sanitizers"]["not_finished"] = ["racecheck rotary_cuda_test RotaryCuda.EveryKernel"]
+    del parts["fuzz"]
+    assert gaps({"parts": parts}) == (
+        "the GPU test record has no part fuzz, 2 failures in python, 1 runs not finished in sanitizers"
+    )

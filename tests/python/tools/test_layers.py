@@ -91,6 +91,31 @@ def test_the_patterns_match_the_usual_headers() -> None:
         assert not CUDA.search(name)
 
 
+def unguarded_calls(source: str) -> list[str]:
+    """Return the functions for the current device that are called where no DeviceGuard is alive."""
+    guards, found = [False], []
+    for token in re.findall(r"[{}]|DeviceGuard guard|\b\w+_cuda(?=\()", source):
+        if token == "{":
+            guards.append(guards[-1])
+        elif token == "}":
+            guards.pop()
+        elif token == "DeviceGuard guard":
+            guards[-1] = True
+        elif not guards[-1]:
+            found.append(token)
+    return found
+
+
+def test_bindings_switch_to_the_device_of_the_tensors() -> None:
+    """Plans and sizes of buffers are those of the current device: on unlike GPUs a wrong one is out of bounds."""
+    sources = {path.name: path.read_text() for path in (ROOT / "bindings").glob("*") if path.suffix in SOURCES}
+    assert "weight_sum_rows_cuda(" in sources["backends.h"]
+    assert {name: found for name, source in sources.items() if (found := unguarded_calls(source))} == {}
+    assert re.search(r"DeviceGuard guard\(heads.device\(\)\);\s*kernel\(", sources["backends.h"]), "launch()"
+    without = sources["backends.h"].replace("DeviceGuard guard", "", 1)
+    assert unguarded_calls(without) == ["weight_sum_rows_cuda"]
+
+
 # The Python package
 
 
