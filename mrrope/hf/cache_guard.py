@@ -2,13 +2,15 @@
 
 Cached keys are rotated. Keys of one table attended to by queries of another give wrong results without an error, so a
 patched model records on a cache which tables fill it, and refuses a cache that others have filled. The unpatched model
-runs no code of mrrope: the class of the cache is swapped for one that refuses keys outside calls of patched models.
+runs no code of mrrope: when a patch is undone, the caches that it filled swap their class for one that takes no keys.
+Until then they are stock: code that runs single layers, appends keys itself or tests the class is not disturbed.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,8 +28,8 @@ GUARD = "_mrrope_cache_guard"
 """The attribute of a module that holds its :class:`CacheGuard`."""
 FILLED_BY = "mrrope_filled_by"
 """The attribute of a cache with the key of the tables that filled it."""
-IS_IN_CALL = "mrrope_is_in_call"
-"""The attribute of a cache that says whether a patched model is called with it now."""
+TAKES_NO_KEYS = "mrrope_takes_no_keys"
+"""The attribute of a :class:`GuardedCache` that says whether it is guarded now."""
 REFUSED = "past_key_values must be empty or filled by the tables that the model has now"
 
 TablesKey = int
@@ -41,20 +43,29 @@ class CacheGuard:
         self.parameters_of_owner = tuple(inspect.signature(owner.forward).parameters)
         self.key = key
         """None where the tables are the model's own: keys are as the unpatched model caches them."""
+        self.filled: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The caches that calls of the module filled."""
         self.hooks: tuple[RemovableHandle, ...] = ()
 
     def attach(self, owner: nn.Module) -> None:
         """Register the hooks."""
         self.hooks = (
             owner.register_forward_pre_hook(self.before_call, with_kwargs=True),
-            owner.register_forward_hook(self.after_call, with_kwargs=True, always_call=True),
+            owner.register_forward_hook(self.after_call, with_kwargs=True),
         )
 
     def detach(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and let the caches that were filled take no keys."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = ()
+        for cache in self.filled:
+            if getattr(cache, FILLED_BY, None) == self.key:
+                setattr(cache, TAKES_NO_KEYS, True)
+                if not isinstance(cache, GuardedCache):
+                    original: Any = type(cache)
+                    cache.__class__ = guarded_class(original)
+        self.filled.clear()
 
     def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a cache that other tables have filled, and record that these fill it."""
@@ -63,32 +74,36 @@ class CacheGuard:
             return
         if getattr(cache, FILLED_BY, None) not in (None, self.key):
             _expect_empty(cache)
-        self._record(cache, is_in_call=True)
+        self._record(cache)
 
     def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Admit no other keys from now on. Record the tables on a cache that the model created during the call."""
-        given = self._given(args, kwargs)
-        if given is not None:
-            self._record(given, is_in_call=False)
+        """Record the tables on a cache that the model created during the call."""
+        if self._given(args, kwargs) is not None:
             return
         for part in output if isinstance(output, tuple) else (getattr(output, CACHE, None),):
             cache = _cache_of_keys(part)
             if cache is not None:
-                self._record(cache, is_in_call=False)
+                self._record(cache)
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(self.parameters_of_owner, args, strict=False)) | kwargs
         return _cache_of_keys(given.get(CACHE))
 
-    def _record(self, cache: Any, *, is_in_call: bool) -> None:
+    def _record(self, cache: Any) -> None:
         if self.key is None:
             return
         setattr(cache, FILLED_BY, self.key)
-        setattr(cache, IS_IN_CALL, is_in_call)
-        # Dynamo does not trace a swap. A cache that only compiled code has filled is known to patched models alone.
-        if not torch.compiler.is_compiling() and not isinstance(cache, GuardedCache):
-            original: Any = type(cache)
-            cache.__class__ = guarded_class(original)
+        if isinstance(cache, GuardedCache):
+            setattr(cache, TAKES_NO_KEYS, False)
+        # Dynamo does not trace this. A cache that only compiled code has filled is known to patched models alone.
+        if not torch.compiler.is_compiling():
+            self.filled.add(cache)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "filled": None}  # neither copies nor files of a model hold the caches of this one
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, filled=weakref.WeakSet())
 
 
 class CacheGuards:
@@ -129,13 +144,14 @@ class GuardedCache:
 
 @functools.cache
 def guarded_class(original: Any) -> type:
-    """Return the subclass of a cache's class that takes keys in calls of patched models only, until it is empty."""
+    """Return the subclass of a cache's class that takes no keys until it is empty or continued by its tables."""
 
     @functools.wraps(original.update)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self, IS_IN_CALL, False) and hasattr(self, FILLED_BY):
+        if getattr(self, TAKES_NO_KEYS, False):
             _expect_empty(self)
             delattr(self, FILLED_BY)
+            setattr(self, TAKES_NO_KEYS, False)
         return original.update(self, *args, **kwargs)
 
     def reduced(self: Any, protocol: Any) -> Any:

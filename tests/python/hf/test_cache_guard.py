@@ -121,22 +121,71 @@ def test_copies_of_a_cache(copied):
     model = as_patched(tiny_model("llama"), "scale 4")
     cache = filled(model)
     want = read(model, TEXT[:, 16:], copy.deepcopy(cache)).logits
-    other = copied(cache)
-    assert isinstance(other, DynamicCache)
-    assert type(other).__name__ == "DynamicCache"
+    early = copied(cache)
+    with pytest.raises(ValueError, match=REFUSED):
+        read(as_patched(model, "scale 2"), TEXT[:, 16:], early)
+    late = copied(cache)
+    assert isinstance(late, DynamicCache)
+    assert type(late).__name__ == "DynamicCache"
     mrrope.unpatch(model)
     with pytest.raises(ValueError, match=REFUSED):
-        read(model, TEXT[:, 16:], other)
-    assert torch.equal(read(as_patched(model, "scale 4"), TEXT[:, 16:], other).logits, want)
+        read(model, TEXT[:, 16:], late)
+    assert torch.equal(read(as_patched(model, "scale 4"), TEXT[:, 16:], late).logits, want)
 
 
 def test_copies_and_other_processes_of_a_model():
     model = as_patched(tiny_model("llama"), "scale 4")
     cache = filled(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        read(other, TEXT[:, 16:17], copy.deepcopy(cache))
+        continued = copy.deepcopy(cache)
+        read(other, TEXT[:, 16:17], continued)
         with pytest.raises(ValueError, match=REFUSED):
-            read(mrrope.unpatch(other), TEXT[:, 16:17], copy.deepcopy(cache))
+            read(mrrope.unpatch(other), TEXT[:, 17:18], continued)
+    read(model, TEXT[:, 16:17], cache)
+
+
+def test_files_and_copies_of_a_model_hold_no_cache():
+    model = as_patched(tiny_model("llama"), "scale 4")
+    size = len(pickle.dumps(model))
+    cache = filled(model)
+    assert len(pickle.dumps(model)) == size
+    copied = copy.deepcopy(model)
+    mrrope.unpatch(copied)
+    read(model, TEXT[:, 16:17], cache)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["created", "dynamic", "static"])
+def test_layers_that_are_called_one_by_one(kind):
+    model = as_patched(tiny_model("llama"), "scale 4")
+    want = model.model(TEXT[:, :17]).last_hidden_state[:, 16:]
+    cache = filled(model, kind)
+    states = model.get_input_embeddings()(TEXT[:, 16:17])
+    embeddings = model.model.rotary_emb(states, torch.tensor([[16]]))
+    mask = torch.arange(LENGTH)[None, None, None] <= 16 if kind == "static" else None
+    for layer in model.model.layers:
+        states = layer(states, position_embeddings=embeddings, past_key_values=cache, attention_mask=mask)
+    torch.testing.assert_close(model.model.norm(states), want, rtol=1e-4, atol=1e-5)
+
+
+def test_keys_that_the_caller_appends():
+    """As of documents that were read apart."""
+    model = as_patched(tiny_model("llama"), "scale 4")
+    cache, other = filled(model), filled(model)
+    for i, layer in enumerate(other.layers):
+        cache.update(layer.keys, layer.values, i)
+    assert cache.get_seq_length() == 32
+    read(model, TEXT[:, 16:17], cache)
+
+
+def test_a_cache_in_use_keeps_its_class():
+    """Pytrees, torch.export and ``generate`` test it."""
+    model = as_patched(tiny_model("llama"), "scale 4")
+    dynamic, static = filled(model), filled(model, "static")
+    assert type(dynamic) is DynamicCache
+    assert type(static) is StaticCache
+    with pytest.raises(ValueError, match="not supported with Static cache"):
+        model.generate(TEXT[:1], past_key_values=static, assistant_model=tiny_model("llama"), max_new_tokens=4)
 
 
 def test_an_error_in_a_call_leaves_the_cache_guarded():
