@@ -35,7 +35,6 @@ TITLES = {
 }
 DRAWN = (STOCK, TRUNCATED, "yarn", "mrrope_uni", LADDER)
 STYLES: dict[str, dict[str, Any]] = {
-    TRUNCATED: {"color": "#56B4E9", "linestyle": "-."},
     LADDER: {"color": "#CC79A7", "linestyle": "-", "linewidth": 2.5},
 }
 HIGHEST = 20.0
@@ -65,12 +64,15 @@ def measured(scale: int, method: str, task: str) -> dict[str, Any]:
 def measured_row(method: str) -> Row:
     """Return a method's figures, each length read with the smallest scale that covers it."""
     stock = second_halves(measured(16, STOCK, "perplexity"))
-    if method in (STOCK, TRUNCATED):
-        # Neither is extended, so that all files have the same figures; prompts of stock are two, too few to show.
-        return Row(stock if method == STOCK else second_halves(measured(16, TRUNCATED, "perplexity")))
-    row = Row({NATIVE: stock[NATIVE]})
+    if method == STOCK:
+        return Row(stock)  # of whose keys two prompts were asked, too few to show
     name = "head" if method == LADDER else method
+    if not any(measured(scale, name, "perplexity") for scale in SCALES.values()):
+        return Row()
+    row = Row({NATIVE: stock[NATIVE]})
     for length, scale in SCALES.items():
+        if method == TRUNCATED and not measured(scale, name, "perplexity"):
+            scale = max(SCALES.values())  # it is not extended, so that its figures do not depend on the scale
         by_length = measured(scale, name, "perplexity")
         if length in by_length:
             row.perplexity[length] = by_length[length]["second_half_perplexity"]
@@ -118,8 +120,8 @@ def context() -> list[str]:
     documents = len(measured(16, STOCK, "perplexity")[NATIVE]["documents"])
     text = (
         f"{name}, {quantization} weights, 8192 native tokens, {data['dtype']} on an {data['device']}: perplexity of the "
-        f"second half of {documents} held-out documents of Proof-pile at each length, read at the smallest scale that covers it, "
-        "and pass keys found."
+        f"second half of each length in {documents} held-out documents of Proof-pile, and pass keys found. Every length "
+        "has the smallest scale that covers it."
     )
     if TRUNCATED not in found:
         text += (
