@@ -119,9 +119,9 @@ def context() -> list[str]:
     name, _, quantization = data["model"].partition(".")
     documents = len(measured(16, STOCK, "perplexity")[NATIVE]["documents"])
     text = (
-        f"{name}, {quantization} weights, 8192 native tokens, {data['dtype']} on an {data['device']}: perplexity of the "
-        f"second half of each length in {documents} held-out documents of Proof-pile, and pass keys found. Every length "
-        "has the smallest scale that covers it."
+        f"{name}, {quantization} weights, 8192 native tokens, {data['dtype']} on an {data['device']}: perplexity of "
+        f"the second half of each length in {documents} held-out documents of Proof-pile, and pass keys found. Every "
+        "length has the smallest scale that covers it."
     )
     if TRUNCATED not in found:
         text += (
