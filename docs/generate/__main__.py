@@ -1,9 +1,11 @@
-"""Write the tables of README.md and docs/ from benchmarks/results/ and docs/figures/.
+"""Write the tables and the pictures of README.md and docs/ from benchmarks/results/ and docs/figures/.
 
-    python docs/generate [--check]
+    python docs/generate [--check] [--pictures]
 
-A table stands between <!-- table NAME --> and <!-- end -->; everything between the two markers is replaced. With
---check nothing is written, and the exit status is 1 where a page is out of date.
+A table stands between <!-- table NAME --> and <!-- end -->; everything between the two markers is replaced. README's
+picture is drawn where its numbers changed; --pictures draws every picture again whose numbers are stored: README's,
+those of docs/theory.md, and that of `mrrope bench`. With --check nothing is written, and the exit status is 1 where a
+page or README's picture is out of date.
 """
 
 from __future__ import annotations
@@ -12,13 +14,23 @@ import argparse
 import re
 import sys
 
+import context_figure
 import evaluation_tables
 import speed_tables
 import study_tables
 import theory_tables
-from measurements import ROOT
+from measurements import FIGURES, RESULTS, ROOT, figure_data, result
 
-TABLES = {**speed_tables.TABLES, **study_tables.TABLES, **evaluation_tables.TABLES, **theory_tables.TABLES}
+from mrrope.benchmark import report
+from mrrope.theory import drawing
+
+TABLES = {
+    **context_figure.TABLES,
+    **speed_tables.TABLES,
+    **study_tables.TABLES,
+    **evaluation_tables.TABLES,
+    **theory_tables.TABLES,
+}
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if "<!-- table " in page.read_text()]
 
 
@@ -34,17 +46,34 @@ def with_current_tables(text: str) -> str:
     return text
 
 
+def draw_pictures() -> None:
+    """Draw every picture whose numbers are stored."""
+    context_figure.draw()
+    drawing.draw(figure_data("theory.json"), FIGURES / "theory")
+    bench = result("rotary_cuda.json")
+    report.plot(bench["rows"], bench["machine"], RESULTS / "rotary_cuda.png")
+
+
 def main() -> int:
-    """Write the pages, or check them."""
+    """Write the pages and the picture, or check them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="report pages that are out of date and write nothing")
+    parser.add_argument("--pictures", action="store_true", help="draw all pictures again whose numbers are stored")
     options = parser.parse_args()
     stale = [page for page in PAGES if with_current_tables(page.read_text()) != page.read_text()]
     for page in stale:
         print(f"{page.relative_to(ROOT)} {'is out of date' if options.check else 'is rewritten'}")
         if not options.check:
             page.write_text(with_current_tables(page.read_text()))
-    return 1 if options.check and stale else 0
+    picture_is_stale = not context_figure.is_current()
+    if picture_is_stale:
+        picture = context_figure.PICTURE.relative_to(ROOT)
+        print(f"{picture} {'is out of date' if options.check else 'is drawn again'}")
+        if not options.check:
+            context_figure.draw()
+    if options.pictures and not options.check:
+        draw_pictures()
+    return 1 if options.check and (stale or picture_is_stale) else 0
 
 
 if __name__ == "__main__":

@@ -52,7 +52,9 @@ def microseconds(seconds: float) -> str:
 
 
 def perplexity(value: float) -> str:
-    """Format a perplexity; digits beyond the third or fourth say nothing."""
+    """Format a perplexity; digits beyond the third or fourth say nothing, of a broken model those beyond the second."""
+    if value >= 1000:
+        return f"{float(f'{value:.2g}'):.0f}"
     return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 

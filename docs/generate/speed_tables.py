@@ -7,7 +7,7 @@ from functools import partial
 
 from measurements import NOT_MEASURED, Row, keys_in_order, microseconds, result, rows_of, short_exponent, table
 
-README_ROWS = (*(f"{tokens} x 32/8" for tokens in (1, 64, 256, 1024, 8192, 131072)), "131072 x 4/1")
+README_ROWS = tuple(f"{tokens} x 32/8" for tokens in (1, 1024, 8192, 131072))
 README_PEERS = {
     "Liger": "liger_kernel",
     "FlashInfer": "flashinfer",
@@ -19,7 +19,12 @@ COLUMN_TITLES = {
     "turn": "re-rotate",
     "nothing to turn": "nothing to re-rotate",
     "copy": "copy of the bytes",
+    "apart, compiled": "unfused, compiled",
+    # Kinds of a patched model. Norms are fused where `patch` is asked to; compiled models keep their own.
+    "rotation alone": "patched",
+    "patched": "with `fuse_norms=True`",
 }
+LLAMA = "model_cuda.json"
 
 
 def time_and_error(row: Row, name: str) -> str:
@@ -34,7 +39,7 @@ def time_and_error(row: Row, name: str) -> str:
 def rotary() -> list[str]:
     """Return time and error of the most common shapes."""
     measured = {row["name"]: row for row in rows_of("rotary_cuda.json")}
-    rows = [measured[name] for name in (*README_ROWS, "8192 x 32/8, float32") if name in measured]
+    rows = [measured[name] for name in README_ROWS if name in measured]
     if not rows:
         return NOT_MEASURED
     return table(
@@ -145,15 +150,14 @@ def head_tables() -> list[str]:
 
 
 def rotary_cos_sin() -> list[str]:
-    """Return the times of rotary_cos_sin beside those of rotary and of transformers."""
-    ours = ("mrrope", "mrrope by cos/sin")
-    others = ("stock kernel's algorithm", "transformers compiled", "transformers eager")
+    """Return the times of rotary_cos_sin beside those of the kernel that transformers would load."""
+    others = ("mrrope by cos/sin", "stock kernel's algorithm")
     return times(
         "rotary_cuda.json",
         "tokens x q/k heads",
         lambda row: row["name"],
         takes=lambda row: row["head_dim"] == 128 and row["q_heads"] == 32,
-        names=("copy", *ours, *others),
+        names=("copy", *others),
     )
 
 
@@ -185,12 +189,14 @@ def model(file: str, mode: str) -> list[str]:
         return NOT_MEASURED
     others = [kind for kind in keys_in_order(row["seconds"] for row in rows) if kind != "stock"]
     kinds = ["stock", *others]
+    # A compiled model runs its own norms whatever was asked for, and was timed under one name.
+    titles = [COLUMN_TITLES.get(kind, kind) if len(others) > 1 else "patched" for kind in others]
 
     def shown(values: Row, kind: str, form: str) -> str:
         return format(values[kind], form) if kind in values else ""
 
     return table(
-        ["", "stock, ms", *others, *(f"{kind} / stock" for kind in others), "peak GB, of each"],
+        ["", "stock, ms", *titles, *(f"{title} / stock" for title in titles), "peak GB, of each"],
         [
             [
                 row["name"],
@@ -223,6 +229,53 @@ def serving() -> list[str]:
     )
 
 
+def end_to_end() -> list[str]:
+    """Return the time of a patched model relative to the stock one, in transformers and in vLLM."""
+    models = {row["name"]: row["ratios"] for row in rows_of(LLAMA)}
+    engines = rows_of("serving_cuda.json")
+    if not models or not engines:
+        return NOT_MEASURED
+
+    def span(values: Sequence[float]) -> str:
+        low, high = (f"{value:.2f}" for value in (min(values), max(values)))
+        return low if low == high else f"{low} to {high}"
+
+    def eager(name: str, *rows: str) -> list[str]:
+        ratios = [[models[row][kind] for row in rows] for kind in ("rotation alone", "patched")]
+        return [name, *map(span, ratios)]
+
+    compiled = [ratio["patched"] for row, ratio in models.items() if ", compiled" in row]
+    of_engine = [1 / row["throughput_of_stock"][kind] for row in engines for kind in ("mrrope", "mrrope auto")]
+    batches = [f"decode batch {size}, eager, 32 layers" for size in (1, 16, 64)]
+    prefills = [f"prefill {tokens}, eager, 32 layers" for tokens in (8192, 32768)]
+    return table(
+        ["time / stock", "patched", "and `fuse_norms=True`"],
+        [
+            eager("transformers, eager, prefill of 8K and 32K", *prefills),
+            eager("transformers, eager, decode, batch 1 to 64", *batches),
+            ["transformers, `torch.compile`, prefill and decode", span(compiled), "the same"],
+            ["vLLM, prefill and decode", span(of_engine), "no such option"],
+        ],
+    )
+
+
+def fused_qk_norm() -> list[str]:
+    """Return what `qk_norm_rotary` saves beside class-swapped RMSNorms, by times and by ratios within a round."""
+    rows = rows_of("fused_qk_norm_cuda.json")
+    if not rows:
+        return NOT_MEASURED
+
+    def saved(values: Row) -> str:
+        # Compiled models run their own norms.
+        norms = "fused RMSNorms" if "rotation, fused RMSNorms" in values else "stock norms"
+        return f"{1 - values[f'fused QK-norm, {norms}'] / values[f'rotation, {norms}']:+.1%}".replace("%", " %")
+
+    return table(
+        ["", "saved, by median times", "saved, by medians of ratios to stock"],
+        [[row["name"], saved(row["seconds"]), saved(row["ratios"])] for row in rows],
+    )
+
+
 OF_OPS = (
     rotary,
     rotary_ratios,
@@ -241,7 +294,7 @@ OF_OPS = (
 )
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    **{function.__name__: function for function in (*OF_OPS, serving)},
+    **{function.__name__: function for function in (*OF_OPS, serving, end_to_end, fused_qk_norm)},
     **{
         f"{name}_{mode}": partial(model, f"{name}_cuda.json", mode)
         for name in ("model", "model_qwen3", "model_deepseek", "model_gemma3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,11 @@ from mrrope.reporting import plotting
 
 MAX_RATIO = 2.0
 """Upper limit of the plot's time-to-copy axis."""
+COLOURS = (
+    *("#0072B2", "#E69F00", "#009E73", "#D62728", "#9467BD", "#8C564B", "#E377C2", "#17BECF", "#BCBD22"),
+    *("#002F4D", "#80DB2F", "#B80068", "#F0C9A0"),
+)
+"""Colours of the plot's contenders, of which at most 13 are timed; the copy is grey."""
 
 
 def names_in(rows: list[dict[str, Any]]) -> list[str]:
@@ -57,7 +63,7 @@ def plot(rows: list[dict[str, Any]], machine: str, path: Path) -> None:
     others = [row for row in rows if row not in sizes]
     figure = plotting.new_figure(figsize=(13, 5.5))
     left, right = figure.subplots(1, 2)
-    colours = {name: f"C{i}" for i, name in enumerate(name for name in names_in(rows) if name != "copy")}
+    colours = dict(zip((name for name in names_in(rows) if name != "copy"), itertools.cycle(COLOURS), strict=False))
     for name in names_in(sizes):
         shown = [row for row in sizes if name in row["seconds"]]
         bandwidth = [row["bytes"] / row["seconds"][name] / 1e9 for row in shown]

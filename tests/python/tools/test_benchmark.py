@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from mrrope.benchmark import implementations, measure, peers, timing, workloads
+from mrrope.benchmark import implementations, measure, peers, report, timing, workloads
 from mrrope.benchmark.implementations import OURS, TRANSFORMERS, Contender, ours_by_cos_sin
 from mrrope.benchmark.timing import COPY, COPY_BY_KERNEL, InterleavedTimer, interleaved_medians, with_faster_copy
 from mrrope.benchmark.workloads import CASES, LAYOUTS, Case, Heads, Positions
@@ -27,6 +27,10 @@ SMALL = [
 def test_rows_have_names_of_their_own(device):
     names = [case.name for case in CASES[device]]
     assert len(set(names)) == len(names)
+
+
+def test_every_contender_can_have_a_colour_of_its_own():
+    assert len(set(report.COLOURS)) == len(report.COLOURS) >= len((*OURS, *TRANSFORMERS, *peers.PEERS))
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)

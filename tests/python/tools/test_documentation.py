@@ -2,7 +2,9 @@
 
 import ast
 import builtins
+import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,15 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from mrrope import is_patched
+from mrrope import cli, is_patched
 
 pytest.importorskip("transformers")
 
-from tiny_models import tiny_model, tokens
+from byte_llama import save_byte_llama
+from tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[3]
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE_BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"^```(?:sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMANDS = ("mrrope", "make", "pip", "python", "pytest", "git", "torchrun", "cmake", "vllm", "curl")
+"""Programs whose lines in a page's blocks without a language are commands; other lines are output or pseudo-code."""
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -52,30 +58,17 @@ def names_after_running(page: Path, names: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run in a folder of its own, with a tiny model under the name that pages load."""
+    """Run in a folder of its own, with tiny models under the names that pages load: transformers looks there first."""
     tiny_model("llama").save_pretrained(tmp_path / "SmolLM2-135M")
+    save_byte_llama(tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct", 64)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     return tmp_path
 
 
-@pytest.fixture
-def predefined() -> dict[str, Any]:
-    """The names that README.md uses without defining them."""
-    torch.manual_seed(0)
-    return {
-        "torch": torch,
-        "model": tiny_model("llama"),
-        "inputs": {"input_ids": tokens(1, 12)},
-        "q": torch.randn(2, 4, 12, 128),
-        "k": torch.randn(2, 2, 12, 128),
-        "positions": 8192 + torch.arange(12),
-    }
-
-
 @pytest.mark.parametrize("page", PAGES_WITH_PYTHON, ids=page_id)
-def test_code_runs(page: Path, in_folder: Path, predefined: dict[str, Any]) -> None:
-    names_after_running(page, predefined if page.name == "README.md" else {})
+def test_code_runs(page: Path, in_folder: Path) -> None:
+    names_after_running(page, {})
 
 
 def undefined_names(page: Path) -> set[str]:
@@ -105,8 +98,7 @@ def undefined_names(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if PYTHON.search(page.read_text())], ids=page_id)
 def test_code_defines_its_names(page: Path) -> None:
-    # README.md opens with what is typed after a model was loaded.
-    assert undefined_names(page) <= ({"model", "inputs", "q", "k", "positions"} if page.name == "README.md" else set())
+    assert undefined_names(page) == set()
 
 
 def test_names_that_are_not_defined_are_found(tmp_path: Path) -> None:
@@ -116,11 +108,99 @@ def test_names_that_are_not_defined_are_found(tmp_path: Path) -> None:
     assert undefined_names(tmp_path / "page.md") == {"x", "y", "z", "b"}
 
 
-def test_readme_generates_with_a_patched_model(predefined: dict[str, Any]) -> None:
-    first, *_ = PYTHON.finditer((ROOT / "README.md").read_text())
-    exec(first[1], predefined)
-    assert is_patched(predefined["model"])
-    assert predefined["output"].shape[1] > predefined["inputs"]["input_ids"].shape[1]
+def test_readme_prints_what_it_says(in_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = names_after_running(ROOT / "README.md", {})
+    (expected,) = re.findall(r"^print\(.*\)  # (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert capsys.readouterr().out.strip() == expected
+    assert names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
+    assert not is_patched(names["model"])
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """Yield the words of every command in a page's shell blocks, one list for each part of ``a && b``."""
+    for block in SHELL.finditer(text):
+        for line in block[1].replace("\\\n", " ").splitlines():
+            if line.split(" ")[0] not in COMMANDS:
+                continue
+            command: list[str] = []
+            for word in [*shlex.split(line, comments=True), "&&"]:
+                if word != "&&":
+                    command.append(word)
+                elif command:
+                    yield command
+                    command = []
+
+
+def known_options(script: Path) -> str:
+    """Return the text of a script and of the modules beside it that can add options to it."""
+    return "".join(path.read_text() for path in script.parent.glob("*.py"))
+
+
+def problem_of(command: list[str]) -> str | None:
+    """Return why a command of a page cannot be meant, or None."""
+    program, *words = command
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        unknown = [word for word in words if "=" not in word and word not in targets]
+        return f"no target {unknown[0]}" if unknown else None
+    if program == "pip":
+        extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+        asked = [extra for word in words for found in re.findall(r"^\.\[(.*)\]$", word) for extra in found.split(",")]
+        unknown = [extra for extra in asked if extra not in extras]
+        return f"no extra {unknown[0]}" if unknown else None
+    if program == "python" and words[0].endswith(".py"):
+        script = ROOT / words[0]
+        if not script.exists():
+            return f"no script {words[0]}"
+        options = [word.partition("=")[0] for word in words if word.startswith("--")]
+        shared = (ROOT / "mrrope" / "reporting" / "options.py").read_text()
+        unknown = [option for option in options if f'"{option}"' not in known_options(script) + shared]
+        return f"no option {unknown[0]}" if unknown else None
+    if "mrrope" in command[:-1]:
+        arguments = command[command.index("mrrope") + 1 :]
+        try:
+            cli.parser().parse_args(arguments)
+        except SystemExit as error:
+            return None if error.code == 0 else "refused by the parser"
+    return None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the commands need the extra eval")
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_are_valid(page: Path) -> None:
+    problems = {shlex.join(command): problem_of(command) for command in commands_in(page.read_text())}
+    assert {command: problem for command, problem in problems.items() if problem} == {}
+
+
+def test_commands_that_are_not_valid_are_found() -> None:
+    lines = "make nothing", "pip install '.[none]' && mrrope evaluate M", "mrrope eval M --txt F \\", "    --lengths 1"
+    page = "\n".join(["```", *lines, "```", ""])
+    assert [problem_of(command) for command in commands_in(page)] == [
+        "no target nothing",
+        "no extra none",
+        "refused by the parser",
+        "refused by the parser",
+    ]
+
+
+def test_install_is_run_in_a_fresh_environment() -> None:
+    """The workflow runs README's lines; here they would compile for a minute and fetch a torch."""
+    readme = (ROOT / "README.md").read_text().partition("## Install")[2]
+    _, *lines = (shlex.join(shlex.split(line, comments=True)) for line in SHELL.search(readme)[1].splitlines())
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text().partition("\n  install:")[2]
+    assert lines
+    assert all(f"- run: {line}\n" in workflow for line in lines)
+
+
+def test_pages_about_methods_name_a_scale() -> None:
+    """A method that extends has no default scale."""
+    for page in PAGES:
+        for call in re.findall(r'mrrope\.patch(?:ed)?\([^()\n]*, "(?:yarn|mrrope)_?\w*"[^()\n]*\)', page.read_text()):
+            assert "scale=" in call or "table" in call, f"{page_id(page)}: {call}"
 
 
 def test_equivalent_of_rotary() -> None:

@@ -33,6 +33,15 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
     build = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert build.returncode == 0, build.stdout + build.stderr
-    assert "read past their trained length" in (tmp_path / "site" / "index.html").read_text()
+    assert "a longer context than the model was trained on" in (tmp_path / "site" / "index.html").read_text()
     assert "rotary_dim" in (tmp_path / "site" / "api" / "tables" / "index.html").read_text()
     assert (tmp_path / "site" / "benchmarks" / "results" / "rotary_cuda.png").exists()
+    pages = "".join(page.read_text() for page in (tmp_path / "site").rglob("*.html"))
+    # Pages render without the network: no script, style or picture from elsewhere, and no diagram that needs one.
+    assert re.findall(r'<(?:script|img|link rel="stylesheet")[^>]* (?:src|href)="https?://', pages) == []
+    assert 'class="mermaid"' not in pages
+
+
+def test_navigation_has_five_groups() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert len(re.findall(r"^  - ", navigation, re.MULTILINE)) == 5
