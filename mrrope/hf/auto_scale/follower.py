@@ -278,7 +278,10 @@ def expecting(model: nn.Module, lengths: int | Sequence[int] | torch.Tensor) -> 
     if not followers:
         raise ValueError(f"model must be patched with scale='auto', and this {type(model).__name__} is not")
     device = next(followers[0].buffers()).device
-    expected = torch.as_tensor(lengths, device=device).reshape(-1)
+    try:
+        expected = torch.as_tensor(lengths, device=device).reshape(-1)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"lengths must be integers, got {lengths!r}") from None
     if expected.dtype == torch.bool or expected.is_floating_point() or expected.is_complex():
         raise TypeError(f"lengths must be integers, got {lengths!r}")
     if not expected.numel() or expected.min() < 1:
