@@ -31,7 +31,7 @@ PACKAGE_COMMANDS = (
     ("bench", "benchmark", "time the rotary op beside a copy, transformers and installed peers"),
     ("calibrate", "calibration", "search for the best table for a model, on your text"),
     ("plot", "theory", "draw the theory of the methods' tables, and of a model's heads"),
-    ("demo", "demo", "let a real model read past its native length, with several methods"),
+    ("demo", "demo", "extend a real model past its native length, with several methods"),
     ("env", "environment", "report versions, build, kernels and GPU, and what to fix: for bug reports"),
 )
 """Name, package and help text of every command that is a package; its module ``command`` has ``add_options`` and

@@ -1,8 +1,8 @@
 """The decomposition of ``rotary``: the same arithmetic in ATen ops, which Inductor fuses with the surrounding kernels.
 
 At one token per sequence launch overhead dominates, so under torch.compile the decomposition is emitted and Inductor
-fuses it, for example into the cache write. Phases are as exact as in the op. All other arithmetic is float32, so that
-16-bit results are rounded once.
+fuses it, for example into the cache write. Phases are the op's 64-bit integers. All other arithmetic is float32, so
+that 16-bit results are rounded once.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def learnable_rotary(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate q and k by a table in floating point. Differentiable, frequencies and attention factors included.
 
-    Results are those of ``rotary`` for the same table: angles are exact at every position, negative or huge. Gradients
+    Results are those of ``rotary`` for the same table, with its accuracy at every position, negative or huge. Gradients
     of the table are sums in float64 in a fixed order, equal bit for bit from run to run.
 
     Args:

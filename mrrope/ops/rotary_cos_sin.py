@@ -19,7 +19,7 @@ def rotary_cos_sin(
     """Rotate q and k by given cosines and sines. Differentiable in q and k.
 
     For code that has cosines and sines and no table, such as the modeling code of transformers. The result is rounded
-    once, but no more exact than ``cos`` and ``sin`` are: ``rotary`` computes them exactly.
+    once, but no more accurate than ``cos`` and ``sin``; ``rotary`` computes them from 64-bit phases.
 
     Args:
         q: As in ``rotary``.

@@ -19,10 +19,10 @@ class AxisTables(OpTable):
 
     axes: int
     axis_of_pair: tuple[int, ...]
-    """The axis whose position turns each pair."""
+    """The axis whose position rotates each pair."""
 
     def __init__(self, tables: Iterable[FrequencyTable]) -> None:
-        """Join one table per axis: the first pairs turn with the first axis by the first table, and so on.
+        """Join one table per axis: the first pairs rotate by the first axis and the first table, and so on.
 
         Args:
             tables: of any ``rotary_dim`` and one attention factor. Their pairs follow one another, so that their
@@ -55,7 +55,7 @@ class AxisTables(OpTable):
         Args:
             table: the frequencies of all pairs.
             sections: the number of pairs of each axis, as ``mrope_section`` of a config.
-            interleaved: whether the axes take turns, as in Qwen3-VL, or follow one another, as in Qwen2-VL. Of
+            interleaved: whether the axes alternate, as in Qwen3-VL, or follow one another, as in Qwen2-VL. Of
                 interleaved sections the first axis gets every pair that the others leave.
 
         Raises:
