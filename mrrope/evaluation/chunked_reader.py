@@ -116,6 +116,10 @@ class Reader:
         return other
 
 
+ReaderMaker = Callable[..., Reader]
+"""Makes a reader from a model and the keywords ``chunk`` and ``progress``: :class:`Reader` or a kind of it."""
+
+
 def greedy_answer(
     model: nn.Module,
     prompt: Sequence[int],
@@ -124,9 +128,10 @@ def greedy_answer(
     chunk: int = DEFAULT_CHUNK,
     end_token: int | None = None,
     progress: Progress | None = None,
+    reader: ReaderMaker = Reader,
 ) -> list[int]:
     """Greedy decoding after a prompt: ``count`` tokens or until ``end_token``."""
-    return Reader(model, chunk=chunk, progress=progress).answer(prompt, count, end_token=end_token)
+    return reader(model, chunk=chunk, progress=progress).answer(prompt, count, end_token=end_token)
 
 
 def greedy_answers(
@@ -137,6 +142,7 @@ def greedy_answers(
     chunk: int = DEFAULT_CHUNK,
     end_token: int | None = None,
     progress: Progress | None = None,
+    reader: ReaderMaker = Reader,
 ) -> list[list[int]]:
     """The same for every prompt; prompts of one length are batched, as many as fit in a chunk."""
     answers: dict[int, list[int]] = {}
@@ -146,8 +152,8 @@ def greedy_answers(
     for length, alike in by_length.items():
         together = max(chunk // length, 1)
         for some in (alike[start : start + together] for start in range(0, len(alike), together)):
-            reader = Reader(model, chunk=chunk, progress=progress)
-            found = reader.answers(
+            together_read = reader(model, chunk=chunk, progress=progress)
+            found = together_read.answers(
                 [prompts[which] for which in some], max(counts[which] for which in some), end_token=end_token
             )
             answers |= {which: answer[: counts[which]] for which, answer in zip(some, found, strict=True)}
