@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 
 from mrrope.evaluation.chunked_reader import Reader, ReaderMaker
 from mrrope.evaluation.documents import opening_tokens
-from mrrope.evaluation.truncated import TRUNCATED, TruncatedReader, native_length
+from mrrope.evaluation.truncated import TRUNCATED, Truncation, native_length
 from mrrope.hf import rope_config
 from mrrope.hf.patch import patched
 from mrrope.tables import shipped
@@ -71,7 +70,7 @@ class Method:
         window = self.window(model)
         if window is None:
             return Reader
-        return functools.partial(TruncatedReader, native_length=window, opening=len(opening_tokens(tokenizer)))
+        return Truncation(window, len(opening_tokens(tokenizer))).reader
 
 
 def methods_named(names: Sequence[str], **options: Any) -> list[Method]:

@@ -5,14 +5,18 @@ Whoever does not extend a model truncates its input. A table is worth its name w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from mrrope.evaluation.chunked_reader import Progress, Reader
 from mrrope.hf import rope_config
+from mrrope.hf.patch import patched
 from mrrope.reporting.options import DEFAULT_CHUNK
+from mrrope.tables.frequency_table import FrequencyTable
 
 TRUNCATED = "truncated"
 SHIFTS_PER_WINDOW = 8
@@ -161,3 +165,29 @@ class TruncatedReader(Reader):
         if self.progress and read:
             self.progress(read * len(new))
         return new[:, read:]
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """The row ``truncated`` of a comparison: how the stock model is read."""
+
+    native_length: int
+    opening: int
+    plain_rope: FrequencyTable | None = None
+    """Plain RoPE, where it is compared with instead of the model's own frequencies."""
+
+    @contextlib.contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """Prepare the model within a ``with`` block."""
+        table = self.plain_rope
+        if table is None:
+            yield
+            return
+        with patched(model, table, base=table.base, original_max_position=table.original_max_position):
+            yield
+
+    def reader(self, model: nn.Module, *, chunk: int, progress: Progress | None = None) -> TruncatedReader:
+        """A reader of the prepared model."""
+        return TruncatedReader(
+            model, native_length=self.native_length, opening=self.opening, chunk=chunk, progress=progress
+        )

@@ -212,7 +212,7 @@ def whole(folder: Path) -> tuple[dict, Path]:
 
 def test_the_study_has_every_task_with_every_method(folder: Path, whole: tuple[dict, Path]) -> None:
     data, output = whole
-    methods = {*FIXED_METHODS, "mrrope_pow 0.5", "mrrope_pow 2", "su", "calibrated", "evolved"}
+    methods = {*FIXED_METHODS, "mrrope_pow 0.5", "mrrope_pow 2", "su", "calibrated", "evolved", "truncated"}
     results = data["parts"]["2"]["results"]
     assert set(results) == {"perplexity", *TASKS}
     for task, by_method in results.items():
@@ -403,7 +403,7 @@ def test_small_models_are_trained_judged_and_gone_on_with(small_texts: Path, mon
     data = run_small_models(small_texts, small_texts / "small", "--enough", "0")
     assert data["complete"]
     assert set(data["parts"]) == {"head16_seed0", "head16_seed1"}
-    methods = {*FIXED_METHODS, "mrrope_pow 0.5", "mrrope_pow 2", "su"}
+    methods = {*FIXED_METHODS, "mrrope_pow 0.5", "mrrope_pow 2", "su", "truncated"}
     for part in data["parts"].values():
         assert part["judged"]
         assert part["training"]["tokens"] == part["training"]["steps"] * 4 * 192
