@@ -292,7 +292,7 @@ def test_tables_show_what_the_study_found(whole: tuple[dict, Path], monkeypatch:
     results = whole[0]["parts"]["2"]["results"]
     text = study_tables.study_perplexity(2)
     assert text[0] == "|  | 0.5K | 1K | geo. mean |"
-    cells = {row.split(" | ")[0].strip("| `"): row.strip("| ").split(" | ")[1:] for row in text[2:14]}
+    cells = {row.split(" | ")[0].strip("| `"): row.strip("| ").split(" | ")[1:] for row in text[2:15]}
     halves = {
         method: [by_length[length]["second_half_perplexity"] for length in ("512", "1024")]
         for method, by_length in results["perplexity"].items()
