@@ -20,7 +20,7 @@ BEST_FIXED = ("yarn_ratio", "mrrope_uni")
 """The best fixed methods at scale 16."""
 STUDY_SCALES = (2, 4, 8, 16)
 HEAD_DIMS = (64, 128)
-NOT_FIXED = {"calibrated", "evolved", "truncated"}
+SEARCHED = {"calibrated", "evolved"}
 """The tables that were searched for this model; all other methods are fixed."""
 
 
@@ -207,9 +207,11 @@ def study_gains() -> list[str]:
     rows = []
     for scale in STUDY_SCALES:
         by_method = parts_of(STUDY).get(str(scale), {}).get("results", {}).get("perplexity", {})
-        if not by_method.keys() >= NOT_FIXED:
+        if not by_method.keys() >= SEARCHED:
             return NOT_MEASURED
-        best = min((method for method in by_method if method not in NOT_FIXED), key=partial(study_mean, scale))
+        best = min(
+            (method for method in by_method if method not in {*SEARCHED, "truncated"}), key=partial(study_mean, scale)
+        )
         fixed, calibrated, evolved = (study_mean(scale, method) for method in (best, "calibrated", "evolved"))
         rows.append(
             [
@@ -230,12 +232,12 @@ def study_passkeys() -> list[str]:
     rows = []
     for scale in STUDY_SCALES:
         by_method = parts_of(STUDY).get(str(scale), {}).get("results", {}).get("passkey", {})
-        if not by_method.keys() >= NOT_FIXED:
+        if not by_method.keys() >= SEARCHED:
             return NOT_MEASURED
         for length in sorted(by_method["calibrated"], key=int):
             trials = {method: by_length[length]["trials"] for method, by_length in by_method.items()}
             found = {method: sum(trial["score"] for trial in one) for method, one in trials.items()}
-            best = max(count for method, count in found.items() if method not in NOT_FIXED)
+            best = max(count for method, count in found.items() if method not in {*SEARCHED, "truncated"})
             rows.append(
                 [str(scale), thousands(int(length)), str(len(trials["calibrated"]))]
                 + [f"{count:g}" for count in (best, found["calibrated"], found["evolved"])]
