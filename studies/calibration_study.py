@@ -28,9 +28,10 @@ from mrrope.evaluation.documents import long_documents
 from mrrope.evaluation.evaluate import Evaluation
 from mrrope.evaluation.report import draw, table
 from mrrope.evaluation.results import Results
+from mrrope.evaluation.truncated import TRUNCATED
 
 PASSKEY = "passkey"
-PASSKEY_METHODS = ("ntk", "yarn", "yarn_ratio", "mrrope_uni", "mrrope_pro")
+PASSKEY_METHODS = ("ntk", "yarn", "yarn_ratio", "mrrope_uni", "mrrope_pro", TRUNCATED)
 """Without plain RoPE and PI, which find no key at long range and take as long as the others."""
 
 

@@ -6,6 +6,7 @@ import torch
 
 from mrrope.calibration.calibrate import FIXED_METHODS
 from mrrope.evaluation.compared_methods import Method
+from mrrope.evaluation.truncated import TRUNCATED
 from mrrope.tables.frequency_table import FrequencyTable
 from mrrope.tables.lookup import NativeRope, resolve_table
 
@@ -37,5 +38,5 @@ def tables_to_compare(trained: NativeRope, scale: float) -> dict[str, FrequencyT
 
 
 def as_methods(tables: dict[str, FrequencyTable]) -> list[Method]:
-    """The tables as methods of an evaluation."""
-    return [Method(name, table=table) for name, table in tables.items()]
+    """The tables as methods of an evaluation, and the stock model over windows of its native length."""
+    return [*(Method(name, table=table) for name, table in tables.items()), Method(TRUNCATED)]

@@ -18,6 +18,7 @@ from mrrope.calibration.objective import Figures, Readings
 from mrrope.calibration.search import BudgetSpentError, Objective, Point, successive_halving
 from mrrope.calibration.spaces import TEMPERATURES, attention_factor, clamp, temperature_of
 from mrrope.evaluation.documents import Document
+from mrrope.evaluation.truncated import Truncation
 from mrrope.tables.frequency_table import FrequencyTable, frequency_table
 from mrrope.tables.lookup import ModelTables
 
@@ -141,7 +142,9 @@ class TokenLimitedReadings(Readings):
         self.max_tokens = max_tokens
         self.tokens = 0
 
-    def _next_reading(self, key: str, table: ModelTables, document: Document, length: int) -> list[Figures]:
+    def _next_reading(
+        self, key: str, table: ModelTables | Truncation, document: Document, length: int
+    ) -> list[Figures]:
         if self.tokens + length > self.max_tokens:
             raise BudgetSpentError
         self.tokens += length

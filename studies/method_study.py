@@ -1,5 +1,7 @@
 """Every method at every scale on one model: perplexity by length, and all retrieval tasks at the two longest.
 
+Beside them stands the stock model over windows of its native length, ``truncated``.
+
     python studies/method_study.py MODEL TEXTS HELD_OUT [--calibrations benchmarks/results/calibration_*x.json]
         [--scales 2 4 8 16] [--evolve 4] [--minutes N] [--documents 8] [--trials 8] [--other-trials 4]
         [--chunk 524288] [--output benchmarks/results/study]

@@ -7,8 +7,9 @@
 TRAIN and HELD_OUT are files or folders as for mrrope eval: TRAIN of 20 MB or more, HELD_OUT with documents of at least
 16K bytes, which are sampled evenly. The models have 25M parameters and a trained length of 1024 bytes. Half of the
 training rows contain pass keys; a model that finds less than 95 % of them at the trained length is excluded. At every
-scale S each method is measured on held-out documents and on pass keys at S times the trained length. At the scales of
---calibrate a calibrated table is measured too; its search uses other documents of HELD_OUT.
+scale S each method, and the stock model over windows of the trained length, is measured on held-out documents and on
+pass keys at S times the trained length. At the scales of --calibrate a calibrated table is measured too; its search
+uses other documents of HELD_OUT.
 
 Models are stored in FOLDER, figures in NAME.json and NAME.png. After --minutes the study stops; a second run resumes
 it, also with other head_dims or minutes per model.
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compared_tables import tables_to_compare
+from compared_tables import as_methods, tables_to_compare
 from small_model_training import ByteTokenizer, Recipe, Shape, trained_model
 from study_script import OutOfTimeError, TimeLimit, script_parser
 from transformers import LlamaForCausalLM
@@ -40,14 +41,13 @@ from mrrope.calibration.journal import Journal
 from mrrope.calibration.objective import Readings
 from mrrope.calibration.report import CALIBRATED
 from mrrope.calibration.search import BudgetSpentError
-from mrrope.evaluation.chunked_reader import greedy_answers
+from mrrope.evaluation.chunked_reader import Reader, ReaderMaker, greedy_answers
 from mrrope.evaluation.documents import Document, long_documents, read_texts
 from mrrope.evaluation.model_loading import chosen_device, chosen_dtype
 from mrrope.evaluation.perplexity import document_losses, perplexity
 from mrrope.evaluation.prompts import Haystack
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.retrieval_tasks import TASKS
-from mrrope.hf.patch import patched
 from mrrope.reporting import plotting
 from mrrope.reporting.machine import measured_with
 from mrrope.reporting.output import with_ending
@@ -68,9 +68,12 @@ class Examined:
     trials: int
     chunk: int
 
-    def perplexities(self, lengths: Sequence[int]) -> dict[int, dict[str, float]]:
+    def perplexities(self, lengths: Sequence[int], reader: ReaderMaker = Reader) -> dict[int, dict[str, float]]:
         """Perplexities of both protocols at every length."""
-        found = [list(document_losses(self.model, one.tokens, lengths, chunk=self.chunk)) for one in self.documents]
+        found = [
+            list(document_losses(self.model, one.tokens, lengths, chunk=self.chunk, reader=reader))
+            for one in self.documents
+        ]
         return {
             losses[0].length: {
                 "perplexity": perplexity([loss.whole for loss in losses]),
@@ -79,11 +82,11 @@ class Examined:
             for losses in zip(*found, strict=True)
         }
 
-    def passkeys(self, length: int) -> float:
+    def passkeys(self, length: int, reader: ReaderMaker = Reader) -> float:
         """Share of pass keys found; prompt and answer together have the length."""
         trials = TASKS["passkey"](Haystack(ByteTokenizer(), self.documents), length - ANSWER, self.trials)
         answers = greedy_answers(
-            self.model, [trial.prompt for trial in trials], [ANSWER] * len(trials), chunk=self.chunk
+            self.model, [trial.prompt for trial in trials], [ANSWER] * len(trials), chunk=self.chunk, reader=reader
         )
         return statistics.fmean(trial.score(answer) for trial, answer in zip(trials, answers, strict=True))
 
@@ -118,13 +121,15 @@ def measure(
                 time_limit.check(options.calibration_seconds)
                 known[f"{scale:g}"] = calibrated(examined, others, scale, options.calibration_seconds).to_dict()
             tables[CALIBRATED] = FrequencyTable.from_dict(known[f"{scale:g}"])
-        for method, table in tables.items():
-            if method not in part.data["results"].get(f"passkey {scale:g}", {}):
+        for method in as_methods(tables):
+            if method.name not in part.data["results"].get(f"passkey {scale:g}", {}):
                 time_limit.check()
-                with patched(examined.model, table):
-                    for length, figures in examined.perplexities(lengths).items():
-                        part.put(f"perplexity {scale:g}", method, length, figures)
-                    part.put(f"passkey {scale:g}", method, lengths[-1], {"score": examined.passkeys(lengths[-1])})
+                with method.applied(examined.model):
+                    reader = method.reader(examined.model, ByteTokenizer())
+                    for length, figures in examined.perplexities(lengths, reader).items():
+                        part.put(f"perplexity {scale:g}", method.name, length, figures)
+                    score = examined.passkeys(lengths[-1], reader)
+                    part.put(f"passkey {scale:g}", method.name, lengths[-1], {"score": score})
 
 
 def over_seeds(data: dict[str, Any], head_dim: int, scale: float, task: str, method: str) -> list[float]:

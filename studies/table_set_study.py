@@ -1,12 +1,14 @@
 """One table, a table per layer, a table per key head: held-out perplexity and pass keys beside every other method.
 
-    python studies/table_set_study.py MODEL TEXTS HELD_OUT OTHER_KINDS [--scale 16] [--rows fixed shipped evolved ...]
-        [--found model=NAME.table.json layer=... head=...] [--ladder NAME NAME ...] [--budget 5] [--documents 8]
-        [--trials 12] [--chunk 131072] [--minutes N] [--output benchmarks/results/table_sets_16x]
+    python studies/table_set_study.py MODEL TEXTS HELD_OUT OTHER_KINDS [--scale 16]
+        [--rows fixed truncated shipped evolved ...] [--found model=NAME.table.json layer=... head=...]
+        [--ladder NAME NAME ...] [--budget 5] [--documents 8] [--trials 12] [--chunk 131072] [--minutes N]
+        [--output benchmarks/results/table_sets_16x]
 
 MODEL is a folder, a name on the hub or a .gguf file; the texts are files or folders as for mrrope eval. Rows:
 
     fixed         the published methods and powers
+    truncated     the stock model over windows of its native length
     shipped       the calibrated table that comes with mrrope, smollm2-135m-Sx
     NAME          of --found: tables that mrrope calibrate wrote
     evolved       one table by evolutionary search, within the budget of minutes
@@ -51,6 +53,7 @@ from mrrope.evaluation.compared_methods import Method
 from mrrope.evaluation.documents import Document, long_documents
 from mrrope.evaluation.evaluate import PERPLEXITY, Evaluation
 from mrrope.evaluation.results import Results
+from mrrope.evaluation.truncated import TRUNCATED
 from mrrope.hf.patch import patched
 from mrrope.reporting import plotting
 from mrrope.reporting.machine import measured_with
@@ -105,7 +108,9 @@ class TableSetStudy:
 
     def methods(self, row: str) -> Iterator[Method]:
         """The methods of a row; the searches run here, unless their tables are known."""
-        if row == FIXED:
+        if row == TRUNCATED:
+            yield Method(TRUNCATED)
+        elif row == FIXED:
             yield from (Method(name, table=tables) for name, tables in self.fixed.items())
         elif row == LADDER:
             yield LadderMethod(LADDER, ladder=tuple(map(load_tables, self.options.ladder)))
@@ -254,10 +259,10 @@ def named_path(text: str) -> tuple[str, str]:
 
 def run(options: argparse.Namespace, model: Any, tokenizer: Any) -> Results:
     """Measure the rows within the time limit."""
-    own = (FIXED, SHIPPED, *SEARCHED, LADDER)
+    own = (FIXED, TRUNCATED, SHIPPED, *SEARCHED, LADDER)
     if taken := sorted(options.found.keys() & set(own)):
         raise ValueError(f"--found must have other names than {', '.join(own)}, got {taken}")
-    known = (FIXED, SHIPPED, *options.found, *SEARCHED, LADDER)
+    known = (FIXED, TRUNCATED, SHIPPED, *options.found, *SEARCHED, LADDER)
     if unknown := [row for row in options.rows if row not in known]:
         raise ValueError(f"--rows must be of {', '.join(known)}, got {unknown}")
     if LADDER in options.rows and not options.ladder:
@@ -279,7 +284,7 @@ def run(options: argparse.Namespace, model: Any, tokenizer: Any) -> Results:
     try:
         for row in options.rows:
             study.measure(row)
-            if row not in (FIXED, LADDER):
+            if row not in (FIXED, TRUNCATED, LADDER):
                 study.draw_tables(row, options.output)
         results.finish()
     except OutOfTimeError:
@@ -296,7 +301,7 @@ def parser() -> argparse.ArgumentParser:
     for texts in ("texts", "held_out", "other_kinds"):
         options.add_argument(texts, type=Path)
     options.add_argument("--scale", type=float, default=16.0)
-    options.add_argument("--rows", nargs="+", default=[FIXED], help="see above")
+    options.add_argument("--rows", nargs="+", default=[FIXED, TRUNCATED], help="see above")
     options.add_argument("--found", nargs="*", type=named_path, default=[], metavar="NAME=PATH")
     options.add_argument("--ladder", nargs="*", default=[], metavar="TABLES", help="paths or shipped names, ascending")
     options.add_argument("--budget", type=float, default=5.0, help="minutes of each search without gradients")

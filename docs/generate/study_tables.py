@@ -209,7 +209,9 @@ def study_gains() -> list[str]:
         by_method = parts_of(STUDY).get(str(scale), {}).get("results", {}).get("perplexity", {})
         if not by_method.keys() >= SEARCHED:
             return NOT_MEASURED
-        best = min((method for method in by_method if method not in SEARCHED), key=partial(study_mean, scale))
+        best = min(
+            (method for method in by_method if method not in {*SEARCHED, "truncated"}), key=partial(study_mean, scale)
+        )
         fixed, calibrated, evolved = (study_mean(scale, method) for method in (best, "calibrated", "evolved"))
         rows.append(
             [
@@ -235,7 +237,7 @@ def study_passkeys() -> list[str]:
         for length in sorted(by_method["calibrated"], key=int):
             trials = {method: by_length[length]["trials"] for method, by_length in by_method.items()}
             found = {method: sum(trial["score"] for trial in one) for method, one in trials.items()}
-            best = max(count for method, count in found.items() if method not in SEARCHED)
+            best = max(count for method, count in found.items() if method not in {*SEARCHED, "truncated"})
             rows.append(
                 [str(scale), thousands(int(length)), str(len(trials["calibrated"]))]
                 + [f"{count:g}" for count in (best, found["calibrated"], found["evolved"])]

@@ -25,9 +25,10 @@ from mrrope.calibration.processes import ALONE, Processes, joined_processes, loc
 from mrrope.calibration.search import BudgetSpentError
 from mrrope.evaluation import model_loading
 from mrrope.evaluation import report as evaluation_report
-from mrrope.evaluation.documents import Document, long_documents, text_files
+from mrrope.evaluation.documents import Document, long_documents, opening_tokens, text_files
 from mrrope.evaluation.evaluate import is_out_of_memory
 from mrrope.evaluation.results import Results, UnsavedResults
+from mrrope.evaluation.truncated import SHIFTS_PER_WINDOW, TRUNCATED, Truncation
 from mrrope.hf import rope_config
 from mrrope.reporting.machine import measured_with
 from mrrope.reporting.optional_packages import progress_bar, require
@@ -282,7 +283,11 @@ def calibrate(
             else:
                 calibration = Calibration(readings, trained, options.scale, documents, seconds)
                 search(calibration, files, results)
-            read_reports(calibration, others, files, results, options.sweep)
+            opening = len(opening_tokens(tokenizer))
+            truncation = row_of_truncation(
+                trained, lengths, opening, is_plain=options.original_max_position is not None
+            )
+            read_reports(calibration, others, files, results, options.sweep, truncation)
         except BudgetSpentError:
             reason = f"--budget must be above {options.budget:g} minutes, which did not do for comparing fixed methods"
             raise stopped(reason, files, results) from None
@@ -419,15 +424,35 @@ def search_by_gradient(calibration: GradientCalibration, files: Files, results: 
     results.save()
 
 
+def row_of_truncation(
+    trained: NativeRope, lengths: Sequence[int], opening: int, *, is_plain: bool
+) -> dict[str, Truncation]:
+    """The row of the stock model over windows of its native length, where a length exceeds that; else none.
+
+    Args:
+        trained: the RoPE that is extended.
+        lengths: in tokens, ascending.
+        opening: tokens at the beginning of every text that windows keep.
+        is_plain: whether plain RoPE replaces the model's own.
+    """
+    assert trained.original_max_position is not None
+    native_length = int(trained.original_max_position)
+    if lengths[-1] <= native_length or native_length < SHIFTS_PER_WINDOW:
+        return {}
+    plain = resolve_table(trained, "rope", 1.0, {}) if is_plain else None
+    return {TRUNCATED: Truncation(native_length, opening, plain)}
+
+
 def read_reports(
     calibration: Calibration | GradientCalibration,
     others: Sequence[Document],
     files: Files,
     results: Results,
     sweep: int | None,
+    truncation: dict[str, Truncation],
 ) -> None:
     """Measure the held-out documents and draw the plots."""
-    tables = {**calibration.fixed, report.CALIBRATED: load_tables(files.table)}
+    tables = {**calibration.fixed, **truncation, report.CALIBRATED: load_tables(files.table)}
     count = len(tables) * (len(calibration.documents.held_out) + len(others))
     print(f"mrrope calibrate: the search has ended; the report is outside --budget: {count} readings", file=sys.stderr)
     report.read_held_out(calibration.readings, tables, calibration.documents.held_out, results)

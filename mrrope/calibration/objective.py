@@ -9,6 +9,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
@@ -19,8 +20,10 @@ from torch import nn
 from mrrope.calibration.journal import Journal
 from mrrope.calibration.pass_keys import KeyedDocument
 from mrrope.calibration.search import BudgetSpentError
+from mrrope.evaluation.chunked_reader import Reader, ReaderMaker
 from mrrope.evaluation.documents import Document
 from mrrope.evaluation.perplexity import DocumentLoss, loss_at, token_losses
+from mrrope.evaluation.truncated import TRUNCATED, Truncation
 from mrrope.hf.patch import patched
 from mrrope.tables.frequency_table import FrequencyTable
 from mrrope.tables.lookup import ModelTables
@@ -97,25 +100,42 @@ class Readings:
         text = fmean(figures.second_half for one in found for figures in one)
         return text, fmean(one[-1].forgotten for one in found)
 
-    def read(self, table: ModelTables, document: Document, length: int) -> list[Figures]:
-        """A document's figures at every length up to ``length``."""
+    def read(self, table: ModelTables | Truncation, document: Document, length: int) -> list[Figures]:
+        """A document's figures at every length up to ``length``, with tables or of the truncated text."""
         # Cached by id: documents live as long as the run, and hashing long ones takes time.
         if id(document) not in self._fingerprints:
             self._fingerprints[id(document)] = fingerprint(document.tokens)
-        key = fingerprint(table_numbers(table)), self._fingerprints[id(document)]
+        if isinstance(table, Truncation):
+            row = f"{TRUNCATED}-{table.native_length}"
+        else:
+            row = fingerprint(table_numbers(table))
+        key = row, self._fingerprints[id(document)]
         known = self._known.get(key, [])
         if not known or known[-1].length < length:
             known = self._known[key] = self._next_reading(" ".join((*key, str(length))), table, document, length)
         return [loss for loss in known if loss.length <= length]
 
-    def _next_reading(self, key: str, table: ModelTables, document: Document, length: int) -> list[Figures]:
+    def _next_reading(
+        self, key: str, table: ModelTables | Truncation, document: Document, length: int
+    ) -> list[Figures]:
         if self.spent >= self.limit:
             raise BudgetSpentError
         reading = self.journal.get(key)
         if reading is None:
-            with patched(self.model, table, base=table.base, original_max_position=table.original_max_position):
+            applied: AbstractContextManager[object]
+            reader: ReaderMaker = Reader
+            if isinstance(table, Truncation):
+                applied, reader = table.applied(self.model), table.reader
+            else:
+                known = {"base": table.base, "original_max_position": table.original_max_position}
+                applied = patched(self.model, table, **known)
+            with applied:
                 read = token_losses(
-                    self.model, document.tokens[:length], chunk=self.chunk, progress=self._report_progress
+                    self.model,
+                    document.tokens[:length],
+                    chunk=self.chunk,
+                    progress=self._report_progress,
+                    reader=reader,
                 )
                 losses = torch.cat(list(read))
             figures = [figures_at(one, losses, document) for one in self.lengths if one <= length]

@@ -14,6 +14,7 @@ from mrrope.evaluation.documents import Document
 from mrrope.evaluation.evaluate import PERPLEXITY, perplexity_figures
 from mrrope.evaluation.perplexity import perplexity
 from mrrope.evaluation.results import Results
+from mrrope.evaluation.truncated import TRUNCATED, Truncation
 from mrrope.reporting import plotting
 from mrrope.reporting.optional_packages import progress_bar
 from mrrope.tables.lookup import ModelTables
@@ -24,9 +25,9 @@ OTHER_KINDS = "other kinds"
 
 
 def read_held_out(
-    readings: Readings, tables: Mapping[str, ModelTables], documents: Sequence[Document], results: Results
+    readings: Readings, tables: Mapping[str, ModelTables | Truncation], documents: Sequence[Document], results: Results
 ) -> None:
-    """Measure perplexity of all tables on documents, in the format of ``mrrope eval``."""
+    """Measure perplexity of all rows on documents, in the format of ``mrrope eval``."""
     for method, one in progress_bar(tables.items(), desc="held-out documents", unit="table"):
         found = [readings.read(one, document, readings.lengths[-1]) for document in documents]
         for losses in zip(*found, strict=True):
@@ -66,6 +67,10 @@ def summary(data: dict[str, Any]) -> str:
         f"chosen: {found['chosen']}, " + ", ".join(map(str.__add__, changes, names)),
     ]
     lines += advice(columns["held-out"])
+    lines += truncation_advice(data, columns["held-out"], "held-out documents")
+    if "other kinds" in columns:
+        other = data.get("parts", {}).get(OTHER_KINDS, {})
+        lines += truncation_advice(other, columns["other kinds"], "texts of other kinds")
     if "steps" in found:
         lines.append(f"search by gradient: {counted(found['steps'], 'step')} in {found['seconds']:.0f} s")
     return "\n".join(lines)
@@ -78,13 +83,13 @@ def counted(count: int, thing: str) -> str:
 
 def best_fixed(means: Mapping[str, float]) -> str:
     """The fixed method with the lowest perplexity."""
-    return min((method for method in means if method != CALIBRATED), key=means.__getitem__)
+    return min((method for method in means if method not in (CALIBRATED, TRUNCATED)), key=means.__getitem__)
 
 
 def change_against_best(means: Mapping[str, float]) -> str:
-    """The calibrated tables relative to the best fixed method."""
-    best = best_fixed(means)
-    return f"{means[CALIBRATED] / means[best] - 1:+.1%} against {best}"
+    """The calibrated tables relative to the best fixed method and to truncation."""
+    others = [best_fixed(means), *(name for name in (TRUNCATED,) if name in means)]
+    return " and ".join(f"{means[CALIBRATED] / means[other] - 1:+.1%} against {other}" for other in others)
 
 
 def advice(means: Mapping[str, float]) -> list[str]:
@@ -94,6 +99,27 @@ def advice(means: Mapping[str, float]) -> list[str]:
         return []
     instead = "leave the model unpatched" if best == "rope" else f"patch with {best}"
     return [f"this is worse than {best}: {instead}, or calibrate with a larger --budget or more documents"]
+
+
+def truncation_advice(data: dict[str, Any], means: Mapping[str, float], texts: str) -> list[str]:
+    """Whether the stock model over windows of its native length is better than the calibrated tables, and where."""
+    if TRUNCATED not in means:
+        return []
+    by_method = data.get("results", {}).get(PERPLEXITY, {})
+    ours, truncated = (by_method.get(method, {}) for method in (CALIBRATED, TRUNCATED))
+    better = [
+        f"{length} tokens {figures['second_half_perplexity']:.3f} against {ours[length]['second_half_perplexity']:.3f}"
+        for length, figures in truncated.items()
+        if figures["second_half_perplexity"] < ours[length]["second_half_perplexity"]
+    ]
+    where = f" (at {', '.join(better)})" if better else ""
+    if means[TRUNCATED] < means[CALIBRATED]:
+        return [
+            f"{TRUNCATED} is better than the calibrated tables on {texts}: {means[TRUNCATED]:.3f} against "
+            f"{means[CALIBRATED]:.3f}{where}. What reads the last native length of tokens with the unpatched model "
+            "predicts these texts better"
+        ]
+    return [f"{TRUNCATED} is better than the calibrated tables on {texts} at some lengths{where}"] if better else []
 
 
 def swept_bounds(space: PowerSpace, side: int) -> tuple[list[int], list[int]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mrrope.evaluation import lm_eval_harness, model_loading, report
-from mrrope.evaluation.compared_methods import UNPATCHED, Method, check_methods, methods_named
+from mrrope.evaluation.compared_methods import STOCK, Method, check_methods, methods_named, truncation_past
 from mrrope.evaluation.documents import long_documents, text_files
 from mrrope.evaluation.evaluate import DEFAULT_TRIALS, KNOWN_TASKS, PERPLEXITY, Evaluation
 from mrrope.evaluation.results import Results
@@ -37,9 +37,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add_model_and_text(command)
     add(
         "--methods",
-        default=DEFAULT_METHODS,
         metavar="M,M,...",
-        help=f"methods, tables' .json files, or {UNPATCHED} (default: %(default)s)",
+        help=f"methods, tables' .json files, {' or '.join(STOCK)} (default: {DEFAULT_METHODS}, and {STOCK[1]} where "
+        "--lengths exceed the native length)",
     )
     add("--scale", default="1", metavar="S", help="factor by which methods extend the context, or auto (default: 1)")
     add("--max-scale", type=float, metavar="S", help="largest factor of --scale auto")
@@ -117,9 +117,11 @@ def run(options: argparse.Namespace) -> None:
     given = patch_options(options)
     stem = checked_stem(options.output)
     text_files(options.text)  # fails before the model is loaded
-    methods = methods_named(comma_separated(options.methods), **given)
+    methods = methods_named(comma_separated(DEFAULT_METHODS if options.methods is None else options.methods), **given)
     warn_if_identical(methods)
     model, tokenizer = model_loading.load(options.model, dtype=options.dtype, device=options.device)
+    if options.methods is None:
+        methods += truncation_past(lengths[-1], model, **given)
     check_methods(methods, model)
     documents = long_documents(options.text, tokenizer, lengths[-1], options.documents)
     about = {

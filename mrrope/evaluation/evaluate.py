@@ -11,7 +11,7 @@ import torch
 
 from mrrope.evaluation import lm_eval_harness
 from mrrope.evaluation.chunked_reader import Progress, greedy_answers
-from mrrope.evaluation.compared_methods import Method
+from mrrope.evaluation.compared_methods import UNPATCHED, Method
 from mrrope.evaluation.documents import Document
 from mrrope.evaluation.perplexity import DocumentLoss, document_losses, perplexity
 from mrrope.evaluation.prompts import Haystack
@@ -63,7 +63,7 @@ class Evaluation:
         """Measure one task with the method that the model is patched with."""
         if task not in KNOWN_TASKS:
             for name, length, figures in lm_eval_harness.scores(
-                self.model, self.tokenizer, task, self.lengths, self.trials
+                self.model, self.tokenizer, task, self.lengths, self.trials, method.window(self.model)
             ):
                 self.results.put(name, method.name, length, figures)
             return
@@ -88,7 +88,8 @@ class Evaluation:
         for document in self.documents:
             one_reading = not method.follows_length
             options: dict[str, Any] = {"one_reading": one_reading, "chunk": self.chunk, "progress": progress}
-            for loss in document_losses(self.model, document.tokens, self.lengths, **options):
+            reader = method.reader(self.model, self.tokenizer)
+            for loss in document_losses(self.model, document.tokens, self.lengths, reader=reader, **options):
                 losses = known.setdefault(loss.length, [])
                 losses.append((document.name, loss))
                 self.results.put(PERPLEXITY, method.name, loss.length, perplexity_figures(losses))
@@ -97,9 +98,22 @@ class Evaluation:
         """Measure a retrieval task, the shortest prompts first, since they need the least memory."""
         haystack = Haystack(self.tokenizer, self.documents)
         for length in sorted(self.lengths):
-            self.results.put(task, method.name, length, self.answers(task, haystack, length, progress))
+            figures = self.stock_figures(task, method, length)
+            if figures is None:
+                figures = self.answers(task, method, haystack, length, progress)
+            else:
+                progress(self.trials * length)
+            self.results.put(task, method.name, length, figures)
 
-    def answers(self, task: str, haystack: Haystack, length: int, progress: Progress) -> dict[str, Any]:
+    def stock_figures(self, task: str, method: Method, length: int) -> dict[str, Any] | None:
+        """The figures of ``unpatched`` where ``truncated`` is the same: up to the native length."""
+        # With options the stock model may be patched to plain RoPE.
+        if method.options or (method.window(self.model) or 0) < length:
+            return None
+        known: dict[str, dict[str, Any]] = self.results.data["results"].get(task, {}).get(UNPATCHED, {})
+        return known.get(str(length))
+
+    def answers(self, task: str, method: Method, haystack: Haystack, length: int, progress: Progress) -> dict[str, Any]:
         """The model's answers to a task's prompts of one length."""
         prompts = TASKS[task](haystack, length, self.trials)
         answers = greedy_answers(
@@ -109,6 +123,7 @@ class Evaluation:
             chunk=self.chunk,
             end_token=self.tokenizer.eos_token_id,
             progress=progress,
+            reader=method.reader(self.model, self.tokenizer),
         )
         trials = [
             {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,11 +27,19 @@ def known(tasks: Sequence[str]) -> set[str]:
 
 
 def scores(
-    model: Any, tokenizer: Any, task: str, lengths: Sequence[int], limit: int
+    model: Any, tokenizer: Any, task: str, lengths: Sequence[int], limit: int, window: int | None = None
 ) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Yield (task, length, figures) for the task, or for each task of a group.
 
     Tasks with prompts of a given length, such as RULER's, yield every length they support; others only the longest.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: the model's.
+        task: a task, a group or a .yaml file.
+        lengths: of the prompts, in tokens.
+        limit: samples per task, for tasks of several lengths per length.
+        window: read only so many tokens of a prompt, its last ones, and the BOS token if the harness prepends one.
 
     Raises:
         DataMissingError: the task's data is not on this machine and cannot be fetched.
@@ -39,7 +48,8 @@ def scores(
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 
-    reader = HFLM(pretrained=model, tokenizer=tokenizer, max_length=max(lengths), batch_size=1)
+    # The harness cuts prompts from the left, to leave room for the answer.
+    reader = HFLM(pretrained=model, tokenizer=tokenizer, max_length=window or max(lengths), batch_size=1)
     # Tasks that generate their prompts load the tokenizer by name, so it needs a folder.
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
@@ -47,7 +57,10 @@ def scores(
         for length in lengths:
             about = {"tokenizer": folder, "max_seq_lengths": [length]}
             try:
-                found = lm_eval.simple_evaluate(reader, tasks=[task], limit=limit, metadata=about, bootstrap_iters=0)
+                with contextlib.nullcontext() if window is None else keeping_opening(model, tokenizer, reader):
+                    found = lm_eval.simple_evaluate(
+                        reader, tasks=[task], limit=limit, metadata=about, bootstrap_iters=0
+                    )
             except (OSError, LookupError) as error:
                 raise DataMissingError(
                     f"{task} of {NAME} needs data that is not on this machine and could not be fetched: "
@@ -64,6 +77,30 @@ def scores(
                     if values:
                         yield name, max(lengths), {"score": next(iter(values.values())), "metrics": values}
                 return
+
+
+@contextlib.contextmanager
+def keeping_opening(model: Any, tokenizer: Any, reader: Any) -> Iterator[None]:
+    """Begin every text with the BOS token, if the harness prepends it: where it cuts a prompt, it cuts that off too."""
+    opening = tokenizer.bos_token_id
+    if opening is None or list(reader.tok_encode("a"))[:1] != [opening]:
+        yield
+        return
+
+    def begin(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        cache = named.get("past_key_values")
+        if cache is not None and cache.get_seq_length():
+            return positional, named  # a later token of an answer
+        ids = positional[0] if positional else named["input_ids"]
+        ids = ids.clone()
+        ids[:, 0] = opening
+        return ((ids, *positional[1:]), named) if positional else (positional, named | {"input_ids": ids})
+
+    hook = model.register_forward_pre_hook(begin, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def values_of(metrics: dict[str, Any]) -> dict[str, float]:

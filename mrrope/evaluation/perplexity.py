@@ -15,7 +15,7 @@ from statistics import fmean
 import torch
 from torch import nn
 
-from mrrope.evaluation.chunked_reader import Progress, Reader
+from mrrope.evaluation.chunked_reader import Progress, Reader, ReaderMaker
 from mrrope.reporting.options import DEFAULT_CHUNK
 
 FLOAT32_ROWS = 1024
@@ -34,10 +34,15 @@ class DocumentLoss:
 
 
 def token_losses(
-    model: nn.Module, tokens: Sequence[int], *, chunk: int = DEFAULT_CHUNK, progress: Progress | None = None
+    model: nn.Module,
+    tokens: Sequence[int],
+    *,
+    chunk: int = DEFAULT_CHUNK,
+    progress: Progress | None = None,
+    reader: ReaderMaker = Reader,
 ) -> Iterator[torch.Tensor]:
     """Yield the negative log-likelihood of every token but the first, float32 on the CPU, chunk by chunk."""
-    return next_token_losses(Reader(model, chunk=chunk, progress=progress), tokens)
+    return next_token_losses(reader(model, chunk=chunk, progress=progress), tokens)
 
 
 def next_token_losses(reader: Reader, tokens: Sequence[int]) -> Iterator[torch.Tensor]:
@@ -63,6 +68,7 @@ def document_losses(
     one_reading: bool = True,
     chunk: int = DEFAULT_CHUNK,
     progress: Progress | None = None,
+    reader: ReaderMaker = Reader,
 ) -> Iterator[DocumentLoss]:
     """Yield a document's mean losses at every length, the shortest first.
 
@@ -74,6 +80,7 @@ def document_losses(
             every length takes its own pass.
         chunk: tokens per forward pass; their logits are in memory together.
         progress: called after every chunk with its number of tokens.
+        reader: makes the reader, such as a :class:`~mrrope.evaluation.truncated.TruncatedReader`.
     """
     lengths = sorted(set(lengths))
     if not lengths or lengths[0] < 2:
@@ -83,7 +90,7 @@ def document_losses(
     for together in [lengths] if one_reading else [[length] for length in lengths]:
         losses = torch.empty(0)
         pending = list(together)
-        for more in token_losses(model, tokens[: together[-1]], chunk=chunk, progress=progress):
+        for more in token_losses(model, tokens[: together[-1]], chunk=chunk, progress=progress, reader=reader):
             losses = torch.cat([losses, more])
             while pending and pending[0] - 1 <= len(losses):
                 yield loss_at(pending.pop(0), losses)

@@ -27,6 +27,11 @@ TABLE_OPTIONS = tuple(
     name for name in inspect.signature(frequency_table).parameters if name not in ("method", "scale", "native")
 )
 """The names of the options that extend a model by a method."""
+STOCK_ROWS = {
+    "unpatched": "the row of mrrope eval for the stock model",
+    "truncated": "the row of mrrope eval for the stock model over a sliding window of its native length",
+}
+"""Names beside those of methods in the comparisons, and what they are."""
 OTHER_NAMES = {
     "factor": "scale",
     "max_factor": "max_scale",
@@ -176,9 +181,10 @@ def resolve_tables(
             f"{len(steps)}: scale='auto' takes it"
         )
     if isinstance(method, str) and method not in METHODS:
+        row = f", which is {STOCK_ROWS[method]}: leave the model unpatched" if method in STOCK_ROWS else ""
         raise ValueError(
             f"method must be one of {', '.join(METHODS)}, the path of a table's .json, or the name of a table that "
-            f"comes with mrrope ({shipped.listed()}), got {method!r}"
+            f"comes with mrrope ({shipped.listed()}), got {method!r}{row}"
         )
     arguments = trained.table_arguments(options) | {"scale": scale, **options}
     if arguments["original_max_position"] is None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,13 @@ from byte_llama import byte_tokenizer, random_words, save_byte_llama
 from command_line import MRROPE, as_arguments
 from planted_tables import SMOLLM2, distance, sigmoid_table
 from scripted_models import OutOfMemory, RepeatsLastToken
+from tiny_models import tiny_model, tokens
 from transformers import LlamaForCausalLM
 
 import mrrope
 from mrrope.calibration import document_sets, report, spaces
 from mrrope.calibration.calibrate import FIXED_METHODS, Calibration
+from mrrope.calibration.command import row_of_truncation, trained_with
 from mrrope.calibration.journal import Journal
 from mrrope.calibration.objective import Readings, Rung, figures_at
 from mrrope.calibration.pass_keys import KEYS_A_LENGTH, NAMED_A_LENGTH, NAMED_KEYS, with_keys
@@ -32,6 +35,8 @@ from mrrope.calibration.search import MIN_IMPROVEMENT, BudgetSpentError, descend
 from mrrope.cli import main
 from mrrope.evaluation import model_loading
 from mrrope.evaluation.documents import Document
+from mrrope.evaluation.perplexity import next_token_losses
+from mrrope.evaluation.truncated import TruncatedReader
 from mrrope.hf.patch import is_patched
 from mrrope.tables import shipped
 from mrrope.tables.lookup import NativeRope, load_tables
@@ -584,7 +589,7 @@ def test_the_command_finds_writes_and_reports(folder: Path, unbroken: Path, tmp_
     assert unbroken.with_suffix(".perplexity.png").read_bytes().startswith(b"\x89PNG")
     # The held-out perplexities equal those of mrrope eval.
     held_out = {"--text": str(folder / "other.txt"), "--lengths": "32,64,128", "--scale": "4", "--device": "cpu"}
-    methods = {"--methods": f"{','.join(FIXED_METHODS)},{unbroken.with_suffix('.table.json')}"}
+    methods = {"--methods": f"{','.join(FIXED_METHODS)},truncated,{unbroken.with_suffix('.table.json')}"}
     options = {**held_out, **methods, "--output": str(tmp_path / "eval")}
     assert main(["eval", str(folder / "model"), *as_arguments(options)]) == 0
     expected = json.loads((tmp_path / "eval.json").read_text())["results"]["perplexity"]
@@ -767,8 +772,8 @@ def test_only_files_of_the_run_are_said_to_be_written(folder: Path, unbroken: Pa
     (line,) = (line for line in printed.out.splitlines() if line.startswith("written:"))
     files = [Path(name) for name in line.split()[1:]]
     assert sorted(files) == sorted(unbroken.parent.glob("whole.*"))
-    # Seven fixed methods and the calibrated table on two documents.
-    assert "the report is outside --budget: 16 readings" in printed.err
+    # Seven fixed methods, truncation and the calibrated table on two documents.
+    assert "the report is outside --budget: 18 readings" in printed.err
 
 
 def test_a_table_for_another_trained_length_is_used_with_it(folder: Path, tmp_path: Path, capsys) -> None:
@@ -803,6 +808,70 @@ def test_a_table_that_is_worse_than_a_fixed_method_is_said_to_be() -> None:
     assert worse[0] == "chosen: yarn, +14.0% against rope"
     assert worse[1].startswith("this is worse than rope: leave the model unpatched")
     assert "this is worse than yarn: patch with yarn" in summary(rope=5.0, yarn=4.0, calibrated=4.5)[1]
+
+
+def test_truncation_that_is_better_is_said_to_be() -> None:
+    def figures(*perplexities: float) -> dict[str, dict[str, float]]:
+        return {
+            length: {"second_half_perplexity": one}
+            for length, one in zip(("32", "64", "128"), perplexities, strict=True)
+        }
+
+    def part(truncated: tuple[float, ...], calibrated: tuple[float, ...]) -> dict[str, Any]:
+        return {"results": {"perplexity": {"truncated": figures(*truncated), "calibrated": figures(*calibrated)}}}
+
+    def summary(held_out: dict[str, Any], others: dict[str, Any]) -> list[str]:
+        def means(of: dict[str, Any]) -> dict[str, float]:
+            by_method = of["results"]["perplexity"].items()
+            return {"rope": 9.0} | {
+                name: math.prod(one["second_half_perplexity"] for one in figures.values()) ** (1 / 3)
+                for name, figures in by_method
+            }
+
+        found = {"chosen": "yarn", "held_out_geometric_means": means(held_out)}
+        found["other_kinds_geometric_means"] = means(others)
+        parts = {report.OTHER_KINDS: others}
+        return report.summary({**held_out, "calibration": found, "parts": parts}).partition("chosen: ")[2].splitlines()
+
+    better = part((3.0, 3.0, 3.0), (3.0, 2.0, 2.5))
+    at_one_length = part((3.0, 3.0, 3.0), (3.0, 2.0, 3.5))
+    worse = part((3.0, 3.0, 3.0), (3.0, 3.0, 4.0))
+    assert len(summary(better, better)) == 1
+    chosen, *advice = summary(at_one_length, worse)
+    assert chosen == (
+        "yarn, -69.3% against rope and -8.0% against truncated, "
+        "-63.3% against rope and +10.1% against truncated on texts of other kinds"
+    )
+    assert advice == [
+        "truncated is better than the calibrated tables on held-out documents at some lengths (at 128 tokens 3.000 "
+        "against 3.500)",
+        "truncated is better than the calibrated tables on texts of other kinds: 3.000 against 3.302 (at 128 tokens "
+        "3.000 against 4.000). What reads the last native length of tokens with the unpatched model predicts these "
+        "texts better",
+    ]
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_truncation_is_of_the_stock_model_or_of_plain_rope(is_plain: bool, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    config = model.config.to_dict() | {"max_position_embeddings": 64}
+    config["rope_parameters"] |= {"rope_type": "linear", "factor": 4.0}
+    extended = type(model)(type(model.config)(**config)).eval()
+    extended.load_state_dict(model.state_dict())
+    text = Document("a", tokens(1, 100)[0].tolist())
+    trained = trained_with(extended, 16 if is_plain else None)
+    rows = row_of_truncation(trained, [16, 100], 1, is_plain=is_plain)
+    window = 16 if is_plain else 64
+    assert (rows["truncated"].native_length, rows["truncated"].opening) == (window, 1)
+    assert row_of_truncation(trained, [window], 1, is_plain=is_plain) == {}
+    with contextlib.closing(Journal(tmp_path / "journal", {})) as journal:
+        readings = Readings(extended, [100], journal, chunk=30)
+        (found,) = readings.read(rows["truncated"], text, 100)
+    expected_model = model if is_plain else extended
+    reader = TruncatedReader(expected_model, native_length=window, opening=1)
+    losses = torch.cat(list(next_token_losses(reader, text.tokens)))
+    # Losses of about 5 in float32, summed in another order.
+    assert found.whole == pytest.approx(losses.mean().item(), rel=64 * FLOAT32_EPS)
 
 
 def test_another_run_under_the_same_name_is_refused(folder: Path, unbroken: Path, capsys) -> None:

@@ -36,6 +36,7 @@ from mrrope.calibration.learnable_tables import FREE_SHARE, SHARINGS, LearnableT
 from mrrope.calibration.objective import Readings, Rung, table_numbers
 from mrrope.calibration.pass_keys import KEYS_A_LENGTH, with_keys
 from mrrope.calibration.recomputation import Recomputation, decoder_layers, layers_to_recompute, recomputed
+from mrrope.calibration.report import OTHER_KINDS
 from mrrope.calibration.search import BudgetSpentError
 from mrrope.calibration.table_gradient import TableGradient
 from mrrope.calibration.token_weights import length_weights, reading_lengths, token_weights
@@ -674,6 +675,9 @@ def test_the_command_finds_writes_and_reports(folder: Path, tmp_path: Path, per:
     tables = load_tables(stem.with_suffix(".table.json"))
     assert isinstance(tables, mrrope.TableSet if per in ("layer", "head") else mrrope.FrequencyTable)
     assert set(found["held_out_geometric_means"]) == set(found["other_kinds_geometric_means"])
+    assert list(data["results"]["perplexity"])[-2:] == ["truncated", "calibrated"]
+    assert list(data["parts"][OTHER_KINDS]["results"]["perplexity"])[-2:] == ["truncated", "calibrated"]
+    assert "against truncated" in printed
     # The figures are those of the tables.
     model = mrrope.patch(byte_llama_of(folder), tables)
     tokens = [0, *byte_tokenizer(adds_bos=False)(random_words(24, 7)).input_ids][:128]

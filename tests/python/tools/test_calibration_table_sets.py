@@ -70,13 +70,13 @@ def test_rows_are_measured_apart_and_once(folder: Path, tmp_path: Path, capsys, 
     calls = []
     forward = model.forward
     model.forward = lambda *args, **kwargs: (calls.append(1), forward(*args, **kwargs))[1]
-    rows = ("fixed", "head", "evolved", "layer_search", "ladder")
+    rows = ("fixed", "truncated", "head", "evolved", "layer_search", "ladder")
     results = study.run(options(folder, tmp_path / "out", "--rows", *rows, *found), model, tokenizer)
     data = json.loads((tmp_path / "out.json").read_text())
     assert data["complete"]
     for part in (data, data["parts"][study.OTHER_KINDS]):
         measured = part["results"]["perplexity"]
-        assert {"yarn", "su", "head", "evolved", "layer_search", "ladder"} <= measured.keys()
+        assert {"yarn", "su", "truncated", "head", "evolved", "layer_search", "ladder"} <= measured.keys()
         assert all(set(by_length) == {"32", "64", "128"} for by_length in measured.values())
     assert set(data["searches"]) == {"evolved", "layer_search"}
     assert len(data["searches"]["layer_search"]["tables"]["layers"]) == 2
@@ -91,6 +91,10 @@ def test_rows_are_measured_apart_and_once(folder: Path, tmp_path: Path, capsys, 
     losses = -logits.log_softmax(-1)[torch.arange(127), tokens[1:]]
     row = data["results"]["perplexity"]["head"]["128"]["documents"][0]
     assert row["second_half_loss"] == pytest.approx(losses[63:].mean().item(), rel=1e-4)
+    # Truncated up to the native length is the stock model, and so is the ladder.
+    truncated, ladder = (data["results"]["perplexity"][name] for name in ("truncated", "ladder"))
+    assert truncated["32"]["perplexity"] == pytest.approx(ladder["32"]["perplexity"], rel=1e-4)
+    assert truncated["128"]["perplexity"] != pytest.approx(ladder["128"]["perplexity"], rel=1e-4)
     # The ladder reads the native length as the stock model does, longer ones with the sets.
     ladder, head = (data["results"]["perplexity"][name] for name in ("ladder", "head"))
     assert ladder["128"]["perplexity"] == pytest.approx(head["128"]["perplexity"], rel=1e-4)
@@ -117,8 +121,12 @@ def test_rows_are_measured_apart_and_once(folder: Path, tmp_path: Path, capsys, 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("--rows", "best"), r"--rows must be of fixed, shipped, evolved, layer_search, ladder, got \['best'\]"),
+        (
+            ("--rows", "best"),
+            r"--rows must be of fixed, truncated, shipped, evolved, layer_search, ladder, got \['best'\]",
+        ),
         (("--found", "evolved=head.json"), r"--found must have other names than fixed, .*, got \['evolved'\]"),
+        (("--found", "truncated=head.json"), r"--found must have other names than fixed, .*, got \['truncated'\]"),
         (("--rows", "ladder"), "--ladder must name the sets of the row ladder, got none"),
     ],
 )

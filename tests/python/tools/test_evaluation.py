@@ -204,7 +204,7 @@ class AnswersNothing(ScriptedModel):
 
 def answers(model: nn.Module, haystack: Haystack, task: str, length: int, trials: int) -> dict:
     evaluation = Evaluation(model, haystack.tokenizer, [], [], Results(Path(), {}), trials=trials, chunk=300)
-    return evaluation.answers(task, haystack, length, lambda _: None)
+    return evaluation.answers(task, Method("unpatched"), haystack, length, lambda _: None)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -404,7 +404,7 @@ def test_methods_that_fail_leave_the_picture_to_the_others(explosions: list[list
             {"--tasks": "perplexity,typing"},
             "--tasks must be of perplexity, .* or tasks of lm-evaluation-harness.*, got '.*,typing'",
         ),
-        ({"--methods": "rope,rupe"}, "methods must be unpatched, rope, .* got 'rupe'"),
+        ({"--methods": "rope,rupe"}, "methods must be unpatched, truncated, rope, .* got 'rupe'"),
         ({"--methods": "missing.json"}, "methods must give a table, and missing.json does not: .*No such file"),
         ({"--methods": "mrrope_pow"}, "methods must give a table, and mrrope_pow does not: .*power"),
         ({"--methods": ","}, "methods must be one or more, with commas between them, got none"),
@@ -574,14 +574,17 @@ def test_what_was_measured_before_an_interrupt_is_kept(folder: Path, tmp_path: P
     assert "perplexity of the second half" in printed.out
 
 
-def test_figures_of_fewer_documents_are_marked(folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+# 600 tokens of each of 3 documents are 6 chunks of 100, of which the first covers 64; or windows of 64, moved by 8.
+@pytest.mark.parametrize(("second", "calls_per_document"), [("yarn", 6), ("truncated", 1 + 67)])
+def test_figures_of_fewer_documents_are_marked(
+    second: str, calls_per_document: int, folder: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
     """An interrupt in the second document of the second method, between its two lengths."""
 
     calls, forward = [], LlamaForCausalLM.forward
 
     def interrupted(self, *arguments, **options):
-        # 600 tokens of each of 3 documents are 6 chunks of 100, of which the first covers 64.
-        if len(calls) == 3 * 6 + 6 + 1:
+        if len(calls) == 3 * 6 + calls_per_document + 1:
             raise KeyboardInterrupt
         calls.append(None)
         return forward(self, *arguments, **options)
@@ -594,18 +597,18 @@ def test_figures_of_fewer_documents_are_marked(folder: Path, tmp_path: Path, mon
         "legend",
         lambda self, handles, names, **more: labels.extend(names) or legend(self, handles, names, **more),
     )
-    options = {"--methods": "unpatched,yarn", "--scale": "4", "--output": str(tmp_path / "out")}
+    options = {"--methods": f"unpatched,{second}", "--scale": "4", "--output": str(tmp_path / "out")}
     assert evaluate(folder, **options) == 130
-    figures = json.loads((tmp_path / "out.json").read_text())["results"]["perplexity"]["yarn"]
+    figures = json.loads((tmp_path / "out.json").read_text())["results"]["perplexity"][second]
     assert [len(figures[length]["documents"]) for length in ("64", "600")] == [2, 1]
     block = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert "*" not in block[2]
-    assert re.fullmatch(r"yarn +[\d.]+\* +[\d.]+\*", block[3])
+    assert re.fullmatch(rf"{second} +[\d.]+\* +[\d.]+\*", block[3])
     assert block[4:] == [
-        "* yarn at 64: 2 of 3 documents; not to be compared",
-        "* yarn at 600: 1 of 3 documents; not to be compared",
+        f"* {second} at 64: 2 of 3 documents; not to be compared",
+        f"* {second} at 600: 1 of 3 documents; not to be compared",
     ]
-    assert labels == ["unpatched", "yarn (1 of 3 documents)"]
+    assert labels == ["unpatched", f"{second} (1 of 3 documents)"]
 
 
 def test_the_machines_own_memory_counts_too() -> None:
@@ -671,8 +674,13 @@ def fake_harness(monkeypatch) -> list[dict]:
         assert isinstance(AutoTokenizer.from_pretrained(metadata["tokenizer"]), PreTrainedTokenizerFast)
         patched = any(isinstance(module, TableRotaryEmbedding) for module in reader.pretrained.modules())
         calls.append({"patched": patched, "limit": limit, "lengths": metadata["max_seq_lengths"]})
+        calls[-1]["max_length"] = reader.max_length
         is_ruler = tasks == ["ruler"]
         return {"results": ruler_results(metadata["max_seq_lengths"][0]) if is_ruler else {"longbench2": longbench2}}
+
+    class FakeModel(SimpleNamespace):
+        def tok_encode(self, text):
+            return self.tokenizer(text).input_ids
 
     class TaskManager:
         all_tasks = ("offline", "ruler", "ruler_vt", "longbench2")
@@ -681,7 +689,7 @@ def fake_harness(monkeypatch) -> list[dict]:
         "lm_eval": SimpleNamespace(simple_evaluate=simple_evaluate),
         "lm_eval.tasks": SimpleNamespace(TaskManager=TaskManager),
         "lm_eval.models": SimpleNamespace(),
-        "lm_eval.models.huggingface": SimpleNamespace(HFLM=SimpleNamespace),
+        "lm_eval.models.huggingface": SimpleNamespace(HFLM=FakeModel),
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -689,15 +697,19 @@ def fake_harness(monkeypatch) -> list[dict]:
 
 
 def test_tasks_of_the_harness_run_on_the_patched_model(folder: Path, tmp_path: Path, fake_harness: list[dict]) -> None:
-    options = {"--methods": "unpatched,yarn", "--output": str(tmp_path / "out"), "--trials": "3"}
+    options = {"--methods": "unpatched,yarn,truncated", "--output": str(tmp_path / "out"), "--trials": "3"}
     assert evaluate(folder, **{**options, "--tasks": "ruler,longbench2"}) == 0
     found = json.loads((tmp_path / "out.json").read_text())["results"]
     assert found["ruler_vt"]["yarn"] == {"64": {"score": 0.25}, "600": {"score": 0.75}}
     assert found["longbench2"]["yarn"] == {"600": {"score": 0.3, "metrics": {"acc": 0.3}}}
     assert "ruler" not in found  # it has no results for these lengths
     # RULER runs once per length, LongBench once.
-    calls = [(patched, lengths) for patched in (False, True) for lengths in ([64], [600], [64])]
-    assert fake_harness == [{"patched": patched, "limit": 3, "lengths": lengths} for patched, lengths in calls]
+    rows = [(False, 600), (True, 600), (False, 64)]  # truncated has the native length
+    assert fake_harness == [
+        {"patched": patched, "limit": 3, "lengths": lengths, "max_length": longest}
+        for patched, longest in rows
+        for lengths in ([64], [600], [64])
+    ]
 
 
 def test_a_task_without_data_does_not_keep_the_others_from_being_measured(

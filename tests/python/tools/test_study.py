@@ -212,7 +212,7 @@ def whole(folder: Path) -> tuple[dict, Path]:
 
 def test_the_study_has_every_task_with_every_method(folder: Path, whole: tuple[dict, Path]) -> None:
     data, output = whole
-    methods = {*FIXED_METHODS, "mrrope_pow 0.5", "mrrope_pow 2", "su", "calibrated", "evolved"}
+    methods = {*FIXED_METHODS, "mrrope_pow 0.5", "mrrope_pow 2", "su", "calibrated", "evolved", "truncated"}
     results = data["parts"]["2"]["results"]
     assert set(results) == {"perplexity", *TASKS}
     for task, by_method in results.items():
@@ -292,7 +292,7 @@ def test_tables_show_what_the_study_found(whole: tuple[dict, Path], monkeypatch:
     results = whole[0]["parts"]["2"]["results"]
     text = study_tables.study_perplexity(2)
     assert text[0] == "|  | 0.5K | 1K | geo. mean |"
-    cells = {row.split(" | ")[0].strip("| `"): row.strip("| ").split(" | ")[1:] for row in text[2:14]}
+    cells = {row.split(" | ")[0].strip("| `"): row.strip("| ").split(" | ")[1:] for row in text[2:15]}
     halves = {
         method: [by_length[length]["second_half_perplexity"] for length in ("512", "1024")]
         for method, by_length in results["perplexity"].items()
@@ -403,7 +403,7 @@ def test_small_models_are_trained_judged_and_gone_on_with(small_texts: Path, mon
     data = run_small_models(small_texts, small_texts / "small", "--enough", "0")
     assert data["complete"]
     assert set(data["parts"]) == {"head16_seed0", "head16_seed1"}
-    methods = {*FIXED_METHODS, "mrrope_pow 0.5", "mrrope_pow 2", "su"}
+    methods = {*FIXED_METHODS, "mrrope_pow 0.5", "mrrope_pow 2", "su", "truncated"}
     for part in data["parts"].values():
         assert part["judged"]
         assert part["training"]["tokens"] == part["training"]["steps"] * 4 * 192
