@@ -5,10 +5,9 @@ from pathlib import Path
 from mrrope.export.gguf import export_gguf
 from mrrope.export.hf_config import export_config
 from mrrope.hf.auto_scale.follower import expecting
-from mrrope.hf.embedded_tables import patch_on_import
 from mrrope.hf.kernels_slot import register_kernels
 from mrrope.hf.patch import is_patched, patch, patch_of, patched, unpatch
-from mrrope.hf.rope_types import register_on_import, register_rope_types
+from mrrope.hf.registration import register_rope_types
 from mrrope.ops.learnable_rotary import learnable_rotary
 from mrrope.ops.mla_rotary import mla_rotary
 from mrrope.ops.mla_rotary_and_cache import mla_rotary_and_cache_
@@ -25,9 +24,6 @@ from mrrope.tables.head_tables import HeadTables
 from mrrope.tables.table_set import TableSet
 
 __version__ = Path(__file__).with_name("VERSION").read_text().strip()
-
-register_on_import()
-patch_on_import()
 
 __all__ = [
     "METHODS",

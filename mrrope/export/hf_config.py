@@ -22,7 +22,7 @@ from torch import nn
 from mrrope.hf import rope_config, rotary_embedding
 from mrrope.hf.model_layers import ServedLayers
 from mrrope.hf.pair_sources import pair_sources
-from mrrope.hf.rope_types import OPTIONS, ROPE_TYPES, TABLE_TYPE, register_rope_types
+from mrrope.hf.rope_types import OPTIONS, ROPE_TYPES, TABLE_TYPE, types_registered
 from mrrope.tables.frequency_table import SCALE_ONLY_METHODS, FrequencyTable
 from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, ModelTables, NativeRope, resolve_tables
 from mrrope.tables.table_set import every_table
@@ -66,9 +66,10 @@ def export_config(
             of those.
         scale: Factor by which a method extends the context.
         engine: The program that reads the configuration. ``transformers`` exports one of mrrope's own rope types,
-            short and readable, for programs that import mrrope; ready tables, and methods that are no rope type, are
-            exported whole, under ``rope_type`` ``mrrope``; Phi-3, whose configuration accepts no other type, gets
-            ``longrope``. ``transformers-longrope``, ``vllm`` and ``sglang`` export ``longrope`` and do not need mrrope;
+            short and readable, for programs that call :func:`mrrope.register_rope_types`; ready tables, and methods
+            that are no rope type, are exported whole, under ``rope_type`` ``mrrope``; Phi-3, whose configuration
+            accepts no other type, gets ``longrope``. ``transformers-longrope``, ``vllm`` and ``sglang`` export
+            ``longrope`` and do not need mrrope;
             they have one table for all layers and heads.
         local_layers: Whether to extend layers that attend to a window only and have their own RoPE.
         **options: More arguments of ``frequency_table``.
@@ -86,7 +87,19 @@ def export_config(
     """
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-    register_rope_types()
+    # Configurations with these types are read and written here; outside, transformers stays as it was.
+    with types_registered():
+        return _exported(config, method, scale, engine, local_layers, options)
+
+
+def _exported(
+    config: Any,
+    method: str | ModelTables | Path,
+    scale: float,
+    engine: str,
+    local_layers: bool,
+    options: dict[str, Any],
+) -> dict[str, Any]:
     data, parsed = read_config(config)
     text = parsed.get_text_config()
     model, rotary = _empty_model(text)
@@ -120,7 +133,7 @@ def export_config(
         from_plain[layer_type] = starts_over or own.native is None
 
     for warning in extension_warnings[:1]:
-        warnings.warn(warning, UserWarning, stacklevel=2)
+        warnings.warn(warning, UserWarning, stacklevel=3)
     if not extended:
         raise ValueError(f"all layers of {text.model_type} see a window only; local_layers=True extends them too")
     longest = max(table.original_max_position * table.scale for table in extended.values())

@@ -15,7 +15,7 @@ from torch import nn
 
 from mrrope.hf import kept_cache, rope_config
 from mrrope.hf.patch import patch
-from mrrope.hf.rope_types import ROPE_TYPES, TABLE_TYPE, call_on_import, tables_per_layer_or_head
+from mrrope.hf.rope_types import ROPE_TYPES, TABLE_TYPE, tables_per_layer_or_head
 from mrrope.tables.head_tables import HeadTables
 from mrrope.tables.table_set import TableSet
 
@@ -64,12 +64,7 @@ def _tables_of_text(config: Any) -> tuple[HeadTables | TableSet | None, bool]:
     return tables, any(rope_config.is_local(layer_type) for layer_type in several)
 
 
-def patch_on_import() -> None:
-    """Install the wrappers now if transformers is imported, else as soon as it is. Imports nothing itself."""
-    call_on_import("transformers.modeling_utils", install)
-
-
-def install(modeling: ModuleType) -> None:
+def patch_models_as_configured(modeling: ModuleType) -> None:
     """Wrap ``post_init`` and ``from_pretrained`` of transformers' models, once."""
     base = modeling.PreTrainedModel
     if getattr(base.post_init, "patches_as_configured", False):
