@@ -113,7 +113,8 @@ class Readings:
             raise BudgetSpentError
         reading = self.journal.get(key)
         if reading is None:
-            with patched(self.model, table, base=table.base, original_max_position=table.original_max_position):
+            meant = {"base": table.base, "original_max_position": table.original_max_position}
+            with patched(self.model, table, fuse_norms=True, **meant):  # as in the search by gradient
                 read = token_losses(
                     self.model, document.tokens[:length], chunk=self.chunk, progress=self._report_progress
                 )

@@ -53,7 +53,7 @@ def export_config(
     config: Any,
     method: str | ModelTables | Path,
     *,
-    scale: float = 1.0,
+    scale: float | None = None,
     engine: str = "vllm",
     local_layers: bool = False,
     **options: Any,
@@ -64,7 +64,8 @@ def export_config(
         config: A configuration of transformers, its dict, the path of a ``config.json`` or its folder, or a model.
         method: A method's name, a ``FrequencyTable``, ``HeadTables``, a ``TableSet``, or the path of the JSON of one
             of those.
-        scale: Factor by which a method extends the context.
+        scale: Factor by which a method extends the context; required with one that extends. Ready tables have their
+            own.
         engine: The program that reads the configuration. ``transformers`` exports one of mrrope's own rope types,
             short and readable, for programs that call :func:`mrrope.register_rope_types`; ready tables, and methods
             that are no rope type, are exported whole, under ``rope_type`` ``mrrope``; Phi-3, whose configuration
@@ -95,7 +96,7 @@ def export_config(
 def _exported(
     config: Any,
     method: str | ModelTables | Path,
-    scale: float,
+    scale: float | None,
     engine: str,
     local_layers: bool,
     options: dict[str, Any],
@@ -198,7 +199,7 @@ def _with_rope_types(
 
 
 def exportable_tables(
-    trained: NativeRope, method: str | ModelTables | Path, scale: float, options: dict[str, Any]
+    trained: NativeRope, method: str | ModelTables | Path, scale: float | None, options: dict[str, Any]
 ) -> ModelTables:
     """Return the tables of a method, which must have cumulative scales: engines take tables in that form only."""
     tables = resolve_tables(trained, method, scale, options)
@@ -337,7 +338,7 @@ def _check_engine(engine: str, text: Any, model: nn.Module, rotary: nn.Module) -
     if pair_sources(rotary, None, pairs) is not None:
         raise cannot("it has M-RoPE, and longrope there takes one position a token")
     try:
-        found = rotary_embedding.functions_for(model, rotary, {None: rope_config.settings(rotary, None)})
+        found, _ = rotary_embedding.functions_for(model, rotary, {None: rope_config.settings(rotary, None)})
     except rotary_embedding.UnfusableError as reason:
         raise cannot(f"longrope there pairs component i with i + rotary_dim / 2, but {reason}") from None
     if any(function.convention.pairing != "halves" or function.convention.rotates_last for function in found):
