@@ -18,7 +18,7 @@ import torch
 
 from mrrope.tables.frequency_table import METHOD_TRAITS, FrequencyTable, frequency_table
 from mrrope.tables.head_tables import HeadTables
-from mrrope.tables.lookup import ModelTables, load_tables, tables_from_dict
+from mrrope.tables.lookup import ModelTables, config_names, load_tables, tables_from_dict
 from mrrope.tables.table_set import TableSet
 
 ROPE_TYPES = tuple(name for name, method in METHOD_TRAITS.items() if method.has_temperature and name != "yarn")
@@ -27,13 +27,7 @@ ROPE_TYPES = tuple(name for name, method in METHOD_TRAITS.items() if method.has_
 TABLE_TYPE = "mrrope"
 """The ``rope_type`` whose key ``table`` holds ready tables: their dict, the path of their JSON, or a shipped name."""
 
-OPTIONS = {
-    "beta_slow": "alpha",
-    "beta_fast": "beta",
-    "bounds": "bounds",
-    "power": "power",
-    "attention_factor": "attention_factor",
-}
+OPTIONS = config_names("alpha", "beta", "bounds", "power", "attention_factor")
 """Optional ``rope_parameters``, and the arguments of ``mrrope.frequency_table`` that they set."""
 
 TRANSFORMERS_MODULE = "transformers.modeling_rope_utils"
@@ -119,7 +113,7 @@ def config_table(config: Any, layer_type: str | None = None) -> FrequencyTable:
     """Return the table of a configuration whose ``rope_type`` is in ``ROPE_TYPES``, or ``mrrope``.
 
     Where ``mrrope`` has tables per layer or head, it is that of plain RoPE: such models are patched
-    (:mod:`mrrope.hf.embedded_tables`).
+    (:mod:`mrrope.hf.registration`).
     """
     if layer_type is not None:
         # As in transformers' own types. Configurations with one kind of layer raise.

@@ -28,19 +28,29 @@ TABLE_OPTIONS = tuple(
     name for name in inspect.signature(frequency_table).parameters if name not in ("method", "scale", "native")
 )
 """The names of the options that extend a model by a method."""
-OTHER_NAMES = {
-    "factor": "scale",
-    "max_factor": "max_scale",
+CONFIG_NAMES = {
     "rope_theta": "base",
     "original_max_position_embeddings": "original_max_position",
+    "factor": "scale",
+    "max_factor": "max_scale",
     "beta_slow": "alpha",
     "beta_fast": "beta",
+    **{name: name for name in ("bounds", "power", "factors", "attention_factor", "reserve")},
+}
+"""The keys of ``rope_parameters`` that mrrope's types take, and the arguments that they set."""
+
+OTHER_NAMES = CONFIG_NAMES | {
     "low_freq_factor": "alpha",
     "high_freq_factor": "beta",
     "short_factor": "factors",
     "long_factor": "factors",
 }
 """Names that configurations of transformers have for arguments, and the names that they have here."""
+
+
+def config_names(*arguments: str) -> dict[str, str]:
+    """Return the keys of ``rope_parameters`` that set these arguments, each with its argument."""
+    return {key: argument for key, argument in CONFIG_NAMES.items() if argument in arguments}
 
 
 @dataclass(frozen=True)
