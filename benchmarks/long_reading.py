@@ -30,7 +30,7 @@ def main() -> None:
     require_gpu(": an 8B model takes hours without one")
     model = SHAPES["llama3-8b"].model(options.layers)
     weights = torch.cuda.memory_allocated()
-    mrrope.patch(model, "mrrope_pro", scale=options.scale)
+    mrrope.patch(model, "mrrope_pro", scale=options.scale, fuse_norms=True)
     tokens = torch.randint(0, 128000, (options.tokens,)).tolist()
     start = time.perf_counter()
     with tqdm(total=options.tokens, unit=" tokens", unit_scale=True) as bar:

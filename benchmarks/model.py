@@ -42,7 +42,7 @@ PREFILL_ROUNDS = 7
 DECODE_ROUNDS = 15
 """More rounds than prefill: a decode step is short and includes host time."""
 STOCK, ROTATION, PATCHED = "stock", "rotation alone", "patched"
-OPTIONS = {ROTATION: {"fuse_norms": False}, PATCHED: {}}
+OPTIONS = {ROTATION: {"fuse_norms": False}, PATCHED: {"fuse_norms": True}}
 COLOURS = {ROTATION: "tab:green", PATCHED: "tab:olive"}
 
 
@@ -166,7 +166,7 @@ def logits_errors(shape: Shape, device: str, layers: int) -> dict[str, float]:
     text = random_tokens(model, 1, min(2048, 2 * shape.prefill_tokens[0]))
     with torch.no_grad():
         logits = {STOCK: model(text, logits_to_keep=64).logits.float()}
-        with mrrope.patched(model, "rope"):
+        with mrrope.patched(model, "rope", **OPTIONS[PATCHED]):
             logits[PATCHED] = model(text, logits_to_keep=64).logits.float()
         want = model.float()(text, logits_to_keep=64).logits
     return {kind: float((got - want).norm() / want.norm()) for kind, got in logits.items()}

@@ -17,10 +17,9 @@ from mrrope.evaluation.results import EvaluationStoppedError
 from mrrope.export.gguf import export_gguf
 from mrrope.export.hf_config import ENGINES, export_config
 from mrrope.reporting.options import add_original_max_position
-from mrrope.tables import shipped
 from mrrope.tables.frequency_table import METHODS, FrequencyTable, frequency_table
 from mrrope.tables.head_tables import HeadTables
-from mrrope.tables.lookup import ModelTables, is_saved_table, load_tables
+from mrrope.tables.lookup import ModelTables, is_saved_table, load_tables, needs_scale, unknown_method
 from mrrope.tables.table_set import TableSet
 
 SHOWN_PAIRS = 8
@@ -95,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
 
 def add_table_options(command: argparse.ArgumentParser) -> None:
     """Add the options that shape a table; the method has a default for each."""
-    command.add_argument("--scale", type=float, default=1.0, help="factor of the extension (default: %(default)s)")
+    command.add_argument("--scale", type=float, help="factor of the extension; methods need it, but for rope")
     command.add_argument("--alpha", type=float, help="slow bound in rotations (default: 1)")
     command.add_argument("--beta", type=float, help="fast bound in rotations (default: 32)")
     command.add_argument("--bounds", type=int, nargs=2, metavar=("D_L", "D_H"), help="bounds as pair indices")
@@ -129,17 +128,17 @@ def chosen_tables(options: argparse.Namespace) -> ModelTables:
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     chosen = table_options(options)
     if is_saved_table(options.method):
-        if unused := [*given, *chosen, *(["scale"] if options.scale != 1.0 else [])]:
+        if unused := [*given, *chosen, *(["scale"] if options.scale is not None else [])]:
             raise ValueError(f"{options.method} is a ready table, which leaves no room for {', '.join(unused)}")
         return load_tables(options.method)
     if options.method not in METHODS:
-        raise ValueError(
-            f"method must be one of {', '.join(METHODS)}, the path of a table's .json, or the name of a table that "
-            f"comes with mrrope ({shipped.listed()}), got {options.method!r}"
-        )
-    if missing := [f"--{name.replace('_', '-')}" for name in names if name not in given]:
+        raise ValueError(unknown_method(options.method))
+    missing = [f"--{name.replace('_', '-')}" for name in names if name not in given]
+    missing += ["--scale"] if options.scale is None and needs_scale(options.method) else []
+    if missing:
         raise ValueError(f"a method needs {', '.join(missing)}")
-    return frequency_table(options.method, scale=options.scale, **given, **chosen)
+    scale = {} if options.scale is None else {"scale": options.scale}
+    return frequency_table(options.method, **scale, **given, **chosen)
 
 
 def print_table(table: FrequencyTable) -> None:
@@ -234,3 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
         # The reader of the pipe, such as head, has closed it. Python flushes stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

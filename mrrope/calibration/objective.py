@@ -128,7 +128,8 @@ class Readings:
                 applied, reader = table.applied(self.model), table.reader
             else:
                 known = {"base": table.base, "original_max_position": table.original_max_position}
-                applied = patched(self.model, table, **known)
+                # Norms are fused as in the search by gradient.
+                applied = patched(self.model, table, fuse_norms=True, **known)
             with applied:
                 read = token_losses(
                     self.model,

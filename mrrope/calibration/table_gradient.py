@@ -37,7 +37,7 @@ class TableGradient:
         # By layer, whatever is shared; the floating tables take their place in every pass.
         tables = current if isinstance(current, TableSet) else TableSet([current] * learnable.layers)
         options = {"base": tables.base, "original_max_position": tables.original_max_position}
-        with frozen_weights(self.model), patched(self.model, tables, **options):
+        with frozen_weights(self.model), patched(self.model, tables, fuse_norms=True, **options):
             self._rotaries = [module for module in self.model.modules() if isinstance(module, TableRotaryEmbedding)]
             yield
 

@@ -9,11 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from mrrope.evaluation import lm_eval_harness, model_loading, report
 from mrrope.evaluation.compared_methods import STOCK, Method, check_methods, methods_named, truncation_past
 from mrrope.evaluation.documents import long_documents, text_files
 from mrrope.evaluation.evaluate import DEFAULT_TRIALS, KNOWN_TASKS, PERPLEXITY, Evaluation
 from mrrope.evaluation.results import Results
+from mrrope.hf.rope_config import global_settings
 from mrrope.reporting.machine import measured_with
 from mrrope.reporting.optional_packages import require
 from mrrope.reporting.options import (
@@ -27,6 +30,7 @@ from mrrope.reporting.options import (
     comma_separated,
 )
 from mrrope.reporting.output import checked_stem, with_ending
+from mrrope.tables.lookup import needs_scale
 
 DEFAULT_METHODS = "rope,yarn,mrrope_uni,mrrope_pro"
 
@@ -41,7 +45,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help=f"methods, tables' .json files, {' or '.join(STOCK)} (default: {DEFAULT_METHODS}, and {STOCK[1]} where "
         "--lengths exceed the native length)",
     )
-    add("--scale", default="1", metavar="S", help="factor by which methods extend the context, or auto (default: 1)")
+    add(
+        "--scale",
+        metavar="S",
+        help="factor by which methods extend the context, or auto (default: the smallest of 2, 4, 8, ... that covers "
+        "the longest of --lengths)",
+    )
     add("--max-scale", type=float, metavar="S", help="largest factor of --scale auto")
     add_original_max_position(command)
     add("--lengths", required=True, metavar="N,N,...", help="in tokens; every document is cut to the longest")
@@ -81,14 +90,17 @@ def patch_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def scale_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The scale arguments of :func:`mrrope.patch`."""
+    """The scale arguments of :func:`mrrope.patch`; none where :func:`covering_scale` chooses."""
     extra = {} if options.max_scale is None else {"max_scale": options.max_scale}
     if options.scale == "auto":
         if extra and not 1.0 < options.max_scale < math.inf:
             raise ValueError(f"--max-scale must be a number above 1, got {options.max_scale:g}")
         return {"scale": "auto", **extra}
     if extra:
-        raise ValueError(f"--max-scale goes with --scale auto, got --scale {options.scale}")
+        got = "no --scale" if options.scale is None else f"--scale {options.scale}"
+        raise ValueError(f"--max-scale goes with --scale auto, got {got}")
+    if options.scale is None:
+        return {}
     try:
         scale = float(options.scale)
     except ValueError:
@@ -96,6 +108,27 @@ def scale_options(options: argparse.Namespace) -> dict[str, Any]:
     if not 1.0 <= scale < math.inf:
         raise ValueError(f"--scale must be a number, 1 or more, or auto, got {options.scale!r}")
     return {"scale": scale}
+
+
+def covering_scale(model: nn.Module, longest: int, original_max_position: float | None) -> float:
+    """The smallest of 2, 4, 8, ... with which a method extends a model over a length.
+
+    Args:
+        model: the unpatched model.
+        longest: the length to cover.
+        original_max_position: the length that is extended; by default what the model reads.
+
+    Raises:
+        ValueError: the configuration does not say how far the model reads.
+    """
+    native = original_max_position or global_settings(model).original_max_position
+    if native is None:
+        raise ValueError("--scale must be given for this model: its configuration does not say how far it reads")
+    scale = 2.0
+    while native * scale < longest:
+        scale *= 2.0
+    print(f"mrrope eval: --scale {scale:g} extends {native:.15g} tokens over the longest of --lengths", file=sys.stderr)
+    return scale
 
 
 def warn_if_identical(methods: Sequence[Method]) -> None:
@@ -117,9 +150,13 @@ def run(options: argparse.Namespace) -> None:
     given = patch_options(options)
     stem = checked_stem(options.output)
     text_files(options.text)  # fails before the model is loaded
-    methods = methods_named(comma_separated(DEFAULT_METHODS if options.methods is None else options.methods), **given)
+    names = comma_separated(DEFAULT_METHODS if options.methods is None else options.methods)
+    methods = methods_named(names, **given)
     warn_if_identical(methods)
     model, tokenizer = model_loading.load(options.model, dtype=options.dtype, device=options.device)
+    if options.scale is None and any(map(needs_scale, names)):
+        given["scale"] = covering_scale(model, lengths[-1], options.original_max_position)
+        methods = methods_named(names, **given)
     if options.methods is None:
         methods += truncation_past(lengths[-1], model, **given)
     check_methods(methods, model)

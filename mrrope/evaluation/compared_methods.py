@@ -16,7 +16,7 @@ from mrrope.hf import rope_config
 from mrrope.hf.patch import patched
 from mrrope.tables import shipped
 from mrrope.tables.frequency_table import METHODS, frequency_table
-from mrrope.tables.lookup import ModelTables, is_saved_table, load_tables
+from mrrope.tables.lookup import ModelTables, is_saved_table, load_tables, nearest
 
 UNPATCHED = "unpatched"
 """The model with its own table and its own code."""
@@ -95,8 +95,9 @@ def methods_named(names: Sequence[str], **options: Any) -> list[Method]:
             methods.append(Method(name, (("scale", "auto"),)))
             continue
         if name not in (*STOCK, *METHODS) and not is_saved_table(name):
-            known = ", ".join([*STOCK, *METHODS, *shipped.names(), *shipped.ladders()])
-            raise ValueError(f"methods must be {known} or .json files of tables or sets, got {name!r}")
+            known = [*STOCK, *METHODS, *shipped.names(), *shipped.ladders()]
+            near = nearest(name, known)
+            raise ValueError(f"methods must be {', '.join(known)} or .json files of tables or sets, got {name!r}{near}")
         own: dict[str, Any] = {}
         try:
             if is_saved_table(name):

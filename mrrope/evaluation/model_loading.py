@@ -11,6 +11,7 @@ import torch
 
 from mrrope.evaluation.gguf_model import take_over_rope, tokenizer_faults
 from mrrope.export.gguf_file import GgufFile
+from mrrope.hf.registration import register_rope_types
 from mrrope.reporting.optional_packages import needs
 from mrrope.reporting.options import DTYPES
 
@@ -48,6 +49,8 @@ def short_name(name: str | Path) -> str:
 def load(name: str | Path, *, dtype: str | None = None, device: str | None = None) -> tuple[Any, Any]:
     """Load a causal language model of transformers in eval mode, and its tokenizer.
 
+    Registers mrrope's rope types (:func:`mrrope.register_rope_types`).
+
     Args:
         name: a model's folder, its name on the hub, or a ``.gguf`` file.
         dtype: ``float32``, ``bfloat16`` or ``float16``; by default bfloat16 on GPUs and float32 elsewhere.
@@ -62,6 +65,7 @@ def load(name: str | Path, *, dtype: str | None = None, device: str | None = Non
     """
     with needs("transformers"):
         import transformers
+    register_rope_types()  # the configuration may name one
     place = chosen_device(device)
     kind = chosen_dtype(dtype, place)
     source, options = _source(name)

@@ -54,7 +54,7 @@ def export_gguf(
     destination: str | Path,
     method: str | ModelTables | Path,
     *,
-    scale: float = 1.0,
+    scale: float | None = None,
     original_max_position: float | None = None,
     **options: Any,
 ) -> FrequencyTable:
@@ -65,7 +65,8 @@ def export_gguf(
         destination: The file to write.
         method: A method's name, which extends the file's own frequencies; a ``FrequencyTable``; or the path of its
             JSON.
-        scale: Factor by which a method extends the file's context length.
+        scale: Factor by which a method extends the file's context length; required with one that extends. Ready
+            tables have their own.
         original_max_position: The training length. If given, the extension starts from plain RoPE and ignores the
             file's own factors.
         **options: More arguments of ``frequency_table``.

@@ -22,7 +22,7 @@ from torch import nn
 from mrrope.hf import rope_config, rotary_embedding
 from mrrope.hf.model_layers import ServedLayers
 from mrrope.hf.pair_sources import pair_sources
-from mrrope.hf.rope_types import OPTIONS, ROPE_TYPES, TABLE_TYPE, register_rope_types
+from mrrope.hf.rope_types import OPTIONS, ROPE_TYPES, TABLE_TYPE, types_registered
 from mrrope.tables.frequency_table import SCALE_ONLY_METHODS, FrequencyTable
 from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, ModelTables, NativeRope, resolve_tables
 from mrrope.tables.table_set import every_table
@@ -53,7 +53,7 @@ def export_config(
     config: Any,
     method: str | ModelTables | Path,
     *,
-    scale: float = 1.0,
+    scale: float | None = None,
     engine: str = "vllm",
     local_layers: bool = False,
     **options: Any,
@@ -64,11 +64,13 @@ def export_config(
         config: A configuration of transformers, its dict, the path of a ``config.json`` or its folder, or a model.
         method: A method's name, a ``FrequencyTable``, ``HeadTables``, a ``TableSet``, or the path of the JSON of one
             of those.
-        scale: Factor by which a method extends the context.
+        scale: Factor by which a method extends the context; required with one that extends. Ready tables have their
+            own.
         engine: The program that reads the configuration. ``transformers`` exports one of mrrope's own rope types,
-            short and readable, for programs that import mrrope; ready tables, and methods that are no rope type, are
-            exported whole, under ``rope_type`` ``mrrope``; Phi-3, whose configuration accepts no other type, gets
-            ``longrope``. ``transformers-longrope``, ``vllm`` and ``sglang`` export ``longrope`` and do not need mrrope;
+            short and readable, for programs that call :func:`mrrope.register_rope_types`; ready tables, and methods
+            that are no rope type, are exported whole, under ``rope_type`` ``mrrope``; Phi-3, whose configuration
+            accepts no other type, gets ``longrope``. ``transformers-longrope``, ``vllm`` and ``sglang`` export
+            ``longrope`` and do not need mrrope;
             they have one table for all layers and heads.
         local_layers: Whether to extend layers that attend to a window only and have their own RoPE.
         **options: More arguments of ``frequency_table``.
@@ -86,7 +88,19 @@ def export_config(
     """
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-    register_rope_types()
+    # Configurations with these types are read and written here; outside, transformers stays as it was.
+    with types_registered():
+        return _exported(config, method, scale, engine, local_layers, options)
+
+
+def _exported(
+    config: Any,
+    method: str | ModelTables | Path,
+    scale: float | None,
+    engine: str,
+    local_layers: bool,
+    options: dict[str, Any],
+) -> dict[str, Any]:
     data, parsed = read_config(config)
     text = parsed.get_text_config()
     model, rotary = _empty_model(text)
@@ -120,7 +134,7 @@ def export_config(
         from_plain[layer_type] = starts_over or own.native is None
 
     for warning in extension_warnings[:1]:
-        warnings.warn(warning, UserWarning, stacklevel=2)
+        warnings.warn(warning, UserWarning, stacklevel=3)
     if not extended:
         raise ValueError(f"all layers of {text.model_type} see a window only; local_layers=True extends them too")
     longest = max(table.original_max_position * table.scale for table in extended.values())
@@ -185,7 +199,7 @@ def _with_rope_types(
 
 
 def exportable_tables(
-    trained: NativeRope, method: str | ModelTables | Path, scale: float, options: dict[str, Any]
+    trained: NativeRope, method: str | ModelTables | Path, scale: float | None, options: dict[str, Any]
 ) -> ModelTables:
     """Return the tables of a method, which must have cumulative scales: engines take tables in that form only."""
     tables = resolve_tables(trained, method, scale, options)
@@ -324,7 +338,7 @@ def _check_engine(engine: str, text: Any, model: nn.Module, rotary: nn.Module) -
     if pair_sources(rotary, None, pairs) is not None:
         raise cannot("it has M-RoPE, and longrope there takes one position a token")
     try:
-        found = rotary_embedding.functions_for(model, rotary, {None: rope_config.settings(rotary, None)})
+        found, _ = rotary_embedding.functions_for(model, rotary, {None: rope_config.settings(rotary, None)})
     except rotary_embedding.UnfusableError as reason:
         raise cannot(f"longrope there pairs component i with i + rotary_dim / 2, but {reason}") from None
     if any(function.convention.pairing != "halves" or function.convention.rotates_last for function in found):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +16,6 @@ from torch import nn
 
 from mrrope.hf import probing
 from mrrope.hf.conventions import Apply, RotaryFunction
-
-logger = logging.getLogger(__name__)
 
 
 class ComputedWithError(Exception):
@@ -48,11 +45,18 @@ class OpaqueTokens(OpaqueTensor):
     selections = ("__getitem__", "index_select")
 
 
-def own_rotation(owner: nn.Module, functions: list[RotaryFunction], embedding: tuple[torch.Tensor, ...]) -> str | None:
-    """Return how an attention module in ``owner`` computes with cos/sin itself, or None where none does."""
+def own_rotation(
+    owner: nn.Module, functions: list[RotaryFunction], embedding: tuple[torch.Tensor, ...]
+) -> tuple[str | None, dict[str, Exception]]:
+    """Return how an attention module in ``owner`` computes with cos/sin itself, or None where none does.
+
+    The second value has the classes, other than transformers' own, of which a call raised an error of its own before it
+    reached one of the functions, so that they may or may not do so.
+    """
     kind = OpaqueTokens if any(function.by_token for function in functions) else OpaqueTensor
     opaque = tuple(part.as_subclass(kind) for part in embedding)
     rotated: set[type] = set()
+    failed: dict[str, Exception] = {}
     with _functions_take_opaque(functions) as calls:
         for attention in _innermost(owner):
             if type(attention) in rotated:
@@ -60,13 +64,15 @@ def own_rotation(owner: nn.Module, functions: list[RotaryFunction], embedding: t
             try:
                 _probe(attention, opaque)
             except ComputedWithError as error:
-                return f"{type(attention).__name__} computes with cosines and sines itself: {error}"
-            except Exception:  # its own code may raise anything when called without its usual arguments
-                logger.debug("%s cannot be probed", type(attention).__name__, exc_info=True)
+                return f"{type(attention).__name__} computes with cosines and sines itself: {error}", failed
+            except Exception as error:  # its own code may raise anything when called without its usual arguments
+                # Code of transformers itself is tested by family, and some of it does not run alone.
+                if not calls and not type(attention).__module__.startswith("transformers.models."):
+                    failed.setdefault(type(attention).__name__, error)
             if calls:  # layers of one class may differ in whether they rotate: probe until one does
                 rotated.add(type(attention))
                 calls.clear()
-    return None
+    return None, failed
 
 
 @torch.no_grad()

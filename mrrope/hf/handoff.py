@@ -4,6 +4,9 @@ Modeling code of transformers passes ``position_embeddings`` from its rotary emb
 layer without looking inside. A patched rotary embedding returns :func:`pack` in place of cosines and sines; the apply
 function calls :func:`unpack`. The integer dtype tells packed embeddings from cosines and sines.
 
+Attention that multiplies what it is handed as if it were cosines and sines must fail, not return other numbers: the
+last dimension of positions, :data:`COPIES`, broadcasts with no head. It is a view, which costs nothing to make.
+
 | table | shape | the apply function runs |
 |---|---|---|
 | one for all heads | ``[W]``, ``[N, W]``, M-RoPE ``[N, 2, W]`` | ``rotary`` |
@@ -19,7 +22,7 @@ Positions are integers. Fractions of a position, as the frames of a video have i
 (:func:`in_units`), with phase steps per unit.
 
 Attention that selects tokens of cosines and sines, ``[batch, tokens, rotary_dim]``, gets both by token: positions
-``[batch, tokens, rows]``, and a view of the table for every token, ``[batch, tokens, ...]``.
+``[batch, tokens, rows, copies]``, and a view of the table for every token, ``[batch, tokens, ...]``.
 """
 
 from __future__ import annotations
@@ -32,6 +35,11 @@ import torch
 PACKED_TABLE_DTYPE = torch.int64
 LEARNED_IN_ONE_TENSOR_DTYPE = torch.float64
 """Of positions and a learned table in one tensor: exact for positions up to 2^53, and differentiable."""
+
+COPIES = 5
+"""How often every position is handed over: odd, so that no head has as many components, and few, so that a slice for
+half a head leaves them all. Doubled or halved, as attention does with cosines, they still broadcast with no head that
+rotates more than 10 components. One tensor of both needs no copies: it is longer than the complex half of a head."""
 
 UNIT_BITS = 20
 """Positions with fractions count units of 2^-20. Rounding them, and phase steps per unit, moves an angle by less than
@@ -72,7 +80,7 @@ def pack(
     """Return what replaces the output of a rotary embedding.
 
     Args:
-        positions: ``[batch, tokens]``, or ``[rows, batch, tokens]`` for M-RoPE.
+        positions: ``[batch, tokens]``, or ``[rows, batch, tokens]`` for M-RoPE; handed over with copies.
         table: a table of any form above. Tables by layer stay a tensor of their own until :func:`of_layer`.
         in_one_tensor: whether the model passes one complex tensor instead of cosines and sines.
         by_token: whether the model selects tokens of cosines and sines; for one table for all heads and layers.
@@ -88,9 +96,9 @@ def pack(
         positions = (positions[None] if positions.dim() == 2 else positions).movedim(0, -1)
         batch, tokens = positions.shape[:2]
         table = table[None] if table.dim() == 1 else table
-        return positions, table[:, None].expand(batch, tokens, *table.shape[1:])
+        return _copied(positions), table[:, None].expand(batch, tokens, *table.shape[1:])
     if not in_one_tensor or is_by_layer(table):
-        return positions, table
+        return _copied(positions), table
     if is_learned(table):
         positions, table = positions.to(LEARNED_IN_ONE_TENSOR_DTYPE), table[None].to(LEARNED_IN_ONE_TENSOR_DTYPE)
     elif table.dim() == 4:
@@ -102,6 +110,10 @@ def pack(
         positions = positions[:, None].expand(-1, table.shape[1], -1)
     expanded = [part.expand(batch, *part.shape[1:]) for part in (positions, table)]
     return (torch.cat(expanded, dim=-1),)
+
+
+def _copied(positions: torch.Tensor) -> torch.Tensor:
+    return positions[..., None].expand(*positions.shape, COPIES)
 
 
 def is_packed(embedding: Sequence[Any]) -> bool:
@@ -130,8 +142,10 @@ def of_layer(embedding: Any, layer: int, *, in_one_tensor: bool) -> Any:
     is_pair = isinstance(embedding, (tuple, list)) and len(embedding) == 2
     if not is_pair or not is_packed(embedding) or not is_by_layer(embedding[1]):
         return embedding
-    packed = pack(embedding[0], embedding[1][layer], in_one_tensor=in_one_tensor)
-    return packed[0] if in_one_tensor else packed
+    positions, table = embedding[0], embedding[1][layer]
+    if not in_one_tensor:
+        return positions, table
+    return pack(positions.select(-1, 0), table, in_one_tensor=True)[0]
 
 
 def unpack(
@@ -143,8 +157,8 @@ def unpack(
         ValueError: the table is one by layer, and the attention module has no hook that replaces it.
     """
     if by_token:
-        positions, table = embedding if embedding[0].dim() == 3 else (part[None] for part in embedding)
-        table = table[:, 0].contiguous()
+        positions, table = embedding if embedding[0].dim() == 4 else (part[None] for part in embedding)
+        positions, table = positions.select(-1, 0), table[:, 0].contiguous()
         return (positions[..., 0] if positions.shape[-1] == 1 else positions.movedim(-1, 0)), table
     if len(embedding) == 2:
         if is_by_layer(embedding[1]):
@@ -152,7 +166,7 @@ def unpack(
                 f"a table of {embedding[1].shape[0]} layers must pass an attention module that knows its layer, and "
                 "did not: patch the model with a TableSet, or with tables that are the same for all layers"
             )
-        return embedding[0], embedding[1]
+        return embedding[0].select(-1, 0), embedding[1]
     packed = embedding[0]
     positions, table = packed[..., :tokens], packed[..., tokens:]
     if packed.dim() == 2:

@@ -66,11 +66,11 @@ def patch(
     model: Model,
     method: Step | Sequence[Step],
     *,
-    scale: float | Literal["auto"] = 1.0,
+    scale: float | Literal["auto"] | None = None,
     max_scale: float | None = None,
     reserve: int | None = None,
     local_layers: bool = False,
-    fuse_norms: bool = True,
+    fuse_norms: bool = False,
     **options: Any,
 ) -> Model:
     """Make a model of transformers rotate by another frequency table, with the fused op, and return the model.
@@ -86,17 +86,19 @@ def patch(
             ``"smollm2-135m-4x"`` and so on.
             A set has an entry for every layer of the model. Entries of layers without RoPE or without keys of their
             own, and of local layers without ``local_layers=True``, are ignored.
-        scale: by how much to extend the length that the model reads without the patch, with a method's name; a ready
-            table has its own. Scale 1, or a method that extends nothing, leaves the logits as they are. With ``"auto"``
-            every sequence is read with the smallest scale that covers its length: 1 (the model's own table), 2, 4, and
-            so on. The cached keys of a sequence that outgrows its scale are re-rotated to the next.
+        scale: by how much to extend the length that the model reads without the patch. A method's name needs it, but
+            for ``"rope"``, which extends nothing; a ready table has its own, which may be stated. Scale 1 leaves the
+            logits as they are. With ``"auto"`` every sequence is read with the smallest scale that covers its length: 1
+            (the model's own table), 2, 4, and so on. The cached keys of a sequence that outgrows its scale are
+            re-rotated to the next.
         max_scale: the largest scale of ``scale="auto"``; by default the one that reaches 16 times the length that the
             model reads without the patch. Of a shipped ladder, the tables up to this scale are used.
         reserve: with ``scale="auto"``, the number of new tokens for which ``generate`` chooses a scale in advance; by
             default all that it may write. A text that grows longer moves to the next scale then.
         local_layers: whether to extend layers with a sliding window and a RoPE of their own, too.
-        fuse_norms: whether the RMSNorms run a fused kernel in eager mode: torch's, or for norms by 1 + weight that of
-            ``qk_norm_rotary``. Norms of other forms stay as they are.
+        fuse_norms: whether to replace the RMSNorms by fused kernels in eager mode, too: torch's, or for norms by
+            1 + weight that of ``qk_norm_rotary``. They round once, so that the logits differ in their last bits. Norms
+            of other forms keep their code. By default the patch changes RoPE only.
         options: more arguments of :func:`frequency_table`: ``alpha``, ``beta``, ``bounds``, ``power``, ``factors``,
             ``attention_factor``. ``base`` or ``original_max_position`` start from plain RoPE instead of the model's
             own extension; with a ready table they state that it is meant for a model with these values.
@@ -128,7 +130,7 @@ def patch(
     }
     given = {"scale": scale, "max_scale": max_scale, "reserve": reserve, "local_layers": local_layers}
     record = _record(method, given | {"fuse_norms": fuse_norms} | options, resolved.values())
-    is_extended_by_scale = scale == "auto" or (scale != 1.0 and method in METHODS)
+    is_extended_by_scale = scale == "auto" or (scale not in (None, 1.0) and method in METHODS)
     if options.keys().isdisjoint(PLAIN_ROPE_OPTIONS) and is_extended_by_scale:
         _warn_of_extensions(type(model).__name__, settings.values(), scale, local_layers)
     _warn_of_windows(type(model).__name__, settings, ladders)
@@ -137,6 +139,12 @@ def patch(
     try:
         undo_all(before)
         rotations = _apply(model, settings, ladders, fuse_norms, record)
+        for attention, error in {name: e for rotation in rotations for name, e in rotation.unprobed.items()}.items():
+            message = (
+                f"{type(model).__name__} gets the fused op, and {attention} could not be probed "
+                f"({type(error).__name__}: {error}): if it computes with cosines and sines itself, its forward raises"
+            )
+            warnings.warn(message, UserWarning, stacklevel=2)
         for why in (rotation.unfusable for rotation in rotations if rotation.unfusable is not None):
             message = f"{type(model).__name__} gets the table but not the fused op: {why}"
             warnings.warn(message, UserWarning, stacklevel=2)  # raises under the filter "error"
@@ -192,7 +200,7 @@ def _checked(model: Model) -> Model:
     return model
 
 
-def _check_arguments(model: nn.Module, scale: float | Literal["auto"], max_scale: Any, reserve: Any) -> None:
+def _check_arguments(model: nn.Module, scale: float | Literal["auto"] | None, max_scale: Any, reserve: Any) -> None:
     _checked(model)
     expect_rope_parameters()
     if isinstance(scale, bool) or (isinstance(scale, str) and scale != "auto"):
@@ -228,7 +236,7 @@ def _stock_settings(model: nn.Module) -> dict[nn.Module, Settings]:
 def _resolved(
     settings: Settings,
     method: Step | Sequence[Step],
-    scale: float | Literal["auto"],
+    scale: float | Literal["auto"] | None,
     max_scale: float | None,
     reserve: int | None,
     local_layers: bool,
@@ -280,7 +288,7 @@ def _record(
 
 
 def _warn_of_extensions(
-    name: str, settings: Iterable[Settings], scale: float | Literal["auto"], local_layers: bool
+    name: str, settings: Iterable[Settings], scale: float | Literal["auto"] | None, local_layers: bool
 ) -> None:
     """Name both meanings of a scale where a configuration extends RoPE by a method that needs no training."""
     for layer_type, own in (item for by_layer in settings for item in by_layer.items()):

@@ -95,7 +95,7 @@ class SavesWarn:
 
 
 def _is_in_config(record: PatchRecord, model: Any) -> bool:
-    """Whether the configuration that is saved holds the tables (:mod:`mrrope.hf.embedded_tables`)."""
+    """Whether the configuration that is saved holds the tables (:mod:`mrrope.hf.registration`)."""
     parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     by_type = [parameters] if "rope_type" in parameters else parameters.values()
     return any(tables_per_layer_or_head(own) in record.tables for own in by_type)

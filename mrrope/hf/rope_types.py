@@ -1,17 +1,16 @@
 """The methods that transformers lacks, as values of ``rope_type`` in its configurations.
 
-``import mrrope`` suffices to load a model saved with one of them. An import hook registers them as soon as transformers
-is imported, before or after mrrope.
+Importing this module registers nothing: :func:`mrrope.register_rope_types` does, for all configurations from then on,
+and :func:`types_registered` for the length of a block.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,22 +18,16 @@ import torch
 
 from mrrope.tables.frequency_table import METHOD_TRAITS, FrequencyTable, frequency_table
 from mrrope.tables.head_tables import HeadTables
-from mrrope.tables.lookup import ModelTables, load_tables, tables_from_dict
+from mrrope.tables.lookup import ModelTables, config_names, load_tables, tables_from_dict
 from mrrope.tables.table_set import TableSet
 
 ROPE_TYPES = tuple(name for name, method in METHOD_TRAITS.items() if method.has_temperature and name != "yarn")
-"""The values of ``rope_type`` that ``register_rope_types`` adds, named as in ``mrrope.frequency_table``."""
+"""The values of ``rope_type`` that :func:`register_types` adds, named as in ``mrrope.frequency_table``."""
 
 TABLE_TYPE = "mrrope"
 """The ``rope_type`` whose key ``table`` holds ready tables: their dict, the path of their JSON, or a shipped name."""
 
-OPTIONS = {
-    "beta_slow": "alpha",
-    "beta_fast": "beta",
-    "bounds": "bounds",
-    "power": "power",
-    "attention_factor": "attention_factor",
-}
+OPTIONS = config_names("alpha", "beta", "bounds", "power", "attention_factor")
 """Optional ``rope_parameters``, and the arguments of ``mrrope.frequency_table`` that they set."""
 
 TRANSFORMERS_MODULE = "transformers.modeling_rope_utils"
@@ -42,25 +35,46 @@ MIXIN = "RotaryEmbeddingConfigMixin"
 """Base class of transformers' configurations since 5.0, which validates ``rope_parameters``."""
 
 
-def register_rope_types() -> None:
-    """Register ``mrrope_pro``, ``mrrope_uni``, ``mrrope_pow``, ``yarn_ratio`` and ``mrrope`` as a ``rope_type``.
+REGISTERING = threading.RLock()
+"""Held while types are registered: for the length of a block they are registered for all threads."""
 
-    Importing mrrope does this already; calling it again has no effect. The ``rope_parameters`` are ``rope_type``,
-    ``rope_theta``, ``factor``, ``original_max_position_embeddings``, and ``power`` for ``mrrope_pow``. Optional are
-    ``partial_rotary_factor``, ``beta_slow``, ``beta_fast``, ``bounds`` and ``attention_factor``. Names and meanings
-    are those of transformers' ``yarn``.
 
-    ``mrrope`` takes ready tables as ``table``: a dict of ``to_dict``, the path of a JSON, or the name of shipped ones.
-    A model with head tables or a set is patched when it is built or loaded.
+def register_types() -> None:
+    """Register the types with transformers, once. A model of several tables needs :mod:`mrrope.hf.registration`, too.
 
     Raises:
         ImportError: transformers is not installed.
         ValueError: transformers is older than 5.0.
     """
+    rope_utils = _checked_rope_utils()
+    with REGISTERING:
+        if not _is_registered(rope_utils):
+            _register(rope_utils)
+
+
+@contextlib.contextmanager
+def types_registered() -> Iterator[None]:
+    """Register the types for the length of a block, unless they are registered already.
+
+    Raises:
+        ImportError, ValueError: as in :func:`register_types`.
+    """
+    rope_utils = _checked_rope_utils()
+    with REGISTERING:
+        if _is_registered(rope_utils):
+            yield
+            return
+        _register(rope_utils)
+        try:
+            yield
+        finally:
+            _unregister(rope_utils)
+
+
+def _checked_rope_utils() -> ModuleType:
     rope_utils = importlib.import_module(TRANSFORMERS_MODULE)
     expect_rope_parameters()
-    register_on_import()
-    _register(rope_utils)
+    return rope_utils
 
 
 def expect_rope_parameters() -> None:
@@ -69,16 +83,22 @@ def expect_rope_parameters() -> None:
         raise ValueError(f"transformers must be 5.0 or later, got {sys.modules['transformers'].__version__}")
 
 
+def _is_registered(rope_utils: ModuleType) -> bool:
+    # Registered again, the types would lose what others have wrapped around them.
+    return rope_utils.ROPE_INIT_FUNCTIONS.get(TABLE_TYPE) is _compute_parameters
+
+
 def _register(rope_utils: ModuleType) -> None:
-    mixin = getattr(rope_utils, MIXIN, None)
-    # transformers 4 must still import. Registered again, the types would lose what others have wrapped around them.
-    if mixin is None or rope_utils.ROPE_INIT_FUNCTIONS.get(ROPE_TYPES[0]) is _compute_parameters:
-        return
-    for rope_type in ROPE_TYPES:
+    for rope_type in (*ROPE_TYPES, TABLE_TYPE):
         rope_utils.ROPE_INIT_FUNCTIONS[rope_type] = _compute_parameters
-        setattr(mixin, f"_validate_{rope_type}_rope_parameters", _validate)
-    rope_utils.ROPE_INIT_FUNCTIONS[TABLE_TYPE] = _compute_parameters
-    setattr(mixin, f"_validate_{TABLE_TYPE}_rope_parameters", _validate_table)
+        validate = _validate_table if rope_type == TABLE_TYPE else _validate
+        setattr(getattr(rope_utils, MIXIN), f"_validate_{rope_type}_rope_parameters", validate)
+
+
+def _unregister(rope_utils: ModuleType) -> None:
+    for rope_type in (*ROPE_TYPES, TABLE_TYPE):
+        del rope_utils.ROPE_INIT_FUNCTIONS[rope_type]
+        delattr(getattr(rope_utils, MIXIN), f"_validate_{rope_type}_rope_parameters")
 
 
 def _compute_parameters(
@@ -93,7 +113,7 @@ def config_table(config: Any, layer_type: str | None = None) -> FrequencyTable:
     """Return the table of a configuration whose ``rope_type`` is in ``ROPE_TYPES``, or ``mrrope``.
 
     Where ``mrrope`` has tables per layer or head, it is that of plain RoPE: such models are patched
-    (:mod:`mrrope.hf.embedded_tables`).
+    (:mod:`mrrope.hf.registration`).
     """
     if layer_type is not None:
         # As in transformers' own types. Configurations with one kind of layer raise.
@@ -173,42 +193,3 @@ def _validate(config: Any, rope_parameters: dict[str, Any], ignore_keys: set[str
     bounds = rope_parameters.get("bounds")
     is_pair = isinstance(bounds, Sequence) and len(bounds) == 2 and all(isinstance(bound, int) for bound in bounds)
     check("bounds", is_pair, "a list of two ints")
-
-
-class _RegisterOnImport(importlib.abc.MetaPathFinder):
-    """Import hook that calls ``ON_IMPORT`` right after modules of transformers are executed."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in ON_IMPORT:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: ModuleType) -> None:
-            execute(module)
-            ON_IMPORT[fullname](module)
-
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
-
-
-ON_IMPORT: dict[str, Callable[[ModuleType], None]] = {}
-"""What is done with modules of transformers when they are imported."""
-
-
-def register_on_import() -> None:
-    """Register the types now if transformers is imported, else through an import hook. Imports nothing itself."""
-    call_on_import(TRANSFORMERS_MODULE, _register)
-
-
-def call_on_import(name: str, function: Callable[[ModuleType], None]) -> None:
-    """Call a function with a module of transformers now if it is imported, else as soon as it is."""
-    ON_IMPORT[name] = function
-    if name in sys.modules:
-        function(sys.modules[name])
-    if not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegisterOnImport())

@@ -12,7 +12,7 @@ import importlib
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -263,6 +263,8 @@ class Rotation:
     """Its replacement, where the op can be fused."""
     unfusable: str | None = None
     """Why not, where it cannot."""
+    unprobed: Mapping[str, Exception] = field(default_factory=dict)
+    """Classes of attention whose probe raised an error of their own, which may or may not pass cos/sin on."""
 
 
 def plan_rotation(model: nn.Module, rotary: nn.Module, tables: RotaryTables) -> Rotation:
@@ -270,20 +272,20 @@ def plan_rotation(model: nn.Module, rotary: nn.Module, tables: RotaryTables) -> 
     try:
         if tables.by_layer_type.keys() != tables.settings.keys():
             raise UnfusableError("no one table is its own, which changes with the length of a text")
-        functions = functions_for(model, rotary, tables.settings)
+        functions, unprobed = functions_for(model, rotary, tables.settings)
         if any(function.by_token for function in functions) and tables.are_by_head_or_layer:
             raise UnfusableError("its attention selects tokens of cosines and sines")
     except UnfusableError as reason:
         if not tables.can_be_swapped:
             raise
         return Rotation(rotary, tables, None, str(reason))
-    return Rotation(rotary, tables, TableRotaryEmbedding(rotary, tables, functions))
+    return Rotation(rotary, tables, TableRotaryEmbedding(rotary, tables, functions), unprobed=unprobed)
 
 
 def functions_for(
     model: nn.Module, rotary: nn.Module, settings: dict[str | None, rope_config.RopeSettings]
-) -> list[RotaryFunction]:
-    """Return every function that applies the output of a rotary embedding.
+) -> tuple[list[RotaryFunction], dict[str, Exception]]:
+    """Return every function that applies the output of a rotary embedding, and attention that could not be probed.
 
     Raises:
         UnfusableError: where the op cannot replace one of them.
@@ -333,10 +335,13 @@ def functions_for(
         raise UnfusableError(f"{type(rotary).__module__} has no function that applies RoPE")
     in_one_tensor = any(len(function.form.embedding) == 1 for function in found)
     packed = handoff.pack(positions, own.packed(own.table), in_one_tensor=in_one_tensor, by_token=by_token)
+    unprobed: dict[str, Exception] = {}
     for owner in [module for module in model.modules() if any(child is rotary for child in module.children())]:
-        if why := own_rotation(owner, found, packed):
+        why, failed = own_rotation(owner, found, packed)
+        if why is not None:
             raise UnfusableError(why)
-    return found
+        unprobed |= failed
+    return found, unprobed
 
 
 class FusedRotary:

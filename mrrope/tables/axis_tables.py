@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mrrope.tables.frequency_table import FrequencyTable, OpTable, integers, require_table
-from mrrope.tables.position_rows import MAX_ROWS, packed_rows
+from mrrope.tables.position_rows import MAX_ROWS, packed_rows, rows_of_sections
 
 
 class AxisTables(OpTable):
@@ -68,13 +68,8 @@ class AxisTables(OpTable):
             raise ValueError(f"sections must add up to the table's {pairs} pairs, got {counts}")
         if len(counts) > MAX_ROWS:
             raise ValueError(f"sections must be at most {MAX_ROWS}, got {len(counts)}")
-        if interleaved:
-            turns = [pair % len(counts) for pair in range(pairs)]
-            axis_of_pair = [axis if pair < len(counts) * counts[axis] else 0 for pair, axis in enumerate(turns)]
-        else:
-            axis_of_pair = [axis for axis, count in enumerate(counts) for _ in range(count)]
         joined = cls.__new__(cls)
-        joined._join((table,), axis_of_pair, len(counts))
+        joined._join((table,), rows_of_sections(counts, interleaved), len(counts))
         return joined
 
     def _join(self, tables: tuple[FrequencyTable, ...], axis_of_pair: list[int], axes: int | None = None) -> None:

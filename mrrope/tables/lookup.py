@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,19 +33,29 @@ STOCK_ROWS = {
     "truncated": "the row of mrrope eval for the stock model over a sliding window of its native length",
 }
 """Names beside those of methods in the comparisons, and what they are."""
-OTHER_NAMES = {
-    "factor": "scale",
-    "max_factor": "max_scale",
+CONFIG_NAMES = {
     "rope_theta": "base",
     "original_max_position_embeddings": "original_max_position",
+    "factor": "scale",
+    "max_factor": "max_scale",
     "beta_slow": "alpha",
     "beta_fast": "beta",
+    **{name: name for name in ("bounds", "power", "factors", "attention_factor", "reserve")},
+}
+"""The keys of ``rope_parameters`` that mrrope's types take, and the arguments that they set."""
+
+OTHER_NAMES = CONFIG_NAMES | {
     "low_freq_factor": "alpha",
     "high_freq_factor": "beta",
     "short_factor": "factors",
     "long_factor": "factors",
 }
 """Names that configurations of transformers have for arguments, and the names that they have here."""
+
+
+def config_names(*arguments: str) -> dict[str, str]:
+    """Return the keys of ``rope_parameters`` that set these arguments, each with its argument."""
+    return {key: argument for key, argument in CONFIG_NAMES.items() if argument in arguments}
 
 
 @dataclass(frozen=True)
@@ -64,14 +75,14 @@ class NativeRope:
     untrained_extension: str | None = None
     """The extension in the configuration, if it is one that needs no training."""
 
-    def extension_warning(self, name: str, scale: float | Literal["auto"]) -> str | None:
+    def extension_warning(self, name: str, scale: float | Literal["auto"] | None) -> str | None:
         """Return what to warn of where a scale may be meant to replace the model's extension; else None.
 
         Args:
             name: the model's.
-            scale: by how much a method is to extend this RoPE.
+            scale: by how much a method is to extend this RoPE; None where it is not extended by a scale.
         """
-        if self.untrained_extension is None or scale == 1.0:
+        if self.untrained_extension is None or scale is None or scale == 1.0:
             return None
         if scale == "auto":
             reading, other = "goes on from", "builds the longer steps from plain RoPE"
@@ -98,6 +109,32 @@ class NativeRope:
             }
         length = self.trained_length or self.original_max_position
         return {"rotary_dim": self.rotary_dim, "base": self.base, "original_max_position": length}
+
+
+def needs_scale(method: Any) -> bool:
+    """Whether ``method`` is the name of a method that extends, and so must come with a scale."""
+    return isinstance(method, str) and method in METHODS and method != "rope"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message: the known name that is nearest to an unknown one, if one is near."""
+    # Underscores and capitals are no difference: "YaRN", "mrrope-pro".
+    spelled = {each.lower().replace("-", "_"): each for each in known}
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), spelled, n=1)
+    return f": the nearest is {spelled[near[0]]!r}" if near else ""
+
+
+def unknown_method(name: str, *others: str) -> str:
+    """Return an error message for a name that is no method and no saved table: the nearest known one, and all of them.
+
+    Args:
+        name: what was given.
+        others: more names that were possible.
+    """
+    return (
+        f"method must be one of {', '.join(METHODS)}, the path of a table's .json, or the name of a table that comes "
+        f"with mrrope ({shipped.listed()}), got {name!r}{nearest(name, (*METHODS, *shipped.names(), *others))}"
+    )
 
 
 def is_saved_table(name: str) -> bool:
@@ -130,7 +167,7 @@ def load_tables(path: str | Path) -> ModelTables:
 
 
 def resolve_table(
-    trained: NativeRope, method: str | ModelTables | Path, scale: float, options: dict[str, Any]
+    trained: NativeRope, method: str | ModelTables | Path, scale: float | None, options: dict[str, Any]
 ) -> FrequencyTable:
     """Return the one table that ``method`` means for a model, with the arguments of :func:`resolve_tables`.
 
@@ -144,7 +181,7 @@ def resolve_table(
 
 
 def resolve_tables(
-    trained: NativeRope, method: str | ModelTables | Path, scale: float, options: dict[str, Any]
+    trained: NativeRope, method: str | ModelTables | Path, scale: float | None, options: dict[str, Any]
 ) -> ModelTables:
     """Return the table or the tables that ``method`` means for a model.
 
@@ -152,18 +189,19 @@ def resolve_tables(
         trained: the unpatched model's RoPE.
         method: a method's name, a table, head tables, a table set, the path of the JSON of one of those, or the name
             of a shipped one.
-        scale: by how much to extend the context; must be 1 if ``method`` is no method's name.
+        scale: by how much to extend the context. Methods need it, but for ``"rope"``; a ready table has its own, which
+            may be stated.
         options: more arguments of :func:`frequency_table`; they override the model's configuration.
 
     Raises:
         TypeError: ``method`` is none of these.
-        ValueError: ``method`` is unknown, or does not fit the model or the options.
+        ValueError: ``method`` is unknown, does not fit the model or the options, or lacks its scale.
     """
     _check_names(options)
     if isinstance(method, Path) or (isinstance(method, str) and is_saved_table(method)):
         method = load_tables(method)
     if isinstance(method, FrequencyTable | HeadTables | TableSet):
-        given = {**({"scale": scale} if scale not in (1.0, method.scale) else {}), **options}
+        given = {**({"scale": scale} if scale not in (None, method.scale) else {}), **options}
         if given.keys() - PLAIN_ROPE_OPTIONS:
             raise ValueError(
                 f"method is a ready table, which leaves no room for {given}: its scale is {method.scale:g}"
@@ -177,16 +215,22 @@ def resolve_tables(
         )
     if isinstance(method, str) and (steps := shipped.ladder(method)):
         raise ValueError(
-            f"method must be one table with scale {scale!r}, such as {steps[0]!r}, and {method!r} is a ladder of "
-            f"{len(steps)}: scale='auto' takes it"
+            f"method must be one table without scale='auto', such as {steps[0]!r}, and {method!r} is a ladder of "
+            f"{len(steps)}, got scale {scale!r}"
         )
     if isinstance(method, str) and method not in METHODS:
         row = f", which is {STOCK_ROWS[method]}: leave the model unpatched" if method in STOCK_ROWS else ""
+        raise ValueError(unknown_method(method, *shipped.ladders()) + row)
+    arguments = trained.table_arguments(options)
+    if scale is None and needs_scale(method):
+        length = (arguments | options)["original_max_position"]
+        tokens = "the tokens" if length is None else f"the {length:.15g} tokens"
         raise ValueError(
-            f"method must be one of {', '.join(METHODS)}, the path of a table's .json, or the name of a table that "
-            f"comes with mrrope ({shipped.listed()}), got {method!r}{row}"
+            f"scale must be given with method {method!r}: scale=4.0 extends {tokens} that the model reads 4 times, and "
+            "patch takes scale='auto', got none"
         )
-    arguments = trained.table_arguments(options) | {"scale": scale, **options}
+    scale = 1.0 if scale is None else scale
+    arguments |= {"scale": scale, **options}
     if arguments["original_max_position"] is None:
         if scale != 1.0:
             raise ValueError(

@@ -13,7 +13,9 @@ logger = logging.getLogger("vllm.mrrope")
 
 
 def register() -> None:
-    """Install the hooks of this package in vLLM. Called by vLLM in each of its processes.
+    """Install the hooks of this package in vLLM, and register mrrope's rope types with transformers.
+
+    Called by vLLM in each of its processes.
 
     In a version that is not known nothing is installed, and an error is logged: vLLM goes on for models that do not
     need the plugin, and refuses configurations that name one of mrrope's types as unknown.
@@ -29,6 +31,7 @@ def register() -> None:
             __version__,
         )
         return
+    from mrrope.hf.registration import register_rope_types
     from mrrope.vllm import (
         cache_fusion,
         compatibility,
@@ -40,6 +43,7 @@ def register() -> None:
         token_tables,
     )
 
+    register_rope_types()  # vLLM reads configurations through transformers, and builds some models with it
     rotation = (model_config, rotary_embedding, norm_fusion, cache_fusion, compile_cache)
     for concept in (*rotation, request_scale, token_tables, compatibility):
         concept.install()

@@ -10,7 +10,15 @@ from typing import Any, Literal
 
 from mrrope.tables import shipped
 from mrrope.tables.frequency_table import METHODS, FrequencyTable
-from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, ModelTables, is_saved_table, load_tables, tables_from_dict
+from mrrope.tables.lookup import (
+    PLAIN_ROPE_OPTIONS,
+    TABLE_OPTIONS,
+    ModelTables,
+    config_names,
+    is_saved_table,
+    load_tables,
+    tables_from_dict,
+)
 
 ROPE_TYPE = "mrrope"
 """The ``rope_type`` that comes with a table or a method."""
@@ -26,16 +34,7 @@ OWN_TYPES = frozenset({ROPE_TYPE, *METHODS} - SHARED_TYPES)
 
 OWN_KEYS = frozenset({"method", "table", "max_factor", "reserve"})
 
-OPTIONS = {
-    "rope_theta": "base",
-    "original_max_position_embeddings": "original_max_position",
-    "beta_slow": "alpha",
-    "beta_fast": "beta",
-    "bounds": "bounds",
-    "power": "power",
-    "factors": "factors",
-    "attention_factor": "attention_factor",
-}
+OPTIONS = config_names(*TABLE_OPTIONS)
 """Optional keys, and the arguments of ``mrrope.frequency_table`` that they set."""
 
 MODEL_KEYS = frozenset({"partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interleaved"})

@@ -122,7 +122,8 @@ class ServedRope:
             steps = request.method or tables
             ladder = ladder_for(own, own.table, steps, request.max_factor, request.options, resolve_table)
             return replace(ladder, reserve=request.reserve)
-        table = resolve_table(own, request.method or tables[0], request.factor, request.options)
+        factor = request.factor if request.method else None  # a ready table has its own
+        table = resolve_table(own, request.method or tables[0], factor, request.options)
         if own.changes_with_length and table.is_like(own.table):
             raise ValueError(
                 f"factor must extend a model with rope_type {self.native['rope_type']!r}, whose own table changes with "

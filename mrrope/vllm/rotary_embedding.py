@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ import mrrope.ops  # noqa: F401 (registers the ops)
 from mrrope.hf.auto_scale.ladder import Ladder
 from mrrope.ops.decompositions import RADIANS_PER_PHASE_UNIT
 from mrrope.tables.frequency_table import FrequencyTable
-from mrrope.tables.position_rows import packed_rows
+from mrrope.tables.position_rows import packed_rows, rows_of_sections
 from mrrope.vllm import hooks
 from mrrope.vllm.rope_request import ROPE_TYPE
 from mrrope.vllm.rope_settings import KEY, ServedRope
@@ -190,8 +189,7 @@ def position_rows(sections: Sequence[int], interleaved: bool, pairs: int) -> tor
 
     Args:
         sections: Pairs of each row.
-        interleaved: Whether rows alternate from the first pair on, until their pairs are used up, and row 0 has the
-            rest; otherwise they follow each other.
+        interleaved: As in :func:`mrrope.tables.position_rows.rows_of_sections`.
         pairs: Number of pairs.
 
     Raises:
@@ -199,12 +197,7 @@ def position_rows(sections: Sequence[int], interleaved: bool, pairs: int) -> tor
     """
     if sum(sections) != pairs:
         raise ValueError(f"mrope_section must have a sum of rotary_dim / 2, {pairs}, got {list(sections)}")
-    if not interleaved:
-        return torch.arange(len(sections), device="cpu").repeat_interleave(torch.tensor(sections, device="cpu"))
-    rows = torch.zeros(pairs, dtype=torch.int64, device="cpu")
-    for row, section in itertools.islice(enumerate(sections), 1, None):
-        rows[row : section * len(sections) : len(sections)] = row
-    return rows
+    return torch.tensor(rows_of_sections(sections, interleaved), dtype=torch.int64, device="cpu")
 
 
 def served_layers(model: nn.Module) -> Iterator[ServedRotaryEmbedding]:

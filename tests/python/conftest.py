@@ -70,6 +70,14 @@ def quiet_transformers() -> Iterator[None]:
     transformers.logging.set_verbosity(level)
 
 
+@pytest.fixture(scope="session")
+def rope_types() -> None:
+    """Register mrrope's rope types with transformers, for tests that load or build configurations with them."""
+    import mrrope
+
+    mrrope.register_rope_types()
+
+
 @pytest.fixture
 def dynamo() -> Iterator[Any]:
     """Reset TorchDynamo before and after the test."""

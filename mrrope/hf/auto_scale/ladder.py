@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from mrrope.tables import shipped
 from mrrope.tables.frequency_table import METHODS, FrequencyTable
-from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, ModelTables, NativeRope
+from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, ModelTables, NativeRope, nearest
 
 DEFAULT_REACH = 16.0
 """Default reach of a ladder, in native lengths."""
@@ -54,7 +54,7 @@ def ladder_for(
     method: Step | Sequence[Step],
     max_scale: float | None,
     options: dict[str, Any],
-    resolve: Callable[[NativeRope, Any, float, dict[str, Any]], Loadable],
+    resolve: Callable[[NativeRope, Any, float | None, dict[str, Any]], Loadable],
 ) -> Ladder[Loadable]:
     """Return a ladder that starts with the model's own table, up to its native length.
 
@@ -81,7 +81,7 @@ def ladder_for(
         given = {**({"max_scale": max_scale} if max_scale is not None and not is_shipped else {}), **options}
         if given.keys() - PLAIN_ROPE_OPTIONS:
             raise ValueError(f"method is a list of ready tables, which leaves no room for {given}")
-        steps = [resolve(trained, step, 1.0, options) for step in method]
+        steps = [resolve(trained, step, None, options) for step in method]
         if max_scale is not None:
             _expect_above_one(max_scale)
             steps = [table for table in steps if table.scale <= max_scale]
@@ -118,4 +118,5 @@ def _shipped_ladder(name: str) -> list[str]:
     raise ValueError(
         f"method must be one of {', '.join(METHODS)}, a list of tables, or the name of a ladder that comes with mrrope "
         f"({', '.join(shipped.ladders()) or 'there is none yet'}) with scale='auto', got {name!r}"
+        f"{nearest(name, (*METHODS, *shipped.ladders()))}"
     )

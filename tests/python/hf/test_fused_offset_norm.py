@@ -35,7 +35,7 @@ FAMILIES = {
     "qwen3_5_text": "the same, with M-RoPE",
     "vaultgemma": "no norms after the attention",
 }
-PATCH = {"scale": 4.0, "original_max_position": 64}
+PATCH = {"scale": 4.0, "original_max_position": 64, "fuse_norms": True}
 EPS = 1e-6
 SHAPES = [(64,), (5, 64), (2, 3, 256), (2, 3, 258), (3, 1152), (2, 3, 2, 640), (1, 7, 4096), (2, 0, 64), (0, 640)]
 

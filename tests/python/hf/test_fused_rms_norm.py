@@ -52,7 +52,7 @@ FAMILIES = {
     "exaone4": "q and k, also in layers that do not rotate",
 }
 QK_NORMS = ("qwen3", "olmo2")
-PATCH = {"scale": 4.0, "original_max_position": 64}
+PATCH = {"scale": 4.0, "original_max_position": 64, "fuse_norms": True}
 OTHERS = {
     "cohere": "norms that subtract the mean, those of q and k included",
     "stablelm": "nn.RMSNorm",
@@ -160,9 +160,22 @@ def test_unpatch_puts_everything_back(family: str) -> None:
     assert torch.equal(logits(model), plain)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_by_default_only_rope_is_patched(family: str) -> None:
+    model = tiny_model(family)
+    own = {module: type(module) for module in model.modules()}
+    mrrope.patch(model, "mrrope_pro", scale=4.0)
+    assert not norms(model)
+    assert all(type(module) is own[module] for module in model.modules() if module in own)
+    with mrrope.patched(model, "mrrope_pro", scale=4.0):
+        assert not norms(model)
+    mrrope.patch(model, "mrrope_pro", scale=4.0, fuse_norms=True)
+    assert norms(model)
+
+
 def test_patched_anew_without() -> None:
     model = fused()
-    mrrope.patch(model, "mrrope_pro", fuse_norms=False, **PATCH)
+    mrrope.patch(model, "mrrope_pro", **PATCH | {"fuse_norms": False})
     assert torch.equal(logits(model), logits(reference()))
     assert not norms(model)
 
@@ -628,7 +641,7 @@ def test_one_head(family: str, sizes: tuple[int, int]) -> None:
     for name, weight in model.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             nn.init.normal_(weight, 1.0, 0.5)
-    want = logits(mrrope.patch(copy.deepcopy(model), "mrrope_pro", fuse_norms=False, **PATCH))
+    want = logits(mrrope.patch(copy.deepcopy(model), "mrrope_pro", **PATCH | {"fuse_norms": False}))
     mrrope.patch(model, "mrrope_pro", **PATCH)
     assert {layer.self_attn.k_norm for layer in model.model.layers} < {*norms(model)}
     assert_same(logits(model), want)
@@ -639,7 +652,7 @@ def test_what_happens_between_norm_and_rotation_still_does(clip: float | None) -
     models = tiny_model("olmoe"), tiny_model("olmoe")
     for model, fuse_norms in zip(models, (True, False), strict=True):
         model.config.clip_qkv = clip
-        mrrope.patch(model, "mrrope_pro", fuse_norms=fuse_norms, **PATCH)
+        mrrope.patch(model, "mrrope_pro", **PATCH | {"fuse_norms": fuse_norms})
     assert_same(*map(logits, models))
 
 
@@ -666,7 +679,7 @@ def test_quantized_projections() -> None:
     for model, fuse_norms in zip(models, (True, False), strict=True):
         for layer in model.model.layers:
             layer.self_attn.q_proj = Quantized(layer.self_attn.q_proj)
-        mrrope.patch(model, "mrrope_pro", fuse_norms=fuse_norms, **PATCH)
+        mrrope.patch(model, "mrrope_pro", **PATCH | {"fuse_norms": fuse_norms})
     assert norms(models[0])
     assert_same(*map(logits, models))
 
@@ -716,7 +729,7 @@ from mrrope.hf.fusion.rms_norm import FusedNorms
 from patched_models import logits
 from tiny_models import tiny_model, tokens
 
-PATCH = {"scale": 4.0, "original_max_position": 64}
+PATCH = {"scale": 4.0, "original_max_position": 64, "fuse_norms": True}
 folder = Path(sys.argv[1])
 
 

@@ -18,7 +18,7 @@ FAMILIES = ("phi3", "phimoe", "phi4_multimodal")
 PROMPT, NEW = LENGTH - 14, 40
 PREPARE = "prepare_inputs_for_generation"
 
-pytestmark = pytest.mark.usefixtures("quiet_transformers")
+pytestmark = pytest.mark.usefixtures("quiet_transformers", "rope_types")
 
 
 def config_of(family: str) -> PreTrainedConfig:

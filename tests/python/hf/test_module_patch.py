@@ -56,11 +56,11 @@ def test_a_patch_that_raises(
     before = Snapshot(model)
     scale: Any = 4.0 if patch is SwappedTable else "auto"
     if is_patched:
-        mrrope.patch(model, "yarn", scale=scale)
+        mrrope.patch(model, "yarn", scale=scale, fuse_norms=True)
     want = logits(model)
     raise_in_call(patch, number, has_run=has_run, monkeypatch=monkeypatch)
     with pytest.raises(PatchError):
-        mrrope.patch(model, "mrrope_pro", scale=scale)
+        mrrope.patch(model, "mrrope_pro", scale=scale, fuse_norms=True)
     assert mrrope.is_patched(model) == is_patched
     assert torch.equal(logits(model), want)
     if is_patched:

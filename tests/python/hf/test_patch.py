@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import mrrope
+from mrrope.tables.frequency_table import METHOD_TRAITS
 
 pytest.importorskip("transformers")
 
@@ -78,8 +79,8 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("mrrope_uni", {"scale": 4.0}),
     ("mrrope_pro", {"scale": 4}),
     ("mrrope_pow", {"scale": 4.0, "power": 2.0}),
-    ("radix", {"factors": RADIX_FACTORS}),
-    ("longrope", {"factors": CUMULATIVE_SCALES, "attention_factor": 1.2}),
+    ("radix", {"scale": 4.0, "factors": RADIX_FACTORS}),
+    ("longrope", {"scale": 4.0, "factors": CUMULATIVE_SCALES, "attention_factor": 1.2}),
     ("llama3", {"scale": 4.0, "alpha": 1.0, "beta": 4.0}),
     ("mrrope_pro", {"scale": 4.0, "alpha": 0.5, "beta": 8.0}),
     ("mrrope_pro", {"scale": 4.0, "bounds": (1, 6)}),
@@ -100,7 +101,7 @@ def test_every_method_and_option(llama: PreTrainedModel, method: str, options: d
 
 
 def test_no_method_is_left_out() -> None:
-    assert {method for method, _ in METHODS} == {*mrrope.METHODS}
+    assert {method for method, _ in METHODS} == {*METHOD_TRAITS}
 
 
 @pytest.mark.parametrize("given", ["table", "path", "str"])
@@ -161,8 +162,8 @@ WRONG_CALLS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "bad bounds": ("mrrope_pro", {"scale": 4.0, "bounds": (6, 1)}, ValueError, "bounds"),
     "bad trained length": ("yarn", {"scale": 4.0, "original_max_position": 0}, ValueError, "original_max_position"),
     "no power": ("mrrope_pow", {"scale": 4.0}, ValueError, "power"),
-    "no factors": ("radix", {}, ValueError, "factors"),
-    "factors of another size": ("longrope", {"factors": [1.0] * 7}, ValueError, "factors"),
+    "no factors": ("radix", {"scale": 4.0}, ValueError, "factors"),
+    "factors of another size": ("longrope", {"scale": 4.0, "factors": [1.0] * 7}, ValueError, "factors"),
     "table of another size": (other_size(), {}, ValueError, "method.*rotary_dim 16"),
     "table of another base": (other_model(base=5e4), {}, ValueError, r"model's base 10000, .* say base=50000"),
     "table of another length": (
@@ -186,9 +187,22 @@ WRONG_CALLS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "smollm2-135m",
         {"scale": 4.0},
         ValueError,
-        "method must be one table with scale 4.0, such as 'smollm2-135m-2x', .* a ladder of 4: scale='auto' takes it",
+        "method must be one table without scale='auto', such as 'smollm2-135m-2x', .* a ladder of 4, got scale 4.0",
     ),
     "table and option": (ready(), {"alpha": 2.0}, ValueError, "ready table.*alpha"),
+    "no scale": (
+        "yarn",
+        {},
+        ValueError,
+        "scale must be given with method 'yarn': scale=4.0 extends the 64 tokens that the model reads 4 times, and "
+        "patch takes scale='auto', got none",
+    ),
+    "no scale with options": ("mrrope_pow", {"power": 1.0, "original_max_position": 32}, ValueError, "the 32 tokens"),
+    "table and scale 1": (ready(), {"scale": 1.0}, ValueError, r"ready table, .* {'scale': 1.0}: its scale is 4"),
+    "transformers' name of base": ("yarn", {"rope_theta": 1e6}, TypeError, "'rope_theta': it is called base here"),
+    "a hyphen": ("mrrope-pro", {"scale": 4.0}, ValueError, "got 'mrrope-pro': the nearest is 'mrrope_pro'"),
+    "capitals": ("YaRN", {"scale": "auto"}, ValueError, "got 'YaRN': the nearest is 'yarn'"),
+    "a letter amiss": ("smollm2-135n-8x", {"scale": 8.0}, ValueError, ".* the nearest is 'smollm2-135m-8x'"),
     "no such file": ("/nowhere/table.json", {}, FileNotFoundError, "/nowhere/table.json"),
 }
 
@@ -203,6 +217,12 @@ def test_wrong_calls_leave_the_model_alone(llama: PreTrainedModel, case: str) ->
     with pytest.raises(error, match=words), mrrope.patched(llama, method, **options):
         pytest.fail("must not get here")
     before.assert_untouched()
+
+
+@pytest.mark.parametrize("method", ["rope", "ready"])
+def test_what_extends_nothing_or_has_a_scale_needs_none(llama: PreTrainedModel, method: str) -> None:
+    mrrope.patch(llama, ready() if method == "ready" else method)
+    assert mrrope.patch_of(llama).scale == (4.0 if method == "ready" else 1.0)
 
 
 def test_wrong_calls_leave_a_patched_model_patched(llama: PreTrainedModel, tmp_path: Path) -> None:
@@ -429,6 +449,7 @@ def test_fractions_of_a_position(family: str, dtype: torch.dtype) -> None:
     assert relative(logits(reference, **call | {"position_ids": positions.long()}), want) > 1e-3, "fractions matter"
 
 
+@pytest.mark.usefixtures("rope_types")
 def test_fractions_of_a_position_in_a_configured_rope_type() -> None:
     config = tiny_config_of("llama")
     extension = {"rope_type": "mrrope_pro", "factor": 4.0, "original_max_position_embeddings": LENGTH}

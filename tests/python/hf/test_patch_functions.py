@@ -2,7 +2,10 @@
 
 import functools
 import gc
+import itertools
 import sys
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +22,10 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, rotate_half
 
-TABLE = mrrope.frequency_table("mrrope_pro", rotary_dim=16, base=1e4, original_max_position=64, scale=4.0)
+from mrrope.hf import rotary_embedding
+
+SETTINGS = {"rotary_dim": 16, "base": 1e4, "original_max_position": 64}
+TABLE = mrrope.frequency_table("mrrope_pro", **SETTINGS, scale=4.0)
 
 
 @torch.no_grad()
@@ -152,6 +158,52 @@ class RotatesByTheStockFunction(CustomAttention):
         return modeling_llama.apply_rotary_pos_emb(q, k, c, s)
 
 
+class RotatesByOneOfTheBelow(CustomAttention):
+    def rotated(self, q, k, position_embeddings):
+        return self.rotate(q, position_embeddings), self.rotate(k, position_embeddings)
+
+
+def rotate_by_cast(x, embedding):
+    c, s = (part.to(x.dtype).unsqueeze(1) for part in embedding)
+    return x * c + rotate_half(x) * s
+
+
+def rotate_by_halves(x, embedding):
+    first, second = x.chunk(2, dim=-1)
+    c, s = (part[..., : first.shape[-1]].unsqueeze(1) for part in embedding)
+    return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+
+
+def rotate_by_doubled(x, embedding):
+    c, s = (torch.cat((part, part), dim=-1).unsqueeze(1) for part in embedding)
+    return x * c + rotate_half(x) * s
+
+
+def rotate_by_first_half(x, embedding):
+    first, second = x.chunk(2, dim=-1)
+    c, s = (part.chunk(2, dim=-1)[0].unsqueeze(1) for part in embedding)
+    return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+
+
+def rotate_by_repeated(x, embedding):
+    c, s = (part[..., : part.shape[-1] // 2].repeat_interleave(2, dim=-1).unsqueeze(1) for part in embedding)
+    return x * c + rotate_half(x) * s
+
+
+def rotate_by_complex(x, embedding):
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    c, s = (part.unsqueeze(1) for part in embedding)
+    return torch.view_as_real(pairs * torch.complex(c.to(x.dtype), s.to(x.dtype))).flatten(-2)
+
+
+class FailsInTheProbe(RotatesByAHelper):
+    """Its own code raises where it has no mask, as in a probe."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **_: Any) -> Any:
+        assert attention_mask.dim() == 4, "a mask of four dimensions"
+        return super().forward(hidden_states, position_embeddings)
+
+
 def custom_llama(attention: type[nn.Module], layers: slice = slice(None)) -> PreTrainedModel:
     model = tiny_model("llama")
     for layer in model.model.layers[layers]:
@@ -206,6 +258,46 @@ def test_custom_attention_that_uses_the_stock_function_is_fused(recwarn: pytest.
     model = mrrope.patch(custom_llama(RotatesByTheStockFunction), TABLE)
     assert not recwarn.list
     assert_reads_by_the_table(model)
+
+
+@pytest.mark.parametrize(
+    "rotate",
+    [
+        *(rotate_by, rotate_by_cast, rotate_by_halves, rotate_by_first_half),
+        *(rotate_by_doubled, rotate_by_repeated, rotate_by_complex),
+    ],
+    ids=lambda function: function.__name__,
+)
+@pytest.mark.parametrize("method", ["one table", "heads", "layers"])
+@torch.no_grad()
+def test_what_is_handed_over_cannot_be_used_as_cosines(
+    rotate: Callable[..., Tensor], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention that the probe misses raises at its first forward, whatever the numbers of tokens and sequences."""
+    monkeypatch.setattr(RotatesByOneOfTheBelow, "rotate", staticmethod(rotate), raising=False)
+    monkeypatch.setattr(rotary_embedding, "own_rotation", lambda *_: (None, {}))
+    model = custom_llama(RotatesByOneOfTheBelow)
+    heads = mrrope.HeadTables([TABLE, mrrope.frequency_table("yarn", **SETTINGS, scale=4.0)])
+    tables: dict[str, Any] = {"heads": heads, "layers": mrrope.TableSet([heads, TABLE])}
+    mrrope.patch(model, tables.get(method, TABLE))
+    half = model.config.hidden_size // model.config.num_attention_heads // 2
+    for batch, length in itertools.product((1, 2, 4), (1, 2, 5, 10, half, half + 1, 2 * half, 24)):
+        with pytest.raises(RuntimeError, match=r"must match the size|must be broadcastable|Sizes of tensors"):
+            model(tokens(batch, length), use_cache=False)
+
+
+def test_attention_whose_probe_fails_is_named() -> None:
+    """One warning for all its layers; the model gets the fused op."""
+    model = custom_llama(FailsInTheProbe)
+    words = r"LlamaForCausalLM gets the fused op, and FailsInTheProbe could not be probed \(AttributeError: .*raises"
+    with pytest.warns(UserWarning, match=words) as found:
+        mrrope.patch(model, TABLE)
+    assert len(found) == 1
+    with pytest.raises((RuntimeError, AssertionError, AttributeError)):
+        logits(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mrrope.patch(tiny_model("llama"), TABLE)
 
 
 def test_probing_leaves_no_trace_in_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ from mrrope.hf.layer_tables import LayerTables
 from mrrope.hf.rotary_embedding import TableRotaryEmbedding
 from mrrope.tables import shipped
 
+pytestmark = pytest.mark.usefixtures("rope_types")
+
 ROUNDING = 2e-6
 """Relative error of the logits. Modeling code computes norms, some rotations and its own angles in float32."""
 SETTINGS = (LLAMA["rotary_dim"], LLAMA["base"], LLAMA["original_max_position"])

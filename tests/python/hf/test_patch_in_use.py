@@ -394,7 +394,7 @@ folder = Path(sys.argv[1])
 def tensor_parallel():
     model = AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto").eval()
     result = {"weights": type(model.model.layers[0].self_attn.q_proj.weight).__name__, "plain": logits(model)}
-    mrrope.patch(model, ready())
+    mrrope.patch(model, ready(), fuse_norms=True)
     result["patched"] = logits(model)
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     result["text"] = model.generate(tokens(1, 12), **options)
@@ -409,11 +409,11 @@ def fully_sharded(when):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = tiny_model("llama")
     if when == "before":
-        mrrope.patch(model, ready())
+        mrrope.patch(model, ready(), fuse_norms=True)
     for part in [*model.model.layers, model]:
         fully_shard(part, mesh=mesh, mp_policy=policy)
     if when == "after":
-        mrrope.patch(model, ready())
+        mrrope.patch(model, ready(), fuse_norms=True)
     model.train()(input_ids=tokens(2, 24), labels=tokens(2, 24)).loss.backward()
     weights = dict(model.named_parameters())
     gradients = {name: weight.grad.full_tensor() for name, weight in weights.items()}

@@ -21,7 +21,7 @@ from model_tolerance import relative, tolerance
 from patched_models import UNFUSABLE, model_named
 from tiny_models import LENGTH, causal_lm_families, inputs, random_model, tiny_config_of, tokens
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet_transformers")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet_transformers", "rope_types")]
 
 TRAINED = LENGTH // 4
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": TRAINED}

@@ -140,7 +140,7 @@ def test_fractions_that_qwen3_omni_gives_a_video():
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen4_exp_text"])
 def test_norms_of_q_and_k(family):
     """By 1 + weight, before a rotation of interleaved sections; of Qwen3.5, of a part of the head."""
-    model, unfused = fused(family), fused(family, fuse_norms=False)
+    model, unfused = fused(family, fuse_norms=True), fused(family)
     run = logits
     assert relative(run(model), run(unfused)) < tolerance(unfused, run)
 

@@ -17,7 +17,7 @@ from patched_models import LLAMA, UNFUSABLE, Snapshot, logits, model_named, read
 from tiny_models import random_model, tiny_config_of, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*not the fused op")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*not the fused op"), pytest.mark.usefixtures("rope_types")]
 
 
 @pytest.fixture(autouse=True)
@@ -57,11 +57,11 @@ def test_its_tables_and_its_call_patch_alike(llama):
 
 
 def test_a_ladder(llama):
-    mrrope.patch(llama, "mrrope_uni", scale="auto", max_scale=4, reserve=3, fuse_norms=False)
+    mrrope.patch(llama, "mrrope_uni", scale="auto", max_scale=4, reserve=3, fuse_norms=True)
     found = mrrope.patch_of(llama)
     assert (found.method, found.scale) == ("mrrope_uni", "auto")
     assert [each.scale for each in found.tables] == [1.0, 2.0, 4.0]
-    assert found.call == ("mrrope.patch(model, 'mrrope_uni', scale='auto', max_scale=4, reserve=3, fuse_norms=False)")
+    assert found.call == ("mrrope.patch(model, 'mrrope_uni', scale='auto', max_scale=4, reserve=3, fuse_norms=True)")
 
 
 def test_ready_tables(llama, tmp_path):

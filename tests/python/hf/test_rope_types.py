@@ -15,6 +15,8 @@ from huggingface_hub.errors import StrictDataclassError  # noqa: E402
 from model_tolerance import relative, tolerance  # noqa: E402
 from tiny_models import TINY_SIZES  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("rope_types")
+
 BASIC = {"rope_theta": 50_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 TINY = TINY_SIZES | {"max_position_embeddings": 256}
 
@@ -158,36 +160,108 @@ def test_an_unknown_parameter_warns(warnings_of_transformers):
     )
 
 
-def test_registering_again_changes_nothing():
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+# In a process of its own: what an import or a call changes in transformers.
+STATE = """
+import copy, importlib, sys
+def state():
+    rope_utils = importlib.import_module("transformers.modeling_rope_utils")
+    modeling_utils = importlib.import_module("transformers.modeling_utils")
+    importlib.import_module("transformers.models.phi3.modeling_phi3")
+    functions = dict(rope_utils.ROPE_INIT_FUNCTIONS)
+    return functions, dict(vars(rope_utils.RotaryEmbeddingConfigMixin)), dict(vars(modeling_utils.PreTrainedModel))
+"""
 
-    before = dict(ROPE_INIT_FUNCTIONS)
-    mrrope.register_rope_types()
-    assert before == ROPE_INIT_FUNCTIONS
+
+def run_apart(program: str, folder) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STATE + program], capture_output=True, text=True, check=False, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
 
 
 IMPORTS = {
-    "mrrope first": "import mrrope; assert 'transformers' not in sys.modules and 'gguf' not in sys.modules; "
-    "import transformers",
-    "transformers first": "import transformers.modeling_rope_utils; import mrrope",
-    "both again": "import mrrope; import importlib; importlib.reload(mrrope); "
-    "import transformers.modeling_rope_utils as module; importlib.reload(module)",
-    "looked for, then by hand": "import mrrope; from importlib.util import find_spec; "
-    "find_spec('transformers.modeling_rope_utils'); mrrope.register_rope_types()",
+    "mrrope first": "import mrrope; assert 'transformers' not in sys.modules and 'gguf' not in sys.modules",
+    "transformers first": "before = state(); import mrrope; assert state() == before",
 }
 
 
 @pytest.mark.parametrize("imports", IMPORTS.values(), ids=IMPORTS)
-def test_import_orders(imports, tmp_path):
-    program = (
-        f"import sys; {imports}\n"
-        "from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin as Mixin\n"
-        f"for name in {ROPE_TYPES}:\n"
-        "    assert name in ROPE_INIT_FUNCTIONS and hasattr(Mixin, f'_validate_{name}_rope_parameters'), name\n"
-        "assert sum('RegisterOnImport' in type(finder).__name__ for finder in sys.meta_path) == 1"
+def test_importing_mrrope_changes_nothing_outside(imports, tmp_path):
+    run_apart(
+        f"finders, hooks = list(sys.meta_path), list(sys.path_hooks); {imports}\n"
+        "assert sys.path_hooks == hooks\n"
+        "assert [finder for finder in sys.meta_path if type(finder).__module__.startswith('mrrope')] == []\n"
+        "if 'transformers' not in sys.modules: assert sys.meta_path == finders\n"
+        "functions, mixin, model = state()\n"
+        f"for name in {(*ROPE_TYPES, 'mrrope')}:\n"
+        "    assert name not in functions and f'_validate_{name}_rope_parameters' not in mixin, name\n"
+        "for name in ('post_init', 'from_pretrained'):\n"
+        "    function = getattr(model[name], '__func__', model[name])\n"
+        "    while function is not None:\n"
+        "        assert function.__globals__['__name__'].startswith(('transformers', 'torch')), function\n"
+        "        function = getattr(function, '__wrapped__', None)",
+        tmp_path,
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+
+
+def test_importing_mrrope_imports_torch_only(tmp_path):
+    """Import time is that of torch and of mrrope's own modules."""
+    run_apart(
+        "import torch; before = set(sys.modules); import mrrope; new = set(sys.modules) - before\n"
+        "foreign = {name for name in new if name.split('.')[0] not in (*sys.stdlib_module_names, 'mrrope')}\n"
+        "assert foreign == set(), foreign\n"
+        "parts = {name.split('.')[1] for name in new if name.startswith('mrrope.')}\n"
+        "assert parts == {'_core', 'export', 'hf', 'ops', 'tables', 'torch_library'}, parts",
+        tmp_path,
+    )
+
+
+def test_exporting_changes_nothing_outside(tmp_path):
+    """A configuration with mrrope's types is read and written without them being registered afterwards."""
+    transformers.LlamaConfig(**TINY, rope_parameters=parameters("mrrope_uni")).save_pretrained(tmp_path)
+    run_apart(
+        "import mrrope; before = state()\n"
+        "config = mrrope.export_config('.', 'mrrope_pro', scale=2.0, original_max_position=64, engine='transformers')\n"
+        "assert config['rope_parameters']['rope_type'] == 'mrrope_pro' and state() == before",
+        tmp_path,
+    )
+
+
+REGISTERED = {
+    "mrrope first": "import mrrope; mrrope.register_rope_types()",
+    "transformers first": "import transformers, mrrope; mrrope.register_rope_types()",
+    "within an export": "import mrrope; from mrrope.hf.rope_types import types_registered\n"
+    "with types_registered(): mrrope.register_rope_types()\n"
+    "mrrope.register_rope_types()",
+}
+
+
+@pytest.mark.parametrize("registered", REGISTERED.values(), ids=REGISTERED)
+def test_registering(registered, tmp_path):
+    run_apart(
+        f"{registered}\n"
+        "functions, mixin, model = first = state()\n"
+        f"for name in {(*ROPE_TYPES, 'mrrope')}:\n"
+        "    assert name in functions and f'_validate_{name}_rope_parameters' in mixin, name\n"
+        "mrrope.register_rope_types(); assert state() == first\n"
+        "mrrope.export_config({'model_type': 'llama', 'rope_theta': 1e4}, 'pi', scale=2.0); assert state() == first\n"
+        "assert model['post_init'].patches_as_configured",
+        tmp_path,
+    )
+
+
+def test_a_type_that_is_not_registered_is_unknown_to_transformers(tmp_path):
+    """What docs/models.md says of it."""
+    run_apart(
+        "import transformers, mrrope\n"
+        f"config = transformers.LlamaConfig(**{TINY}, rope_parameters={parameters('mrrope_uni')})\n"
+        "try:\n"
+        "    transformers.LlamaForCausalLM(config)\n"
+        "except KeyError as error:\n"
+        "    assert str(error) == repr('mrrope_uni')\n"
+        "mrrope.register_rope_types(); transformers.LlamaForCausalLM(config)",
+        tmp_path,
+    )
 
 
 def test_torch_export_with_and_without_the_ops(tmp_path):

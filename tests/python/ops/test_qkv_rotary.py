@@ -13,6 +13,7 @@ from torch.library import opcheck
 from torch.nn.functional import linear
 
 import mrrope
+from mrrope.ops.qkv_rotary import deinterleave_heads, interleave_heads, pack_qkv, unpack_qkv
 
 OP = torch.ops.mrrope.qkv_rotary.default
 LARGEST = 2**31 - 1
@@ -273,9 +274,9 @@ def test_interleaved_weights_give_the_same_scores(device):
     call = Call(device, torch.float64, rotary_dim=8)
     q, k, v = call.run()
     for name in ("weight", "bias"):
-        parts = mrrope.unpack_qkv(getattr(call, name), *call.heads)
-        both = [mrrope.interleave_heads(p, n, 8) for p, n in zip(parts, call.heads, strict=False)]
-        setattr(call, name, mrrope.pack_qkv(*both, parts[2]))
+        parts = unpack_qkv(getattr(call, name), *call.heads)
+        both = [interleave_heads(p, n, 8) for p, n in zip(parts, call.heads, strict=False)]
+        setattr(call, name, pack_qkv(*both, parts[2]))
     q2, k2, v2 = call.run(pairing="interleaved")
     torch.testing.assert_close(q2[:, ::2] @ k2.mT, q[:, ::2] @ k.mT, rtol=1e-12, atol=1e-12)
     assert not torch.allclose(q2, q)
@@ -285,16 +286,16 @@ def test_interleaved_weights_give_the_same_scores(device):
 @pytest.mark.parametrize("rotary_dim", [None, 2, 6, 16])
 def test_interleaving_is_undone(rotary_dim):
     weight = torch.randn(4 * 16, 3)
-    interleaved = mrrope.interleave_heads(weight, 4, rotary_dim)
+    interleaved = interleave_heads(weight, 4, rotary_dim)
     half = (rotary_dim or 16) // 2
     assert torch.equal(interleaved[16], weight[16])
     assert torch.equal(interleaved[17], weight[16 + half])
-    assert torch.equal(mrrope.deinterleave_heads(interleaved, 4, rotary_dim), weight)
+    assert torch.equal(deinterleave_heads(interleaved, 4, rotary_dim), weight)
 
 
 def test_packing_is_undone():
     q, k, v = torch.randn(32, 3), torch.randn(8, 3), torch.randn(8, 3)
-    for got, want in zip(mrrope.unpack_qkv(mrrope.pack_qkv(q, k, v), 4, 1), (q, k, v), strict=True):
+    for got, want in zip(unpack_qkv(pack_qkv(q, k, v), 4, 1), (q, k, v), strict=True):
         assert torch.equal(got, want)
 
 
@@ -527,45 +528,43 @@ def test_errors_name_the_argument(name):
 
 def test_errors_of_weights():
     weight = torch.ones(12, 3)
-    assert_refused(lambda: mrrope.interleave_heads(weight, 5), ValueError, "multiple of num_heads (5)", "12")
+    assert_refused(lambda: interleave_heads(weight, 5), ValueError, "multiple of num_heads (5)", "12")
     for rotary_dim in (0, 3, 14):
         assert_refused(
-            lambda rotary_dim=rotary_dim: mrrope.interleave_heads(weight, 1, rotary_dim),
+            lambda rotary_dim=rotary_dim: interleave_heads(weight, 1, rotary_dim),
             ValueError,
             "rotary_dim must be even and from 2 to 12",
             f"got {rotary_dim}",
         )
-    assert_refused(lambda: mrrope.pack_qkv(weight, weight[:, :2], weight), ValueError, "k must have q's inputs, (3,)")
-    assert_refused(lambda: mrrope.pack_qkv(weight, weight[:3], weight), ValueError, "v must have k's shape (3, 3)")
-    assert_refused(lambda: mrrope.unpack_qkv(weight, 3, 1), ValueError, "a multiple of 5 rows", "got 12")
+    assert_refused(lambda: pack_qkv(weight, weight[:, :2], weight), ValueError, "k must have q's inputs, (3,)")
+    assert_refused(lambda: pack_qkv(weight, weight[:3], weight), ValueError, "v must have k's shape (3, 3)")
+    assert_refused(lambda: unpack_qkv(weight, 3, 1), ValueError, "a multiple of 5 rows", "got 12")
 
 
 @pytest.mark.parametrize("number", [0, -4])
 def test_heads_of_weights_are_counted_from_one(number):
     weight = torch.ones(12, 3)
     expected = f"must be at least 1, got {number}"
-    assert_refused(lambda: mrrope.unpack_qkv(weight, number, 1), ValueError, f"num_q_heads {expected}")
-    assert_refused(lambda: mrrope.unpack_qkv(weight, 1, number), ValueError, f"num_kv_heads {expected}")
-    assert_refused(lambda: mrrope.interleave_heads(weight, number), ValueError, f"num_heads {expected}")
-    assert_refused(lambda: mrrope.deinterleave_heads(weight, number), ValueError, f"num_heads {expected}")
+    assert_refused(lambda: unpack_qkv(weight, number, 1), ValueError, f"num_q_heads {expected}")
+    assert_refused(lambda: unpack_qkv(weight, 1, number), ValueError, f"num_kv_heads {expected}")
+    assert_refused(lambda: interleave_heads(weight, number), ValueError, f"num_heads {expected}")
+    assert_refused(lambda: deinterleave_heads(weight, number), ValueError, f"num_heads {expected}")
 
 
 def test_weights_must_be_alike():
     weight = torch.ones(12, 3)
-    assert_refused(lambda: mrrope.pack_qkv(None, weight, weight), TypeError, "q must be a tensor, got NoneType")
-    assert_refused(lambda: mrrope.pack_qkv(weight, weight, [1]), TypeError, "v must be a tensor, got list")
+    assert_refused(lambda: pack_qkv(None, weight, weight), TypeError, "q must be a tensor, got NoneType")
+    assert_refused(lambda: pack_qkv(weight, weight, [1]), TypeError, "v must be a tensor, got list")
     assert_refused(
-        lambda: mrrope.pack_qkv(weight, weight.half(), weight.half()),
+        lambda: pack_qkv(weight, weight.half(), weight.half()),
         TypeError,
         "k must be torch.float32 on cpu, as q is, got torch.float16 on cpu",
     )
     one = torch.tensor(1.0)
-    assert_refused(lambda: mrrope.pack_qkv(one, one, one), ValueError, "q must have rows", "0 dimensions")
-    assert_refused(lambda: mrrope.unpack_qkv("w", 1, 1), TypeError, "packed must be a tensor, got str")
-    assert_refused(lambda: mrrope.unpack_qkv(weight, 4.0, 1), TypeError, "num_q_heads must be an integer, got 4.0")
-    assert_refused(lambda: mrrope.unpack_qkv(weight, 4, "1"), TypeError, "num_kv_heads must be an integer, got '1'")
-    assert_refused(lambda: mrrope.interleave_heads(weight, "1"), TypeError, "num_heads must be an integer, got '1'")
-    assert_refused(
-        lambda: mrrope.deinterleave_heads(weight, 1, "8"), TypeError, "rotary_dim must be an integer, got '8'"
-    )
-    assert_refused(lambda: mrrope.interleave_heads(None, 1), TypeError, "weight must be a tensor, got NoneType")
+    assert_refused(lambda: pack_qkv(one, one, one), ValueError, "q must have rows", "0 dimensions")
+    assert_refused(lambda: unpack_qkv("w", 1, 1), TypeError, "packed must be a tensor, got str")
+    assert_refused(lambda: unpack_qkv(weight, 4.0, 1), TypeError, "num_q_heads must be an integer, got 4.0")
+    assert_refused(lambda: unpack_qkv(weight, 4, "1"), TypeError, "num_kv_heads must be an integer, got '1'")
+    assert_refused(lambda: interleave_heads(weight, "1"), TypeError, "num_heads must be an integer, got '1'")
+    assert_refused(lambda: deinterleave_heads(weight, 1, "8"), TypeError, "rotary_dim must be an integer, got '8'")
+    assert_refused(lambda: interleave_heads(None, 1), TypeError, "weight must be a tensor, got NoneType")

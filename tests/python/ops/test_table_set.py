@@ -243,12 +243,12 @@ TRAINED = NativeRope(16, 1e4, 2048, trained_length=2048)
 def test_tables_for_a_model(shipped_folder, kind):
     tables = KINDS[kind]
     for method in (tables, f"tiny-{kind}", shipped_folder / f"tiny-{kind}.json"):
-        assert resolve_tables(TRAINED, method, 1.0, {}) == tables
+        assert resolve_tables(TRAINED, method, None, {}) == tables
     if kind == "table":
-        assert resolve_table(TRAINED, tables, 1.0, {}) is tables
+        assert resolve_table(TRAINED, tables, None, {}) is tables
     else:
         text = "method must be one table for all layers and heads here, got"
-        assert_refused(lambda: resolve_table(TRAINED, tables, 1.0, {}), ValueError, text, repr(tables))
+        assert_refused(lambda: resolve_table(TRAINED, tables, None, {}), ValueError, text, repr(tables))
 
 
 def test_methods_still_resolve():
@@ -270,7 +270,7 @@ UNFIT = {
 
 @pytest.mark.parametrize(("tables", "options", "text"), UNFIT.values(), ids=UNFIT.keys())
 def test_tables_of_another_model_are_refused(tables, options, text):
-    assert_refused(lambda: resolve_tables(TRAINED, tables, 1.0, options), ValueError, text)
+    assert_refused(lambda: resolve_tables(TRAINED, tables, None, options), ValueError, text)
 
 
 def test_a_scale_beside_ready_tables_is_refused():
@@ -281,7 +281,7 @@ def test_a_scale_beside_ready_tables_is_refused():
 def test_tables_that_add_to_a_held_temperature_warn():
     holding = NativeRope(16, 1e4, 2048, trained_length=2048, held_attention_factor=1.25)
     with pytest.warns(UserWarning, match="the attention of the model holds a temperature already, and TableSet"):
-        resolve_tables(holding, random_set(2, 3), 1.0, {})
+        resolve_tables(holding, random_set(2, 3), None, {})
 
 
 # --- cached keys ---

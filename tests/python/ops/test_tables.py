@@ -13,7 +13,7 @@ from rotary_reference import TOLERANCES
 
 import mrrope
 from mrrope import FrequencyTable, frequency_table
-from mrrope.tables.frequency_table import METHOD_TRAITS, SCALE_ONLY_METHODS
+from mrrope.tables.frequency_table import METHOD_TRAITS, METHODS, SCALE_ONLY_METHODS
 
 LLAMA = {"rotary_dim": 128, "base": 5e5, "original_max_position": 8192, "scale": 16.0}
 SMALL = {"rotary_dim": 24, "base": 1e4, "original_max_position": 1000, "scale": 6.5}
@@ -158,7 +158,7 @@ def test_scale_one_is_rope(method):
     assert table.cumulative_scale.tolist() == [1.0] * 64
 
 
-@pytest.mark.parametrize("method", mrrope.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_default_attention_factor(method):
     extra = {"mrrope_pow": {"power": 2.0}, "radix": {"factors": LAMBDAS}, "longrope": {"factors": FACTORS}}
     table = frequency_table(method, **LLAMA, **extra.get(method, {}))
@@ -173,7 +173,7 @@ def test_default_attention_factor(method):
 def test_traits_name_what_a_method_needs():
     needs = {name: traits.needs for name, traits in METHOD_TRAITS.items() if traits.needs is not None}
     assert needs == {"mrrope_pow": "power", "radix": "factors", "longrope": "factors", "llama3": "beta"}
-    assert (*METHOD_TRAITS,) == mrrope.METHODS == (*dict.fromkeys([*SCALE_ONLY_METHODS, *needs]),)
+    assert (*METHOD_TRAITS,) == METHODS == (*dict.fromkeys([*SCALE_ONLY_METHODS, *needs]),)
 
 
 @pytest.mark.parametrize("method", [name for name, traits in METHOD_TRAITS.items() if traits.power is not None])

@@ -39,6 +39,7 @@ from mrrope.evaluation.perplexity import next_token_losses
 from mrrope.evaluation.truncated import TruncatedReader
 from mrrope.hf.patch import is_patched
 from mrrope.tables import shipped
+from mrrope.tables.frequency_table import METHODS
 from mrrope.tables.lookup import NativeRope, load_tables
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
@@ -941,9 +942,7 @@ def test_patch_and_eval_take_the_name(shipped_table: mrrope.FrequencyTable, fold
 
 def test_patch_names_methods_and_tables_where_a_name_is_neither(shipped_table, folder: Path, monkeypatch) -> None:
     model = LlamaForCausalLM.from_pretrained(folder / "model")
-    listed = (
-        rf"method must be one of {', '.join(mrrope.METHODS)}, .* comes with mrrope \(another, tiny-4x\), got 'tiny-8x'"
-    )
+    listed = rf"method must be one of {', '.join(METHODS)}, .* comes with mrrope \(another, tiny-4x\), got 'tiny-8x'"
     with pytest.raises(ValueError, match=listed):
         mrrope.patch(model, "tiny-8x")
     monkeypatch.setattr(shipped, "FOLDER", folder / "model" / "nothing")

@@ -1,5 +1,6 @@
 """Exit codes common to all commands, and ``mrrope table``."""
 
+import functools
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from mrrope import cli
 from mrrope.tables import shipped
 from mrrope.tables.lookup import load_tables
 
-TABLE = ["table", "mrrope_pro", "--base", "10000", "--original-max-position", "64", "--rotary-dim"]
+TABLE = ["table", "mrrope_pro", "--scale", "4", "--base", "10000", "--original-max-position", "64", "--rotary-dim"]
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +47,22 @@ def test_a_closed_pipe_is_no_error(arguments: list[str], tmp_path: Path) -> None
     _, stderr = process.communicate(timeout=120)
     assert stderr == b""
     assert process.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("module", ["mrrope", "mrrope.cli"])
+def test_python_runs_the_command_line(module: str, tmp_path: Path) -> None:
+    run = functools.partial(subprocess.run, capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = run([sys.executable, "-m", module, "--version"])
+    assert (done.returncode, done.stdout) == (0, f"mrrope {mrrope.__version__}\n"), done.stderr
+    done = run([sys.executable, "-m", module, "table", "yarnn"])
+    assert done.returncode == 2
+    assert done.stderr.startswith("mrrope table: method must be one of")
+
+
+def test_a_table_of_plain_rope_needs_no_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--rotary-dim", "8", "--base", "1e4", "--original-max-position", "64"]
+    assert cli.main(["table", "rope", *given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scale"] == 1.0
 
 
 def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,8 +161,11 @@ def test_table_prints_every_layer_and_head(kind: str, tmp_path: Path, capsys: py
     ("arguments", "message"),
     [
         (["yarn", "--base", "1e4"], "a method needs --rotary-dim, --original-max-position"),
+        (["yarn", "--rotary-dim", "8", "--base", "1e4", "--original-max-position", "64"], "a method needs --scale"),
         (["yarnn"], "method must be one of rope, pi, "),
+        (["yarnn"], "got 'yarnn': the nearest is 'yarn'"),
         (["{file}", "--scale", "4"], "is a ready table, which leaves no room for scale"),
+        (["{file}", "--scale", "1"], "is a ready table, which leaves no room for scale"),
         (["{file}", "--base", "1e4", "--bounds", "1", "2"], "is a ready table, which leaves no room for base, bounds"),
         (["{folder}/none.json"], "none.json"),
     ],

@@ -327,6 +327,34 @@ def evaluate(folder: Path, *options: str, **replaced: str) -> int:
     return main(["eval", model, *options, *as_arguments(given)])
 
 
+@pytest.mark.parametrize(
+    ("longest", "more", "scale"),
+    [(64, {}, 2.0), (128, {}, 2.0), (129, {}, 4.0), (600, {}, 16.0), (200, {"--original-max-position": "16"}, 16.0)],
+)
+def test_without_a_scale_it_covers_the_longest_length(
+    folder: Path, tmp_path: Path, longest: int, more: dict[str, str], scale: float, capsys
+) -> None:
+    given = {"--methods": "unpatched,yarn", "--lengths": f"16,{longest}", "--output": str(tmp_path / "out"), **more}
+    assert evaluate(folder, **given, **{"--documents": "1"}) == 0
+    native = more.get("--original-max-position", "64")
+    said = f"mrrope eval: --scale {scale:g} extends {native} tokens over the longest of --lengths"
+    assert said in capsys.readouterr().err
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert data["scale"] == scale
+    found = data["results"]["perplexity"]["yarn"][str(longest)]["documents"][0]["loss"]
+    assert evaluate(folder, **given, **{"--documents": "1", "--scale": str(scale)}) == 0
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert data["results"]["perplexity"]["yarn"][str(longest)]["documents"][0]["loss"] == found
+
+
+def test_ready_tables_have_their_own_scale(folder: Path, tmp_path: Path, capsys) -> None:
+    methods = f"unpatched,rope,{folder / 'table.json'}"
+    given = {"--methods": methods, "--lengths": "16", "--output": str(tmp_path / "out"), "--documents": "1"}
+    assert evaluate(folder, **given) == 0
+    assert "--scale" not in capsys.readouterr().err
+    assert "scale" not in json.loads((tmp_path / "out.json").read_text())
+
+
 def losses_by_hand(folder: Path, document: str, length: int, method: str | None, **options) -> torch.Tensor:
     model = LlamaForCausalLM.from_pretrained(folder / "model").eval()
     if method:
@@ -404,14 +432,17 @@ def test_methods_that_fail_leave_the_picture_to_the_others(explosions: list[list
             {"--tasks": "perplexity,typing"},
             "--tasks must be of perplexity, .* or tasks of lm-evaluation-harness.*, got '.*,typing'",
         ),
-        ({"--methods": "rope,rupe"}, "methods must be unpatched, truncated, rope, .* got 'rupe'"),
+        (
+            {"--methods": "rope,rupe"},
+            "methods must be unpatched, truncated, rope, .* got 'rupe': the nearest is 'rope'",
+        ),
         ({"--methods": "missing.json"}, "methods must give a table, and missing.json does not: .*No such file"),
         ({"--methods": "mrrope_pow"}, "methods must give a table, and mrrope_pow does not: .*power"),
         ({"--methods": ","}, "methods must be one or more, with commas between them, got none"),
         ({"--scale": "much"}, "--scale must be a number, 1 or more, or auto, got 'much'"),
         ({"--scale": "0.5"}, "--scale must be a number, 1 or more, or auto, got '0.5'"),
         ({"--scale": "inf"}, "--scale must be a number, 1 or more, or auto, got 'inf'"),
-        ({"--max-scale": "8"}, "--max-scale goes with --scale auto, got --scale 1"),
+        ({"--max-scale": "8"}, "--max-scale goes with --scale auto, got no --scale"),
         ({"--scale": "auto", "--max-scale": "1"}, "--max-scale must be a number above 1, got 1"),
         ({"--lengths": "64,many"}, "--lengths must be numbers of tokens, .* got '64,many'"),
         ({"--lengths": "1"}, "--lengths must be numbers of tokens, 2 or more, .* got '1'"),
@@ -510,7 +541,7 @@ def test_what_transformers_says_of_a_model_is_not_cut_off_after_a_line(folder: P
 @pytest.mark.parametrize(
     ("options", "alike"),
     [
-        ({"--methods": "unpatched,rope,yarn"}, "rope, yarn"),
+        ({"--methods": "unpatched,rope,yarn", "--scale": "1"}, "rope, yarn"),
         ({"--methods": "rope,yarn", "--scale": "1.0"}, "rope, yarn"),
         ({"--methods": "rope,yarn", "--scale": "2"}, None),
         ({"--methods": "unpatched,rope"}, None),

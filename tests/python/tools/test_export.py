@@ -20,6 +20,8 @@ transformers = pytest.importorskip("transformers")
 from layer_tables import random_set  # noqa: E402
 from tiny_models import TINY_SIZES  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("rope_types")
+
 ORIGINAL, SCALE = 64, 4.0
 TINY = TINY_SIZES | {"max_position_embeddings": ORIGINAL}
 BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0}}
@@ -540,20 +542,27 @@ def test_the_command_takes_tables_and_options(folder, tmp_path, capsys):
     table.save(tmp_path / "t.json")
     assert command(folder, "--table", tmp_path / "t.json", "--engine", "vllm", "--json") == 0
     assert json.loads(capsys.readouterr().out) == mrrope.export_config(folder, table, engine="vllm")
-    assert command(folder, "--method", "ntk", "--original-max-position", 32, "--engine", "vllm") == 0
-    expected = mrrope.export_config(folder, "ntk", original_max_position=32, engine="vllm")
+    assert command(folder, "--method", "ntk", "--scale", 2, "--original-max-position", 32, "--engine", "vllm") == 0
+    expected = mrrope.export_config(folder, "ntk", scale=2.0, original_max_position=32, engine="vllm")
     assert json.loads(capsys.readouterr().out) == expected
     assert expected["rope_parameters"]["original_max_position_embeddings"] == 32
-    assert command(folder, "--method", "mrrope_pow", "--power", 2, "--bounds", 1, 9, "--engine", "sglang") == 0
-    expected = mrrope.export_config(folder, "mrrope_pow", power=2.0, bounds=(1, 9), engine="sglang")
+    assert (
+        command(folder, "--method", "mrrope_pow", "--scale", 2, "--power", 2, "--bounds", 1, 9, "--engine", "sglang")
+        == 0
+    )
+    expected = mrrope.export_config(folder, "mrrope_pow", scale=2.0, power=2.0, bounds=(1, 9), engine="sglang")
     assert json.loads(capsys.readouterr().out) == expected
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--engine", "vllm", "--output", "{folder}"), "--output must be another file than the model's own"),
+        (
+            ("--engine", "vllm", "--scale", "4", "--output", "{folder}"),
+            "--output must be another file than the model's own",
+        ),
         (("--engine", "vllm", "--scale", "-1"), "scale must be"),
+        (("--engine", "vllm"), "scale must be given with method 'mrrope_pro': scale=4.0 extends the 64 tokens"),
         (("--engine", "llama.cpp", "--local-layers", "--output", "x.gguf"), "--local-layers is for configurations"),
         (("--engine", "llama.cpp"), "--engine llama.cpp needs --output FILE"),
         (("--engine", "llama.cpp", "--output", "x.gguf"), "--engine llama.cpp needs a .gguf file"),

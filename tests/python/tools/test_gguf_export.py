@@ -212,6 +212,7 @@ def test_every_architecture_that_loads_the_factors(architecture, tmp_path):
         ({}, {"destination": "s.gguf"}, "destination must be another file than the source"),
         ({}, {"method": "mrope"}, "method must be one of"),
         ({}, {"scale": -1.0}, "scale must be"),
+        ({}, {"scale": None}, "scale must be given with method 'mrrope_pro'"),
         ({}, {"method": "mrrope_pow"}, "power"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Models whose configuration holds tables per layer or head: patched as soon as they are built or loaded.
+"""``register_rope_types``: configurations of transformers that name mrrope's types, and models that hold its tables.
 
 A rope type of transformers gives a model one table. ``rope_type`` ``mrrope`` with head tables or a set therefore starts
 as plain RoPE, and wrappers of ``PreTrainedModel.post_init`` and ``from_pretrained`` patch the model.
@@ -7,6 +7,7 @@ as plain RoPE, and wrappers of ``PreTrainedModel.post_init`` and ``from_pretrain
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -15,9 +16,32 @@ from torch import nn
 
 from mrrope.hf import kept_cache, rope_config
 from mrrope.hf.patch import patch
-from mrrope.hf.rope_types import ROPE_TYPES, TABLE_TYPE, call_on_import, tables_per_layer_or_head
+from mrrope.hf.rope_types import ROPE_TYPES, TABLE_TYPE, register_types, tables_per_layer_or_head
 from mrrope.tables.head_tables import HeadTables
 from mrrope.tables.table_set import TableSet
+
+
+def register_rope_types() -> None:
+    """Register ``mrrope_pro``, ``mrrope_uni``, ``mrrope_pow``, ``yarn_ratio`` and ``mrrope`` as a ``rope_type``.
+
+    Call it before a configuration that names one of them is loaded or built: ``import mrrope`` changes nothing in
+    transformers. This imports transformers and stays for the whole process; calling it again has no effect.
+
+    The ``rope_parameters`` are ``rope_type``, ``rope_theta``, ``factor``, ``original_max_position_embeddings``, and
+    ``power`` for ``mrrope_pow``. Optional are ``partial_rotary_factor``, ``beta_slow``, ``beta_fast``, ``bounds`` and
+    ``attention_factor``. Names and meanings are those of transformers' ``yarn``.
+
+    ``mrrope`` takes ready tables as ``table``: a dict of ``to_dict``, the path of a JSON, or the name of shipped ones.
+    Models with head tables or a set are patched when they are built or loaded: ``PreTrainedModel.post_init`` and
+    ``from_pretrained`` are wrapped, and leave models of other configurations alone. Phi-3 and its relatives keep their
+    cache with all of these types.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: transformers is older than 5.0.
+    """
+    register_types()
+    patch_models_as_configured(importlib.import_module("transformers.modeling_utils"))
 
 
 def patch_as_configured(model: nn.Module) -> None:
@@ -64,12 +88,7 @@ def _tables_of_text(config: Any) -> tuple[HeadTables | TableSet | None, bool]:
     return tables, any(rope_config.is_local(layer_type) for layer_type in several)
 
 
-def patch_on_import() -> None:
-    """Install the wrappers now if transformers is imported, else as soon as it is. Imports nothing itself."""
-    call_on_import("transformers.modeling_utils", install)
-
-
-def install(modeling: ModuleType) -> None:
+def patch_models_as_configured(modeling: ModuleType) -> None:
     """Wrap ``post_init`` and ``from_pretrained`` of transformers' models, once."""
     base = modeling.PreTrainedModel
     if getattr(base.post_init, "patches_as_configured", False):
