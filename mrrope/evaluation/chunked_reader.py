@@ -52,11 +52,18 @@ class Reader:
         """Yield the logits of each chunk, ``[tokens, vocabulary]``; with ``last_only``, of its last token."""
         return (logits[0] for logits in self.read_rows(torch.tensor([tokens]), last_only=last_only))
 
-    def read_rows(self, rows: torch.Tensor, *, last_only: bool = False) -> Iterator[torch.Tensor]:
-        """The same for a batch ``[texts, tokens]``; ``chunk`` counts the tokens of all texts together."""
+    def read_rows(self, rows: torch.Tensor, *, last_only: bool = False, skip: int = 0) -> Iterator[torch.Tensor]:
+        """The same for a batch ``[texts, tokens]``; ``chunk`` counts the tokens of all texts together.
+
+        Args:
+            rows: the batch.
+            last_only: yield the logits of each chunk's last token.
+            skip: tokens at the beginning whose logits are neither computed nor yielded.
+        """
         # scale="auto" gets the full length with the first chunk, so that it need not rescale the cache.
-        whole = self.position + rows.shape[1]
+        whole, scored_from = self.position + rows.shape[1], self.position + skip
         for part in torch.split(rows.to(self.device), max(self.chunk // len(rows), 1), dim=1):
+            scored = min(max(self.position + part.shape[1] - scored_from, 0), part.shape[1])
             positions = torch.arange(self.position, self.position + part.shape[1], device=self.device)
             length_known = expecting(self.model, whole) if followers_in(self.model) else contextlib.nullcontext()
             with torch.inference_mode(), length_known, fast_attention(part, self.position):
@@ -66,13 +73,19 @@ class Reader:
                     position_ids=positions[None],
                     past_key_values=self._cache,
                     use_cache=True,
-                    logits_to_keep=int(last_only),
+                    logits_to_keep=self._kept_logits(part.shape[1], 1 if last_only else scored),
                 )
             self._cache = output.past_key_values
             self.position += part.shape[1]
             if self.progress:
                 self.progress(part.numel())
-            yield output.logits
+            if scored:
+                yield output.logits
+
+    @staticmethod
+    def _kept_logits(tokens: int, wanted: int) -> int:
+        """The argument ``logits_to_keep`` of a forward pass: 0 keeps all, so a single one is computed for none."""
+        return 0 if wanted == tokens else max(wanted, 1)
 
     def answer(self, prompt: Sequence[int], count: int, *, end_token: int | None = None) -> list[int]:
         """Read the prompt and decode greedily, ``count`` tokens or until ``end_token``."""
