@@ -32,14 +32,14 @@ def native_length(model: nn.Module) -> int:
 
 
 class TruncatedReader(Reader):
-    """A :class:`Reader` whose model never sees more than its native length.
+    """A :class:`Reader` whose model reads no text past its native length.
 
     Up to the native length it reads as a :class:`Reader` does. When the window is full, it moves by an eighth of its
     length: the tokens that stay are read anew, from position 0 on and without their logits, and the next ones follow.
     A window depends on the tokens before it only, so one reading serves all lengths of a text.
 
-    Answers are decoded after the last tokens of the prompt, as many as leave room for the answer in a window of the
-    native length. Room is left for an eighth at most; the window moves during a longer answer.
+    An answer follows the last native length of tokens of the prompt, and runs past it by an eighth at most before the
+    window moves. A prompt of the native length or less is thus answered as by a :class:`Reader`.
 
     Only the cache of the current window is held.
     """
@@ -84,6 +84,8 @@ class TruncatedReader(Reader):
         """Tokens that the window begins with, and that were read before."""
         self._offset: int
         """What to add to a position in the window for that in the texts."""
+        self._limit = native_length
+        """The number of tokens at which the window moves."""
         self._move(nothing)
 
     def read_rows(self, rows: torch.Tensor, *, last_only: bool = False, skip: int = 0) -> Iterator[torch.Tensor]:
@@ -91,11 +93,11 @@ class TruncatedReader(Reader):
         rows = rows.to(self.device)
         self._begin(rows)
         while rows.shape[1]:
-            if self._window.position == self.native_length:
+            if self._window.position >= self._limit:
                 kept = self.native_length - self.shift - self.opening
                 self._move(torch.cat([self._first, self._recent[:, -kept:]], dim=1))
             again, self._again = self._again, self._again[:, :0]
-            room = self.native_length - self._window.position - again.shape[1]
+            room = self._limit - self._window.position - again.shape[1]
             new, rows = rows[:, :room], rows[:, room:]
             skipped = min(skip, new.shape[1])
             skip -= skipped
@@ -107,15 +109,17 @@ class TruncatedReader(Reader):
             self._advance(new)  # what was skipped at the end
 
     def answers(self, prompts: Sequence[Sequence[int]], count: int, *, end_token: int | None = None) -> list[list[int]]:
-        """Decode greedily after the last tokens of each prompt that leave room for the answer."""
+        """Decode greedily after the last native length of tokens of each prompt."""
         rows = torch.tensor(prompts, device=self.device)
         self._begin(rows)
-        # The last token of an answer is not read.
-        room = self.native_length - min(max(count - 1, 0), self.shift)
-        start = max(self.position + rows.shape[1] - room, 0)
+        start = max(self.position + rows.shape[1] - self.native_length, 0)
         if start != self._offset:
-            rows = self._restart(rows, room - self.opening)
-        return super().answers(rows.tolist(), count, end_token=end_token)
+            rows = self._restart(rows, self.native_length - self.opening)
+        self._limit = self.native_length + self.shift
+        try:
+            return super().answers(rows.tolist(), count, end_token=end_token)
+        finally:
+            self._limit = self.native_length
 
     def fork(self) -> TruncatedReader:
         """A copy of the reader with its own KV cache."""

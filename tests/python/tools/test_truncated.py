@@ -105,24 +105,25 @@ def test_no_window_is_read_twice_and_only_one_cache_is_held() -> None:
 @pytest.mark.parametrize("count", [1, 6, 20])
 @pytest.mark.parametrize("length", [20, 60, NATIVE, 65, 150])
 @pytest.mark.parametrize("opening", [0, 1])
-def test_answers_follow_the_last_tokens_that_leave_room_for_them(length: int, count: int, opening: int) -> None:
+def test_answers_follow_the_last_native_length_of_the_prompt(length: int, count: int, opening: int) -> None:
     model = tiny_model("llama").double()
     prompt = tokens(1, length, seed=length)[0].tolist()
-    room = NATIVE - min(count - 1, SHIFT)
-    window = prompt if length <= room else prompt[:opening] + prompt[opening - room :]
+    window = prompt if length <= NATIVE else prompt[:opening] + prompt[opening - NATIVE :]
     expected: list[int] = []
     with torch.no_grad():
         while len(expected) < count:
-            if len(window) > NATIVE:  # after an eighth
-                window = window[:opening] + window[opening + SHIFT :]
+            if len(window) > NATIVE + SHIFT:
+                window = window[:opening] + window[opening + 2 * SHIFT :]  # 7/8 and the token that found no room
             expected.append(int(model(input_ids=torch.tensor([window])).logits[0, -1].argmax()))
             window = [*window, expected[-1]]
     read: list[int] = []
     reader = TruncatedReader(model, native_length=NATIVE, opening=opening, chunk=24, progress=read.append)
     assert reader.answer(prompt, count) == expected
     assert sum(read) == length
+    if length <= NATIVE and count <= SHIFT:
+        assert Reader(model, chunk=24).answer(prompt, count) == expected
     # The same prompt after some of it was read as text, with and without a fork.
-    for first in (10, NATIVE, 64 + 8, 100):
+    for first in (10, NATIVE, NATIVE + SHIFT, 100):
         if first < length:
             reader = TruncatedReader(model, native_length=NATIVE, opening=opening, chunk=24)
             for _ in reader.read(prompt[:first]):
@@ -153,7 +154,7 @@ def test_a_prompt_is_read_once() -> None:
     """Retrieval costs one window for a prompt, however long it is."""
     model = RepeatsLastToken(5)
     TruncatedReader(model, native_length=NATIVE, chunk=1000).answer([1] * 500, 3)
-    assert model.lengths_of_calls == [NATIVE - 2, 1, 1]
+    assert model.lengths_of_calls == [NATIVE, 1, 1]
 
 
 @pytest.mark.parametrize(
