@@ -10,6 +10,7 @@ from mrrope.reporting.optional_packages import needs
 # Okabe-Ito colours, which are safe for colour-blind readers; dashes distinguish lines in black-and-white print.
 STYLES: dict[str, tuple[str, str]] = {
     "rope": ("#000000", ":"),
+    "truncated": ("#CC3311", "-."),
     "pi": ("#999999", "-."),
     "ntk": ("#56B4E9", "-."),
     "yarn": ("#E69F00", "--"),
