@@ -58,6 +58,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"length of the text (default: {ON_CPU.tokens}; on a GPU {ON_GPU.tokens})",
     )
+    add("--scale", type=float, metavar="S", help="the scale YaRN is set up for (default: 4, or what the text takes)")
     add_device(command)
     add_output(command, "mrrope-demo", "NAME.json and NAME.png")
 
@@ -78,9 +79,9 @@ def run(options: argparse.Namespace) -> None:
     source = options.model or packaged_model()
     model, tokenizer = model_loading.load(source, device=options.device)
     pace = ON_GPU if model.device.type == "cuda" else ON_CPU
-    course = Course(native_length(model), options.tokens or pace.tokens)
-    calibrated = None if options.model else shipped_tables(CALIBRATED, course.scale)
-    contexts = reading_contexts(model, course.scale, calibrated)
+    course = Course(native_length(model), options.tokens or pace.tokens, options.scale)
+    calibrated = None if options.model else shipped_tables(CALIBRATED, course.covering_scale)
+    contexts = reading_contexts(model, course, calibrated)
 
     start = time.perf_counter()
     with progress_bar(total=len(contexts) * course.length, unit=" tokens", unit_scale=True) as bar:

@@ -32,22 +32,29 @@ FACT = f"\n\nThe {SUBJECT} is {PASS_KEY}. Remember it: the {SUBJECT} is {PASS_KE
 QUESTION = f"\n\nQuestion: What is the {SUBJECT}? Answer: The {SUBJECT} is"
 ANSWER_TOKENS = 7
 
-LEAST_SCALE = 4.0
-"""A model is extended to the longest text that it is to read, not to the length of each text."""
+SET_UP_FOR = 4.0
+"""A deployment is set up for its longest texts: YaRN's configuration has one scale for all lengths."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """Native and total length in tokens, the scale, and the stops at which the question is asked."""
+    """Native and total length in tokens, the scales, and the stops at which the question is asked."""
 
     native: int
     length: int
+    wanted_scale: float | None = None
+    """The scale that the deployment is set up for; by default 4, or what the total length takes."""
 
     def __post_init__(self) -> None:
         if self.length <= self.native + self.key_at:
             raise ValueError(
                 f"tokens must be above {self.native + self.key_at}, so that the pass key lies further back than the "
                 f"model's {self.native} native tokens, got {self.length}"
+            )
+        if self.wanted_scale is not None and self.wanted_scale < self.covering_scale:
+            raise ValueError(
+                f"scale must be at least {self.covering_scale:g}, to cover {self.length} tokens, "
+                f"got {self.wanted_scale:g}"
             )
 
     @property
@@ -61,14 +68,19 @@ class Course:
         return self.native * 3 // 4
 
     @property
-    def scale(self) -> float:
-        """The scale that the model is extended by: 4, or the power of two that covers the total length."""
-        return max(LEAST_SCALE, self._covering_scale)
+    def set_up_for(self) -> float:
+        """The scale of a method with one scale for all lengths."""
+        return self.wanted_scale or max(SET_UP_FOR, self.covering_scale)
+
+    @property
+    def covering_scale(self) -> float:
+        """The power of two that covers the total length: the one that ``scale="auto"`` takes."""
+        return 2.0 ** math.ceil(math.log2(self.length / self.native))
 
     @property
     def stops(self) -> list[int]:
         """Positions of the question: 2, 4, ... times the native length, and the end."""
-        return [*(int(self.native * scale) for scale in scales_up_to(self._covering_scale)[:-1]), self.length]
+        return [*(int(self.native * scale) for scale in scales_up_to(self.covering_scale)[:-1]), self.length]
 
     @property
     def edges(self) -> list[int]:
@@ -87,10 +99,6 @@ class Course:
         """
         past = self.length - self.native
         return past if past <= self.native * 3 // 8 else self.native // 8
-
-    @property
-    def _covering_scale(self) -> float:
-        return 2.0 ** math.ceil(math.log2(self.length / self.native))
 
 
 @dataclass
@@ -121,15 +129,18 @@ def shipped_tables(name: str, scale: float) -> ModelTables | None:
 
 
 def reading_contexts(
-    model: Any, scale: float, calibrated: ModelTables | None = None
+    model: Any, course: Course, calibrated: ModelTables | None = None
 ) -> dict[str, AbstractContextManager[Any]]:
-    """A context manager per method: the stock model, twice, then the model patched with YaRN and with mrrope."""
+    """A context manager per method: the stock model, twice, then the model patched with YaRN and with mrrope.
+
+    mrrope has the scale that ``scale="auto"`` takes for the length of the text.
+    """
     if calibrated is None:
-        ours = {UNCALIBRATED: patched(model, UNCALIBRATED, scale=scale)}
+        ours = {UNCALIBRATED: patched(model, UNCALIBRATED, scale=course.covering_scale)}
     else:
         ours = {CALIBRATED: patched(model, calibrated)}
     stock = {PLAIN: contextlib.nullcontext(), TRUNCATED: contextlib.nullcontext()}
-    return {**stock, PUBLISHED: patched(model, PUBLISHED, scale=scale), **ours}
+    return {**stock, PUBLISHED: patched(model, PUBLISHED, scale=course.set_up_for), **ours}
 
 
 def read_all(

@@ -23,14 +23,15 @@ HEADROOM = 1.4
 """Margin of the plot above the highest and below the lowest curve of an extended model, as a factor."""
 
 
-def label(method: str, native: int) -> str:
+def label(method: str, course: Course) -> str:
     """What a method is, in words of those who have not read about it."""
+    by_length = f"scale {course.covering_scale:g} by length"
     return {
         PLAIN: "unmodified model",
-        TRUNCATED: f"unmodified, last {short(native)} tokens only (truncation)",
-        PUBLISHED: "YaRN",
-        CALIBRATED: "mrrope, calibrated per head",
-        UNCALIBRATED: "mrrope, not calibrated (mrrope_uni)",
+        TRUNCATED: f"unmodified, last {short(course.native)} tokens only (truncation)",
+        PUBLISHED: f"YaRN, fixed scale {course.set_up_for:g}",
+        CALIBRATED: f"mrrope, calibrated per head, {by_length}",
+        UNCALIBRATED: f"mrrope_uni, not calibrated, {by_length}",
     }.get(method, method)
 
 
@@ -46,7 +47,7 @@ def results(course: Course, readings: Mapping[str, Reading]) -> dict[str, Any]:
             return perplexity([losses[start - first : end - first].mean().item()])
 
         found[method] = {
-            "label": label(method, course.native),
+            "label": label(method, course),
             "perplexity": {f"{start}-{end}": perplexity_of(start, end) for start, end in pairwise(course.edges)},
             "past_native": perplexity_of(course.native, course.length),
             "pass_key": {
@@ -57,7 +58,7 @@ def results(course: Course, readings: Mapping[str, Reading]) -> dict[str, Any]:
                 for start in range(first, course.length, step)
             ],
         }
-    return {"format": FORMAT, "native": course.native, "tokens": course.length, "scale": course.scale,
+    return {"format": FORMAT, "native": course.native, "tokens": course.length, "scale": course.set_up_for,
             "pass_key": PASS_KEY, "pass_key_at": course.key_at, "readings": found}  # fmt: skip
 
 
@@ -104,13 +105,12 @@ def relative(curve: Sequence[tuple[int, float]], baseline: Sequence[tuple[int, f
 def draw(data: dict[str, Any], path: Path) -> Path:
     """Plot perplexity relative to truncation over position, and list perplexities and answers beside it."""
     figure = plotting.new_figure(figsize=(10, 4.4))
-    chart, key = figure.subplots(1, 2, width_ratios=[1.35, 1])
+    chart, key = figure.subplots(1, 2, width_ratios=[1.2, 1])
     _draw_curves(chart, data)
     _list_answers(key, data)
     model = data.get("model", "")
-    figure.suptitle(
-        f"{model} past its {short(data['native'])} tokens, extended to {short(int(data['native'] * data['scale']))}"
-    )
+    longest = short(int(data["native"] * data["scale"]))
+    figure.suptitle(f"{model} past its {short(data['native'])} native tokens, set up for {longest}")
     return plotting.save(figure, path)
 
 

@@ -48,15 +48,16 @@ FLOAT32_EPS = torch.finfo(torch.float32).eps
 @pytest.mark.parametrize(
     ("length", "scale", "stops", "edges", "shift"),
     [
-        (10_752, 4, [10_752], [6144, 8192, 10_240, 10_752], 2560),
-        (16_384, 4, [16_384], [6144, 8192, 10_240, 12_288, 14_336, 16_384], 1024),
+        (10_752, 2, [10_752], [6144, 8192, 10_240, 10_752], 2560),
+        (16_384, 2, [16_384], [6144, 8192, 10_240, 12_288, 14_336, 16_384], 1024),
         (16_385, 4, [16_384, 16_385], [6144, 8192, 16_384, 16_385], 1024),
         (131_072, 16, [16_384, 32_768, 65_536, 131_072], [6144, 8192, 16_384, 32_768, 65_536, 131_072], 1024),
     ],
 )
 def test_course(length: int, scale: float, stops: list[int], edges: list[int], shift: int) -> None:
     course = Course(8192, length)
-    assert (course.scale, course.stops, course.edges, course.window_shift) == (scale, stops, edges, shift)
+    assert (course.covering_scale, course.stops, course.edges, course.window_shift) == (scale, stops, edges, shift)
+    assert course.set_up_for == max(scale, 4)
 
 
 def test_the_key_lies_further_back_than_the_model_was_trained_to_look() -> None:
@@ -142,7 +143,7 @@ def test_the_unpatched_model_reads_on_as_in_one_pass(monkeypatch: pytest.MonkeyP
 def test_truncation_never_looks_back_further_than_its_window(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     course = Course(NATIVE, length)
     model, text = tiny_model("llama"), text_of(course)
-    found = readings_of(model, reading_contexts(model, course.scale), monkeypatch, course)
+    found = readings_of(model, reading_contexts(model, course), monkeypatch, course)
     stock, reading = found[PLAIN], found[TRUNCATED]
     known = course.native - course.scored_from
     assert torch.equal(stock.losses[:known], reading.losses[:known])
@@ -171,10 +172,10 @@ def test_a_short_text_takes_one_window_question_and_answer_included(monkeypatch:
     assert sum(passes) - 2 * stock <= NATIVE + len(answer.split())
 
 
-@pytest.mark.parametrize("method", ["yarn", UNCALIBRATED])
-def test_a_method_reads_with_its_table(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("method", "scale"), [("yarn", 4.0), (UNCALIBRATED, 2.0)])
+def test_a_method_reads_with_its_table(method: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    found = readings_of(model, reading_contexts(model, COURSE.scale), monkeypatch)
+    found = readings_of(model, reading_contexts(model, COURSE), monkeypatch)
     assert list(found) == [PLAIN, TRUNCATED, "yarn", UNCALIBRATED]
 
     config = model.config
@@ -183,7 +184,7 @@ def test_a_method_reads_with_its_table(method: str, monkeypatch: pytest.MonkeyPa
         rotary_dim=config.hidden_size // config.num_attention_heads,
         base=config.rope_parameters["rope_theta"],
         original_max_position=NATIVE,
-        scale=4.0,
+        scale=scale,
     )
     with mrrope.patched(model, table):
         expected, tolerance = losses_in_one_pass(model, text_of(COURSE))
@@ -210,7 +211,8 @@ def test_shipped_tables_take_the_place_of_a_method(tmp_path: Path, monkeypatch: 
     rotary_dim = model.config.hidden_size // model.config.num_attention_heads
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     assert shipped_tables("tiny", 8.0) is None
-    assert list(reading_contexts(model, 8.0)) == [PLAIN, TRUNCATED, "yarn", UNCALIBRATED]
+    course = Course(NATIVE, 8 * NATIVE)
+    assert list(reading_contexts(model, course)) == [PLAIN, TRUNCATED, "yarn", UNCALIBRATED]
     kept = {
         scale: mrrope.frequency_table(
             "mrrope_uni", rotary_dim=rotary_dim, base=10_000.0, original_max_position=NATIVE, scale=scale
@@ -222,7 +224,7 @@ def test_shipped_tables_take_the_place_of_a_method(tmp_path: Path, monkeypatch: 
     assert shipped_tables("tiny", 4.0) is None
     table = shipped_tables("tiny", 8.0)
     assert table == kept[8.0]
-    contexts = reading_contexts(model, 8.0, table)
+    contexts = reading_contexts(model, course, table)
     assert list(contexts) == [PLAIN, TRUNCATED, "yarn", CALIBRATED]
     with contexts[CALIBRATED]:
         assert mrrope.is_patched(model)
@@ -266,8 +268,8 @@ def test_the_picture_names_every_line_and_shows_every_answer(tmp_path: Path, mon
     chart, key = figures[0].axes
     texts = [text.get_text() for text in key.texts]
     for expected in (
-        "unmodified model", "✗ “the”", "unmodified, last 8K tokens only (truncation)", "✗ “5”", "YaRN", f"✓ {PASS_KEY}",
-        "mrrope, calibrated per head", "perplexity past 8K: 2.72",
+        "unmodified model", "✗ “the”", "unmodified, last 8K tokens only (truncation)", "✗ “5”", "YaRN, fixed scale 4",
+        f"✓ {PASS_KEY}", "mrrope, calibrated per head, scale 2 by length", "perplexity past 8K: 2.72",
     ):  # fmt: skip
         assert expected in texts
     styles = [{(line.get_color(), line.get_linestyle()) for line in axes.lines} for axes in (chart, key)]
@@ -304,7 +306,7 @@ def test_the_whole_demo(model_folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert (data["native"], data["tokens"], data["scale"]) == (512, 1200, 4.0)
     assert list(data["readings"]) == [PLAIN, TRUNCATED, "yarn", UNCALIBRATED]
     for line in (
-        "asked at 1K", "not calibrated (mrrope_uni)", 'mrrope.patch(model, "mrrope_uni", scale="auto")', "plain PyTorch"
+        "asked at 1K", "mrrope_uni, not calibrated", 'mrrope.patch(model, "mrrope_uni", scale="auto")', "plain PyTorch"
     ):  # fmt: skip
         assert line in out
     text = text_with_key(byte_tokenizer(adds_bos=True), Course(512, 1200))
@@ -346,6 +348,7 @@ def test_without_the_models_package_it_says_what_to_install(
     ("arguments", "message"),
     [
         (["--tokens", "500"], "tokens must be above 576"),
+        (["--tokens", "1200", "--scale", "2"], "scale must be at least 4, to cover 1200 tokens, got 2"),
         (["--tokens", "0"], "--tokens must be a positive number, got 0"),
         (["--output", "no/such/folder/shown"], "--output must be in a folder that exists"),
         (["--device", "nonsense"], "device must be one that torch has here, got 'nonsense'"),
