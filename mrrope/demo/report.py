@@ -136,6 +136,8 @@ def _draw_curves(axes: Any, data: dict[str, Any]) -> None:
     axes.yaxis.set_major_formatter(lambda ratio, _: f"{100 * (ratio - 1):+.0f} %" if abs(ratio - 1) > 1e-6 else "equal")
     if data["tokens"] > 2 * native:
         axes.set_xscale("log", base=2)
+    else:
+        axes.set_xticks(range(native * 3 // 4, data["tokens"] + 1, max(native // 8, 1)))
     axes.xaxis.set_major_formatter(lambda place, _: short(round(place)))
     axes.grid(alpha=0.3)
 
