@@ -146,8 +146,8 @@ $(VENV)/.mrrope-without-cuda: $(DEMO_PACKAGES) $(SOURCES)
 	MRROPE_BUILD_FOLDER=build/without-cuda CMAKE_ARGS="$(CMAKE_ARGS) -DMRROPE_CUDA=OFF" $(PIP_INSTALL_MRROPE)
 	touch $@
 
-# Without the packages of tests, linters and documentation. pip compiles all of torch and transformers to bytecode, half a
-# minute, where Python does so for what is imported.
+# Without the packages of tests, linters and documentation, and without compiling all of torch and transformers to bytecode:
+# Python compiles what is imported.
 $(VENV)/.demo-packages: tests/demo-requirements.txt tests/install-system-packages
 	tests/install-system-packages
 	$(PYTHON) -m venv $(VENV)
