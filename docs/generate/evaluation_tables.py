@@ -68,9 +68,9 @@ def demo() -> list[str]:
     return table(
         ["", f"perplexity, {spans[0]}", *spans[1:], *queried],
         [
-            [f"`{method}`", *(f"{value:.2f}" for value in reading["perplexity"].values())]
+            [reading["label"], *(f"{value:.2f}" for value in reading["perplexity"].values())]
             + ["found" if answer["found"] else "lost" for answer in reading["pass_key"].values()]
-            for method, reading in data["readings"].items()
+            for reading in data["readings"].values()
         ],
     )
 

@@ -45,9 +45,10 @@ def token_losses(
     return next_token_losses(reader(model, chunk=chunk, progress=progress), tokens)
 
 
-def next_token_losses(reader: Reader, tokens: Sequence[int]) -> Iterator[torch.Tensor]:
-    """The same for the tokens after the reader's position; reads all of them but the last."""
-    for logits in reader.read(tokens[reader.position : -1]):
+def next_token_losses(reader: Reader, tokens: Sequence[int], *, skip: int = 0) -> Iterator[torch.Tensor]:
+    """The same for the tokens after the reader's position but the first ``skip``; reads all of them but the last."""
+    for rows_of_logits in reader.read_rows(torch.tensor([tokens[reader.position : -1]]), skip=skip):
+        logits = rows_of_logits[0]
         following = torch.tensor(tokens[reader.position - len(logits) + 1 : reader.position + 1], device=logits.device)
         rows = zip(torch.split(logits, FLOAT32_ROWS), torch.split(following, FLOAT32_ROWS), strict=True)
         losses = [nn.functional.cross_entropy(some.float(), target, reduction="none") for some, target in rows]

@@ -1,4 +1,4 @@
-"""A long real text that ships with Python: its documentation, then sources of its standard library."""
+"""Long real texts that are installed with Python and with torch."""
 
 from __future__ import annotations
 
@@ -21,3 +21,11 @@ def library_texts() -> Iterator[str]:
         found = importlib.util.find_spec(name)
         if found is not None and found.origin is not None:
             yield Path(found.origin).read_text(encoding="utf-8")
+
+
+def mathematics_texts() -> Iterator[str]:
+    """Yield mpmath's reference of mathematical functions, which torch brings with it, then :func:`library_texts`."""
+    found = importlib.util.find_spec("mpmath")
+    if found is not None and found.origin is not None:
+        yield Path(found.origin).with_name("function_docs.py").read_text(encoding="utf-8")
+    yield from library_texts()

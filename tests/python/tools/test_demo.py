@@ -20,15 +20,16 @@ from transformers import LlamaForCausalLM
 
 import mrrope
 from mrrope.cli import main
-from mrrope.demo import report
+from mrrope.demo import long_context, report
 from mrrope.demo.long_context import (
     CALIBRATED,
     FACT,
     PASS_KEY,
     PLAIN,
+    UNCALIBRATED,
     Course,
     Reading,
-    read,
+    read_all,
     reading_contexts,
     shipped_tables,
     text_with_key,
@@ -36,24 +37,27 @@ from mrrope.demo.long_context import (
 from mrrope.evaluation.chunked_reader import Reader
 from mrrope.evaluation.documents import encode
 from mrrope.evaluation.perplexity import token_losses
-from mrrope.evaluation.sample_text import library_texts
+from mrrope.evaluation.sample_text import mathematics_texts
+from mrrope.evaluation.truncated import TRUNCATED
+from mrrope.reporting import plotting
 from mrrope.tables import shipped
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize(
-    ("length", "scale", "stops", "edges"),
+    ("length", "scale", "stops", "edges", "shift"),
     [
-        (10_752, 2, [10_752], [4096, 8192, 10_240, 10_752]),
-        (16_384, 2, [16_384], [4096, 8192, 10_240, 12_288, 14_336, 16_384]),
-        (16_385, 4, [16_384, 16_385], [4096, 8192, 16_384, 16_385]),
-        (131_072, 16, [16_384, 32_768, 65_536, 131_072], [4096, 8192, 16_384, 32_768, 65_536, 131_072]),
+        (10_752, 2, [10_752], [6144, 8192, 10_240, 10_752], 2560),
+        (16_384, 2, [16_384], [6144, 8192, 10_240, 12_288, 14_336, 16_384], 1024),
+        (16_385, 4, [16_384, 16_385], [6144, 8192, 16_384, 16_385], 1024),
+        (131_072, 16, [16_384, 32_768, 65_536, 131_072], [6144, 8192, 16_384, 32_768, 65_536, 131_072], 1024),
     ],
 )
-def test_course(length: int, scale: float, stops: list[int], edges: list[int]) -> None:
+def test_course(length: int, scale: float, stops: list[int], edges: list[int], shift: int) -> None:
     course = Course(8192, length)
-    assert (course.max_scale, course.stops, course.edges) == (scale, stops, edges)
+    assert (course.covering_scale, course.stops, course.edges, course.window_shift) == (scale, stops, edges, shift)
+    assert course.set_up_for == max(scale, 4)
 
 
 def test_the_key_lies_further_back_than_the_model_was_trained_to_look() -> None:
@@ -70,13 +74,13 @@ def test_the_text_is_the_librarys_with_the_key_in_it() -> None:
     assert found[0] == tokenizer.bos_token_id
     before, after = tokenizer.decode(found[1:]).split(FACT)
     assert len(encode(tokenizer, before)) == course.key_at
-    assert "\n\n".join(library_texts()).startswith(before + after)
+    assert "\n\n".join(mathematics_texts()).startswith(before + after)
 
 
 def test_the_library_is_long_enough_for_a_gpu() -> None:
     # SmolLM2 has one token per four characters of this text.
-    assert sum(len(text) for text in library_texts()) > 4.5 * 131_072
-    with pytest.raises(ValueError, match="Python's library is no longer"):
+    assert sum(len(text) for text in mathematics_texts()) > 4.5 * 131_072
+    with pytest.raises(ValueError, match="the sample text is no longer"):
         text_with_key(byte_tokenizer(adds_bos=False), Course(4_000_000, 9_000_000))
 
 
@@ -84,55 +88,95 @@ NATIVE = 64  # native length of the tiny models
 COURSE = Course(NATIVE, 100)
 
 
-def readings_of(model, text: list[int], contexts) -> dict[str, Reading]:
-    found = {}
-    for name, context in contexts.items():
-        with context:
-            tokenizer = FixedTokenizer(tokens(1, 5, seed=1)[0].tolist())
-            found[name] = read(model, text, COURSE, tokenizer, 24, lambda _: None)
+def readings_of(model, contexts, monkeypatch: pytest.MonkeyPatch, course: Course = COURSE) -> dict[str, Reading]:
+    monkeypatch.setattr(long_context, "text_with_key", lambda *_: text_of(course))
+    tokenizer = FixedTokenizer(tokens(1, 5, seed=1)[0].tolist())
+    progressed: list[int] = []
+    found = read_all(model, contexts, course, tokenizer, chunk=24, progress=progressed.append)
+    # A bar's total.
+    assert sum(progressed) == len(contexts) * course.length
     return found
+
+
+def text_of(course: Course) -> list[int]:
+    return tokens(1, course.length + 1)[0].tolist()
+
+
+def losses_in_one_pass(model, text: list[int]) -> tuple[torch.Tensor, float]:
+    """The losses of all tokens but the first, and what float32 sums over the width in another order differ by."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([text])).logits[0, :-1].double()
+    losses = -logits.log_softmax(-1)[torch.arange(len(text) - 1), text[1:]]
+    return losses, 64 * FLOAT32_EPS * logits.abs().max().item()
 
 
 class FixedTokenizer:
     """A tokenizer that encodes every text as the same tokens and decodes to numbers."""
 
-    eos_token_id = None
+    bos_token_id = eos_token_id = None
 
     def __init__(self, question: list[int]) -> None:
         self.question = question
 
-    def __call__(self, text: str, add_special_tokens: bool):
-        return type("Encoded", (), {"input_ids": self.question})
+    def __call__(self, text: str, add_special_tokens: bool = True):
+        return type("Encoded", (), {"input_ids": self.question if text else []})
 
     def decode(self, answer: list[int]) -> str:
         return " ".join(map(str, answer))
 
 
-def test_the_unpatched_model_reads_on_as_in_one_pass() -> None:
+def test_the_unpatched_model_reads_on_as_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    text = tokens(1, COURSE.length + 1)[0].tolist()
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([text])).logits[0, :-1].double()
-    expected = -logits.log_softmax(-1)[torch.arange(COURSE.length), text[1:]]
-    found = readings_of(model, text, {"first": contextlib.nullcontext(), "again": contextlib.nullcontext()})
+    expected, tolerance = losses_in_one_pass(model, text_of(COURSE))
+    found = readings_of(model, {"first": contextlib.nullcontext(), "again": contextlib.nullcontext()}, monkeypatch)
     for reading in found.values():
-        # float32 sums over the model's width, in another order.
-        tolerance = 64 * FLOAT32_EPS * logits.abs().max().item()
-        torch.testing.assert_close(reading.losses.double(), expected, rtol=0, atol=tolerance)
+        torch.testing.assert_close(reading.losses.double(), expected[COURSE.scored_from :], rtol=0, atol=tolerance)
     assert found["first"].answers == found["again"].answers
     question = tokens(1, 5, seed=1)[0].tolist()
     by_itself = Reader(model).answer(
-        text[: COURSE.length] + question, len(found["first"].answers[COURSE.length].split())
+        text_of(COURSE)[: COURSE.length] + question, len(found["first"].answers[COURSE.length].split())
     )
     assert found["first"].answers == {COURSE.length: " ".join(map(str, by_itself))}
 
 
-@pytest.mark.parametrize("method", ["yarn", "mrrope_pro"])
-def test_a_method_reads_with_its_table(method: str) -> None:
+@pytest.mark.parametrize("length", [NATIVE + 20, NATIVE + 24, NATIVE + 40])
+def test_truncation_never_looks_back_further_than_its_window(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    course = Course(NATIVE, length)
+    model, text = tiny_model("llama"), text_of(course)
+    found = readings_of(model, reading_contexts(model, course), monkeypatch, course)
+    stock, reading = found[PLAIN], found[TRUNCATED]
+    known = course.native - course.scored_from
+    assert torch.equal(stock.losses[:known], reading.losses[:known])
+    # Windows of 64 tokens that end a shift further on each, less the room for five tokens of question.
+    shift, expected, tolerances = course.window_shift, [], []
+    for start in range(shift + 5, length, shift):
+        window = text[start : min(start + NATIVE, length) + 1]
+        losses, tolerance = losses_in_one_pass(model, window)
+        expected.append(losses[max(NATIVE - start, 0) if not expected else NATIVE - shift :])
+        tolerances.append(tolerance)
+        if start + NATIVE >= length:
+            break
+    torch.testing.assert_close(reading.losses[known:].double(), torch.cat(expected), rtol=0, atol=max(tolerances))
+    assert (reading.losses[known:] - stock.losses[known:]).abs().max() > 100 * max(tolerances)
+
+
+def test_a_short_text_takes_one_window_question_and_answer_included(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, course = tiny_model("llama"), Course(NATIVE, NATIVE + 24)
+    passes: list[int] = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    answer = readings_of(model, {PLAIN: contextlib.nullcontext()}, monkeypatch, course)[PLAIN].answers[course.length]
+    stock = sum(passes)
+    readings_of(model, {name: contextlib.nullcontext() for name in (PLAIN, TRUNCATED)}, monkeypatch, course)
+    assert sum(passes) - 2 * stock <= NATIVE + len(answer.split())
+
+
+@pytest.mark.parametrize(("method", "scale"), [("yarn", 4.0), (UNCALIBRATED, 2.0)])
+def test_a_method_reads_with_its_table(method: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    text = tokens(1, COURSE.length + 1)[0].tolist()
-    found = readings_of(model, text, reading_contexts(model, COURSE.max_scale))
-    assert list(found) == [PLAIN, "yarn", "mrrope_pro"]
+    found = readings_of(model, reading_contexts(model, COURSE), monkeypatch)
+    assert list(found) == [PLAIN, TRUNCATED, "yarn", UNCALIBRATED]
 
     config = model.config
     table = mrrope.frequency_table(
@@ -140,13 +184,11 @@ def test_a_method_reads_with_its_table(method: str) -> None:
         rotary_dim=config.hidden_size // config.num_attention_heads,
         base=config.rope_parameters["rope_theta"],
         original_max_position=NATIVE,
-        scale=2.0,
+        scale=scale,
     )
-    with torch.no_grad(), mrrope.patched(model, table):
-        logits = model(input_ids=torch.tensor([text[:-1]])).logits[0].double()
-    expected = -logits.log_softmax(-1)[torch.arange(COURSE.length), text[1:]]
-    tolerance = 64 * FLOAT32_EPS * logits.abs().max().item()
-    torch.testing.assert_close(found[method].losses.double(), expected, rtol=0, atol=tolerance)
+    with mrrope.patched(model, table):
+        expected, tolerance = losses_in_one_pass(model, text_of(COURSE))
+    torch.testing.assert_close(found[method].losses.double(), expected[COURSE.scored_from :], rtol=0, atol=tolerance)
     # Otherwise the test could not distinguish the methods.
     assert (found[method].losses - found[PLAIN].losses).abs().max() > 100 * tolerance
 
@@ -154,12 +196,14 @@ def test_a_method_reads_with_its_table(method: str) -> None:
 @pytest.mark.parametrize(("window", "found"), [(10**9, True), (512, False)])
 def test_a_model_that_looks_far_enough_back_finds_the_key(window: int, found: bool) -> None:
     tokenizer, course = byte_tokenizer(adds_bos=False), Course(512, 1100)
-    model, text = CopiesFromContext(window), text_with_key(tokenizer, course)
-    reading = read(model, text, course, tokenizer, 300, lambda _: None)
+    model = CopiesFromContext(window)
+    readings = read_all(model, {PLAIN: contextlib.nullcontext()}, course, tokenizer, chunk=300)
+    reading = readings[PLAIN]
     assert list(reading.answers) == [1024, 1100]
+    data = report.results(course, {TRUNCATED: reading})
     for stop in reading.answers:
-        assert report.results(course, {"it": reading})["readings"]["it"]["pass_key"][str(stop)]["found"] is found
-    assert len(reading.losses) == course.length
+        assert data["readings"][TRUNCATED]["pass_key"][str(stop)]["found"] is found
+    assert len(reading.losses) == course.length - course.scored_from
 
 
 def test_shipped_tables_take_the_place_of_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +211,8 @@ def test_shipped_tables_take_the_place_of_a_method(tmp_path: Path, monkeypatch: 
     rotary_dim = model.config.hidden_size // model.config.num_attention_heads
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     assert shipped_tables("tiny", 8.0) is None
-    assert list(reading_contexts(model, 8.0)) == [PLAIN, "yarn", "mrrope_pro"]
+    course = Course(NATIVE, 8 * NATIVE)
+    assert list(reading_contexts(model, course)) == [PLAIN, TRUNCATED, "yarn", UNCALIBRATED]
     kept = {
         scale: mrrope.frequency_table(
             "mrrope_uni", rotary_dim=rotary_dim, base=10_000.0, original_max_position=NATIVE, scale=scale
@@ -179,34 +224,61 @@ def test_shipped_tables_take_the_place_of_a_method(tmp_path: Path, monkeypatch: 
     assert shipped_tables("tiny", 4.0) is None
     table = shipped_tables("tiny", 8.0)
     assert table == kept[8.0]
-    contexts = reading_contexts(model, 8.0, table)
-    assert list(contexts) == [PLAIN, "yarn", CALIBRATED]
+    contexts = reading_contexts(model, course, table)
+    assert list(contexts) == [PLAIN, TRUNCATED, "yarn", CALIBRATED]
     with contexts[CALIBRATED]:
         assert mrrope.is_patched(model)
 
 
 def test_results_by_hand() -> None:
     course = Course(16, 20)
-    losses = torch.full((20,), math.log(2.0))
-    losses[16:] = math.log(8.0)
+    losses = torch.full((8,), math.log(2.0))  # of the tokens 12 to 19
+    losses[4:] = math.log(8.0)
     data = report.results(
-        course, {"it": Reading(losses, {20: f" {PASS_KEY}."}), "other": Reading(losses, {20: " 7\nx"})}
+        course, {PLAIN: Reading(losses, {20: f" {PASS_KEY}."}), "other": Reading(losses, {20: " 7\nx"})}
     )
-    assert data["readings"]["it"]["perplexity"] == pytest.approx({"8-16": 2.0, "16-20": 8.0})
-    assert data["readings"]["it"]["curve"][-1] == [20, pytest.approx(8.0)]
-    assert [place for place, _ in data["readings"]["it"]["curve"]] == list(range(1, 21))
+    of_plain = data["readings"][PLAIN]
+    assert of_plain["perplexity"] == pytest.approx({"12-16": 2.0, "16-20": 8.0})
+    assert of_plain["past_native"] == pytest.approx(8.0)
+    assert of_plain["curve"] == [[place, pytest.approx(2.0 if place <= 16 else 8.0)] for place in range(13, 21)]
+    assert of_plain["label"] == "unmodified model"
     lines = report.table(data).splitlines()
-    assert lines[2].split() == ["8", "to", "16", "16", "to", "20", "asked", "at", "20"]
-    assert lines[3].split() == ["it", "2.00", "8.00", "found"]
+    assert lines[2].split() == ["12", "to", "16", "16", "to", "20", "asked", "at", "20"]
+    assert lines[3].split() == ["unmodified", "model", "2.00", "8.00", "found"]
     assert lines[4].split() == ["other", "2.00", "8.00", "no:", "7"]
 
 
 def test_an_empty_answer_is_shown_as_one() -> None:
-    data = report.results(Course(16, 20), {"it": Reading(torch.ones(20), {20: ""})})
+    data = report.results(Course(16, 20), {"it": Reading(torch.ones(8), {20: ""})})
     assert report.table(data).splitlines()[3].split()[-1] == "no:"
 
 
-def test_the_picture_smooths_over_the_points_before() -> None:
+def test_a_curve_relative_to_another() -> None:
+    assert report.relative([(10, 6.0), (20, 2.0)], [(10, 3.0), (20, 4.0)]) == [(10, 2.0), (20, 0.5)]
+
+
+def test_the_picture_names_every_line_and_shows_every_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = []
+    monkeypatch.setattr(plotting, "save", lambda figure, path: figures.append(figure))
+    course = Course(8192, 11_264)
+    losses = torch.ones(course.length - course.scored_from)
+    answers = {PLAIN: " the\x04\ngate", TRUNCATED: " 5", "yarn": f" {PASS_KEY}.", CALIBRATED: f" {PASS_KEY}."}
+    data = report.results(course, {name: Reading(losses, {11_264: answer}) for name, answer in answers.items()})
+    report.draw(data, tmp_path / "shown.png")
+    chart, key = figures[0].axes
+    texts = [text.get_text() for text in key.texts]
+    for expected in (
+        "unmodified model", "✗ “the”", "unmodified, last 8K tokens only (truncation)", "✗ “5”", "YaRN, fixed scale 4",
+        f"✓ {PASS_KEY}", "mrrope, calibrated per head, scale 2 by length", "perplexity past 8K: 2.72",
+    ):  # fmt: skip
+        assert expected in texts
+    styles = [{(line.get_color(), line.get_linestyle()) for line in axes.lines} for axes in (chart, key)]
+    assert styles[1] <= styles[0]
+    assert len({colour for colour, _ in styles[1]}) == len({dashes for _, dashes in styles[1]}) == 4
+
+
+def test_the_picture_smooths_over_the_points_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "TRAILING", 4)
     curve = [(10, 1.0), (20, 16.0), (30, 1.0), (40, 1.0), (50, 16.0), (60, 16.0)]
     by_hand = [1.0, 4.0, 16.0 ** (1 / 3), 2.0, 4.0, 4.0]
     assert [place for place, _ in report.trailing(curve)] == [10, 20, 30, 40, 50, 60]
@@ -231,13 +303,16 @@ def test_the_whole_demo(model_folder: Path, tmp_path: Path, capsys: pytest.Captu
     data = json.loads((tmp_path / "shown.json").read_text())
     assert (tmp_path / "shown.png").stat().st_size > 10_000
     assert [row["mrrope"] < row["plain PyTorch"] for row in data["rotation"]] == 8 * [True]
-    assert (data["native"], data["tokens"], list(data["readings"])) == (512, 1200, ["rope", "yarn", "mrrope_pro"])
-    for line in ("asked at 1K", "mrrope_pro", 'mrrope.patch(model, "mrrope_pro", scale="auto")', "plain PyTorch"):
+    assert (data["native"], data["tokens"], data["scale"]) == (512, 1200, 4.0)
+    assert list(data["readings"]) == [PLAIN, TRUNCATED, "yarn", UNCALIBRATED]
+    for line in (
+        "asked at 1K", "mrrope_uni, not calibrated", 'mrrope.patch(model, "mrrope_uni", scale="auto")', "plain PyTorch"
+    ):  # fmt: skip
         assert line in out
     text = text_with_key(byte_tokenizer(adds_bos=True), Course(512, 1200))
     losses = torch.cat(list(token_losses(LlamaForCausalLM.from_pretrained(model_folder), text)))
     expected = losses[512:1024].double().mean().exp().item()
-    assert data["readings"]["rope"]["perplexity"]["512-1024"] == pytest.approx(expected, rel=64 * FLOAT32_EPS)
+    assert data["readings"][PLAIN]["perplexity"]["512-1024"] == pytest.approx(expected, rel=64 * FLOAT32_EPS)
 
     assert main([*command, "--json", "--output", str(tmp_path / "again")]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -246,15 +321,16 @@ def test_the_whole_demo(model_folder: Path, tmp_path: Path, capsys: pytest.Captu
 
 @takes_minutes
 def test_the_real_demo(tmp_path: Path) -> None:
-    """Past its native length, SmolLM2 is lost; with calibrated tables it reads on and finds the pass key."""
+    """Past its native length, SmolLM2 is lost, truncated it forgets the key; calibrated tables read on and find it."""
     smollm2.gguf_file()
     assert main(["demo", "--device", "cpu", "--output", str(tmp_path / "shown")]) == 0
     data = json.loads((tmp_path / "shown.json").read_text())
-    plain, patched = (data["readings"][method] for method in ("rope", "calibrated"))
-    last_stop, last_span = list(plain["pass_key"])[-1], list(plain["perplexity"])[-1]
-    assert not plain["pass_key"][last_stop]["found"]
-    assert patched["pass_key"][last_stop]["found"]
-    assert 1.5 * patched["perplexity"][last_span] < plain["perplexity"][last_span]
+    found = {name: reading["pass_key"][str(data["tokens"])]["found"] for name, reading in data["readings"].items()}
+    perplexity = {name: reading["past_native"] for name, reading in data["readings"].items()}
+    assert not found[PLAIN]
+    assert not found[TRUNCATED]
+    assert found[CALIBRATED]
+    assert perplexity[CALIBRATED] < perplexity["yarn"] < perplexity[PLAIN]
 
 
 def test_without_the_models_package_it_says_what_to_install(
@@ -272,6 +348,7 @@ def test_without_the_models_package_it_says_what_to_install(
     ("arguments", "message"),
     [
         (["--tokens", "500"], "tokens must be above 576"),
+        (["--tokens", "1200", "--scale", "2"], "scale must be at least 4, to cover 1200 tokens, got 2"),
         (["--tokens", "0"], "--tokens must be a positive number, got 0"),
         (["--output", "no/such/folder/shown"], "--output must be in a folder that exists"),
         (["--device", "nonsense"], "device must be one that torch has here, got 'nonsense'"),
