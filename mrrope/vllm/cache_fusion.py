@@ -39,6 +39,8 @@ def install() -> None:
 
 def compile_fused(compile_graph: Any, backend: Any, graph: fx.GraphModule, example_inputs: Any) -> Any:
     """Fuse, then compile: the op reads the forward context, so it is one that pieces of the graph are split at."""
+    if not hooks.is_served(backend.vllm_config):
+        return compile_graph(backend, graph, example_inputs)
     splitting_ops = backend.compilation_config.splitting_ops or []
     # Without this split, vLLM leaves the order of cache write and attention to Inductor.
     is_split = "vllm::unified_kv_cache_update" in splitting_ops

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mrrope.vllm.hooks import wrap
 from mrrope.vllm.rope_settings import served_rope
 
 if TYPE_CHECKING:
@@ -35,6 +35,56 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         )
     if served.is_auto:
         yield from _conflicts_of_auto(vllm_config)
+    else:
+        yield from _conflicts_of_drafter(vllm_config)
+
+
+def _conflicts_of_drafter(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield what a draft model that reads less than its target makes wrong.
+
+    Past its own length the drafter reads rows that its cos/sin cache does not have, a device assert, or drafts tokens
+    of which none is accepted.
+    """
+    speculative = vllm_config.speculative_config
+    drafter = None if speculative is None else speculative.draft_model_config
+    if drafter is None or speculative.method in DRAFTERS_WITHOUT_MODEL:
+        return
+    needed, read = vllm_config.model_config.max_model_len, drafter.max_model_len
+    if read < needed:
+        yield (
+            f"speculative_config's model must read max_model_len {needed} tokens, got {drafter.model} with {read}: it "
+            "has the RoPE of its own configuration. Lower max_model_len, take a drafter that reads as far, or the "
+            "method ngram or suffix"
+        )
+
+
+def shares_checkpoint(vllm_config: VllmConfig) -> bool:
+    """Whether the drafter is a part of the served model's own checkpoint (MTP), trained with its RoPE."""
+    speculative = vllm_config.speculative_config
+    drafter = None if speculative is None else speculative.draft_model_config
+    return (
+        drafter is not None
+        and drafter is not vllm_config.model_config
+        and speculative.method == "mtp"
+        and drafter.model == vllm_config.model_config.model
+    )
+
+
+def share_tables(vllm_config: VllmConfig) -> None:
+    """Give a drafter of the served model's checkpoint its target's tables and length.
+
+    vLLM applies overrides in form of a dict to the target only.
+    """
+    if not shares_checkpoint(vllm_config):
+        return
+    target, speculative = vllm_config.model_config, vllm_config.speculative_config
+    assert speculative is not None
+    drafter = speculative.draft_model_config
+    for text in {id(part): part for part in (drafter.hf_config.get_text_config(), drafter.hf_text_config)}.values():
+        text.rope_parameters = copy.deepcopy(target.hf_config.get_text_config().rope_parameters)
+    # A length that the user sets is a limit of the drafter's own.
+    if speculative.max_model_len is None:
+        drafter.max_model_len = target.max_model_len
 
 
 def _conflicts_of_auto(vllm_config: VllmConfig) -> Iterator[str]:
@@ -85,13 +135,8 @@ def require_compatible(vllm_config: VllmConfig) -> None:
         raise ValueError(f"rope_parameters of mrrope with the following cannot be served: {options}")
 
 
-def _check_config(original: Any, vllm_config: VllmConfig) -> None:
-    original(vllm_config)
+def check_config(original: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+    """Check an engine's configuration when it is created. Workers unpickle theirs, which runs no check again."""
+    share_tables(vllm_config)
+    original(vllm_config, *args, **kwargs)
     require_compatible(vllm_config)
-
-
-def install() -> None:
-    """Check each engine's configuration when it is created. Workers unpickle theirs, which runs no check again."""
-    from vllm.config import VllmConfig
-
-    wrap(VllmConfig, "__post_init__", _check_config)

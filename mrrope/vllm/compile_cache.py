@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mrrope
-from mrrope.vllm import hooks
-from mrrope.vllm.rope_settings import served_rope
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,15 +21,7 @@ def sources_hash() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in modules)).hexdigest()
 
 
-def _hash_with_sources(compute_hash: Any, config: VllmConfig) -> str:
-    own: str = compute_hash(config)
-    if config.model_config is None or served_rope(config.model_config.hf_config) is None:
-        return own
+def hash_with_sources(compute_hash: Any, config: VllmConfig, *args: Any, **kwargs: Any) -> str:
+    """Add this package to the hash of a served model's configuration, which all keys of compiled graphs contain."""
+    own: str = compute_hash(config, *args, **kwargs)
     return hashlib.sha256(f"{own} {sources_hash()}".encode()).hexdigest()[: len(own)]
-
-
-def install() -> None:
-    """Hook the hash of vLLM's configuration, which is in the keys of all its caches of compiled graphs."""
-    from vllm.config import VllmConfig
-
-    hooks.wrap(VllmConfig, "compute_hash", _hash_with_sources)

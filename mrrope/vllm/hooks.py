@@ -1,12 +1,23 @@
-"""Wrapping the functions of vLLM that have no extension point."""
+"""Wrapping the functions of vLLM that have no extension point.
+
+Modules of vLLM are wrapped when vLLM imports them, and modules of this package are imported when a served model calls:
+a process of vLLM that serves none of mrrope's types neither imports nor runs more than this.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.abc
+import importlib.machinery
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
+
+KEY = "mrrope"
+"""Key of ``rope_parameters`` with what mrrope is to serve."""
 
 WRAPPED = "__mrrope_wraps__"
 AROUND = "__mrrope_around__"
@@ -54,6 +65,72 @@ def wrap_everywhere(module: Any, name: str, around: Callable[..., Any]) -> None:
     for other in list(sys.modules.values()):
         if getattr(other, "__dict__", {}).get(name) is replaced:
             setattr(other, name, wrapper)
+
+
+def is_served(vllm_config: Any) -> bool:
+    """Whether the model of a ``VllmConfig`` is one that mrrope serves. The only check that other models run."""
+    model_config = getattr(vllm_config, "model_config", None)
+    return model_config is not None and holds_tables(model_config.hf_config)
+
+
+def holds_tables(hf_config: Any) -> bool:
+    """Whether a configuration of transformers holds what mrrope is to serve, in any type of layer."""
+    parameters = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
+    return KEY in parameters or any(isinstance(own, Mapping) and KEY in own for own in parameters.values())
+
+
+def where_served(config_of: Callable[..., Any], module: str, name: str) -> Callable[..., Any]:
+    """Return a hook that calls ``around`` of another module for served models, and vLLM's own function for others.
+
+    Args:
+        config_of: Returns the ``VllmConfig`` from the arguments of the hooked function; None where there is no model.
+        module: A module of this package, imported by the first call of a served model.
+        name: The function in it, which gets ``original, *args, **kwargs``.
+    """
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not is_served(config_of(*args, **kwargs)):
+            return original(*args, **kwargs)
+        return getattr(importlib.import_module(module), name)(original, *args, **kwargs)
+
+    around.__module__, around.__qualname__ = module, name
+    return around
+
+
+def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Call ``action`` with a module: now if it is imported, else as soon as it is."""
+    if name in sys.modules:
+        action(sys.modules[name])
+        return
+    _awaited.setdefault(name, []).append(action)
+    if not any(isinstance(finder, _AwaitingFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AwaitingFinder())
+
+
+_awaited: dict[str, list[Callable[[ModuleType], None]]] = {}
+"""What to call with modules that are not imported yet."""
+
+
+class _AwaitingFinder(importlib.abc.MetaPathFinder):
+    """Calls the actions of :func:`when_imported` right after a module has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in _awaited:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_act(module: ModuleType) -> None:
+            execute(module)
+            for action in _awaited.pop(fullname, []):
+                action(module)
+
+        spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
 
 
 def _chain(function: Any) -> list[Any]:

@@ -14,28 +14,19 @@ from typing import Any
 
 from mrrope.hf.rope_config import is_local
 from mrrope.hf.rope_types import expect_rope_parameters
-from mrrope.vllm.hooks import wrap, wrap_everywhere
+from mrrope.vllm.hooks import KEY, wrap
 from mrrope.vllm.rope_request import OWN_TYPES, selects_mrrope
-from mrrope.vllm.rope_settings import KEY, ServedRope, merged, served_rope
+from mrrope.vllm.rope_settings import ServedRope, merged, served_rope
 
 NAMES = ("rope_parameters", "rope_scaling")
 """The attribute of a configuration, and its old name."""
 
 
-def install() -> None:
-    """Install the hooks of this module."""
-    import vllm.config.model as model
-    import vllm.transformers_utils.config as transformers_config
-
-    expect_rope_parameters()
-    _quiet_validation()
-    wrap_everywhere(transformers_config, "get_config", _get_config)
-    wrap(model.ModelConfig, "_apply_dict_overrides", _apply_dict_overrides)
-    wrap(model, "_get_and_verify_max_len", _get_and_verify_max_len)
-
-
 def _quiet_validation() -> None:
-    """Let transformers' validation pass over parameters of mrrope: :func:`merged` checks them."""
+    """Let transformers' validation pass over parameters of mrrope: :func:`merged` checks them.
+
+    Called before every file is read, since ``mrrope.register_rope_types`` replaces what it finds.
+    """
     from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin as Mixin
 
     def validate(
@@ -51,7 +42,7 @@ def _quiet_validation() -> None:
         wrap(Mixin, name, validate)
 
 
-def _get_config(
+def get_config(
     original: Callable[..., Any],
     model: Any,
     *args: Any,
@@ -59,6 +50,8 @@ def _get_config(
     **kwargs: Any,
 ) -> Any:
     """Load a configuration, with parameters that its file or a function of the user sets."""
+    expect_rope_parameters()
+    _quiet_validation()
     function = None if hf_overrides_fn is None else _OverrideFunction(hf_overrides_fn)
     config = original(model, *args, hf_overrides_fn=function, **kwargs)
     text = config.get_text_config()
@@ -105,7 +98,7 @@ def _changes(before: Any, after: Any) -> Any:
     return {key: _changes(before.get(key), value) for key, value in changed.items()}
 
 
-def _apply_dict_overrides(
+def apply_dict_overrides(
     original: Callable[..., None], model_config: Any, config: Any, overrides: dict[str, Any]
 ) -> None:
     """Apply the user's overrides; vLLM would replace the model's own parameters by those of mrrope."""
@@ -230,7 +223,7 @@ def _warn_of_extension(model_type: str, parameters: Mapping[str, Any]) -> None:
             return
 
 
-def _get_and_verify_max_len(
+def get_and_verify_max_len(
     original: Callable[..., int], hf_config: Any, model_arch_config: Any, *args: Any, **kwargs: Any
 ) -> int:
     """Check ``max_model_len`` against the length that the tables reach, which no factor multiplies again."""

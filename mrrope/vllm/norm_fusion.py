@@ -157,11 +157,16 @@ def _heads_before(norm: HeadNorm, layout: str) -> fx.Node:
     return heads if layout == "thd" else _call(aten.unsqueeze.default, heads, 1)
 
 
-def _with_norm_fusion(configure: Callable[..., None], manager: Any, config: Any) -> None:
-    """Append the pass, after vLLM's own and before the lowering of norms to arithmetic."""
+def _with_norm_fusion(configure: Callable[..., None], manager: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Append the pass, after vLLM's own and before the lowering of norms to arithmetic.
+
+    For served models only: passes are in the keys of compiled graphs.
+    """
     from vllm.compilation.passes.inductor_pass import CallableInductorPass
 
-    configure(manager, config)
+    configure(manager, config, *args, **kwargs)
+    if not hooks.is_served(config):
+        return
     # The whole module counts for the key of compiled graphs in caches.
     source = inspect.getsource(sys.modules[__name__])
     manager.add(CallableInductorPass(fuse_norms, uuid=CallableInductorPass.hash_source(source)))

@@ -1,9 +1,13 @@
-"""The entry point: checks vLLM's version and installs the hooks."""
+"""The entry point: checks vLLM's version, and installs the hooks that find out whether a model is served."""
 
 from __future__ import annotations
 
 import logging
 import re
+from types import ModuleType
+from typing import Any
+
+from mrrope.vllm import hooks
 
 KNOWN_VERSIONS = ("0.25",)
 """Minor versions of vLLM whose internals the hooks were written for and tested with."""
@@ -13,40 +17,28 @@ logger = logging.getLogger("vllm.mrrope")
 
 
 def register() -> None:
-    """Install the hooks of this package in vLLM, and register mrrope's rope types with transformers.
+    """Install the hooks of this package in vLLM. Called by vLLM in each of its processes.
 
-    Called by vLLM in each of its processes.
-
-    In a version that is not known nothing is installed, and an error is logged: vLLM goes on for models that do not
-    need the plugin, and refuses configurations that name one of mrrope's types as unknown.
+    Nothing of vLLM is imported for them, and of a model that names none of mrrope's types only the configuration is
+    looked at. In a version that is not known, nothing but a check is installed: models that need the plugin get an
+    error in the log, and vLLM refuses their types as unknown.
     """
     from vllm import __version__
 
     if not is_known(__version__):
-        logger.error(
-            "mrrope's plugin knows vLLM %s, got %s: it installs nothing, and mrrope's rope types stay unknown to vLLM. "
-            "Install a known version, or serve a configuration written by `mrrope export --engine vllm`; "
-            "VLLM_PLUGINS without mrrope silences this message",
-            ", ".join(f"{minor}.x" for minor in KNOWN_VERSIONS),
-            __version__,
-        )
+        hooks.when_imported("vllm.config.model", _tell_where_used)
         return
-    from mrrope.hf.registration import register_rope_types
-    from mrrope.vllm import (
-        cache_fusion,
-        compatibility,
-        compile_cache,
-        model_config,
-        norm_fusion,
-        request_scale,
-        rotary_embedding,
-        token_tables,
-    )
-
-    register_rope_types()  # vLLM reads configurations through transformers, and builds some models with it
-    rotation = (model_config, rotary_embedding, norm_fusion, cache_fusion, compile_cache)
-    for concept in (*rotation, request_scale, token_tables, compatibility):
-        concept.install()
+    for module, hook in {
+        "vllm.transformers_utils.config": _hook_config_files,
+        "vllm.config.model": _hook_model_config,
+        "vllm.config.vllm": _hook_engine_config,
+        "vllm.v1.engine.input_processor": _hook_front_end,
+        "vllm.entrypoints.openai.api_server": _hook_server,
+        "vllm.entrypoints.anthropic.serving": _hook_messages,
+        "vllm.v1.engine.core": _hook_engine_core,
+        "vllm.v1.worker.worker_base": _hook_workers,
+    }.items():
+        hooks.when_imported(module, hook)
 
 
 def is_known(version: str) -> bool:
@@ -57,3 +49,142 @@ def is_known(version: str) -> bool:
     release = re.match(r"v?(\d+\.\d+)(?!\d)", version)
     is_development = "dev" in version.partition("+")[0]
     return release is not None and release[1] in KNOWN_VERSIONS and not is_development
+
+
+def _hook_config_files(config: ModuleType) -> None:
+    hooks.wrap_everywhere(config, "get_config", _get_config)
+
+
+def _hook_model_config(model: ModuleType) -> None:
+    hooks.wrap(model.ModelConfig, "_apply_dict_overrides", _apply_dict_overrides)
+    hooks.wrap(model, "_get_and_verify_max_len", _get_and_verify_max_len)
+
+
+def _hook_engine_config(config: ModuleType) -> None:
+    here = hooks.where_served(lambda config, *_, **__: config, "mrrope.vllm.compatibility", "check_config")
+    hooks.wrap(config.VllmConfig, "__post_init__", here)
+    here = hooks.where_served(lambda config, *_, **__: config, "mrrope.vllm.compile_cache", "hash_with_sources")
+    hooks.wrap(config.VllmConfig, "compute_hash", here)
+
+
+def _hook_front_end(front_end: ModuleType) -> None:
+    def of_arguments(processor: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        return vllm_config
+
+    admission = "mrrope.vllm.request_scale"
+    processor = front_end.InputProcessor
+    hooks.wrap(processor, "__init__", hooks.where_served(of_arguments, admission, "announce"))
+    hooks.wrap(processor, "process_inputs", hooks.where_served(_config_of, admission, "admit_in_front_end"))
+
+
+def _hook_server(server: ModuleType) -> None:
+    def of_arguments(args: Any, supported_tasks: Any = None, model_config: Any = None, **kwargs: Any) -> Any:
+        return _OfModel(model_config)
+
+    around = hooks.where_served(of_arguments, "mrrope.vllm.http_answers", "build_app")
+    hooks.wrap_everywhere(server, "build_app", around)
+
+
+def _hook_messages(serving: ModuleType) -> None:
+    def of_server(messages: Any, *args: Any, **kwargs: Any) -> Any:
+        return _OfModel(messages.model_config)
+
+    around = hooks.where_served(of_server, "mrrope.vllm.http_answers", "create_messages")
+    hooks.wrap(serving.AnthropicServingMessages, "create_messages", around)
+
+
+def _hook_engine_core(core: ModuleType) -> None:
+    around = hooks.where_served(_config_of, "mrrope.vllm.request_scale", "admit_in_core")
+    hooks.wrap(core.EngineCore, "preprocess_add_request", around)
+
+
+def _hook_workers(workers: ModuleType) -> None:
+    def of_arguments(worker: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        return vllm_config
+
+    hooks.wrap(
+        workers.WorkerBase, "__init__", hooks.where_served(of_arguments, "mrrope.vllm.worker_hooks", "make_worker")
+    )
+
+
+class _OfModel:
+    """As much of a ``VllmConfig`` as the check needs."""
+
+    def __init__(self, model_config: Any) -> None:
+        self.model_config = model_config
+
+
+def _config_of(owner: Any, *args: Any, **kwargs: Any) -> Any:
+    return owner.vllm_config
+
+
+# No configuration is known before these are called, so they look themselves whether it is one to serve.
+
+
+def _get_config(original: Any, *args: Any, **kwargs: Any) -> Any:
+    from mrrope.vllm import model_config
+
+    return model_config.get_config(original, *args, **kwargs)
+
+
+def _apply_dict_overrides(original: Any, *args: Any, **kwargs: Any) -> Any:
+    from mrrope.vllm import model_config
+
+    return model_config.apply_dict_overrides(original, *args, **kwargs)
+
+
+def _get_and_verify_max_len(original: Any, hf_config: Any, *args: Any, **kwargs: Any) -> Any:
+    if not hooks.holds_tables(hf_config):
+        return original(hf_config, *args, **kwargs)
+    from mrrope.vllm import model_config
+
+    return model_config.get_and_verify_max_len(original, hf_config, *args, **kwargs)
+
+
+# Versions that are not known
+
+
+def _tell_where_used(model: ModuleType) -> None:
+    if hasattr(getattr(model, "ModelConfig", None), "__post_init__"):
+        hooks.wrap(model.ModelConfig, "__post_init__", _tell_if_used)
+
+
+def _tell_if_used(original: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Log an error where a configuration names one of mrrope's types, which this version of vLLM does not know."""
+    try:
+        return original(config, *args, **kwargs)
+    finally:
+        if _names_mrrope(config):
+            _log_unknown_version()
+
+
+def _names_mrrope(config: Any) -> bool:
+    from mrrope.vllm.rope_request import selects_mrrope
+
+    overrides = getattr(config, "hf_overrides", None)
+    pending: list[Any] = [overrides] if isinstance(overrides, dict) else []
+    hf_config: Any = getattr(config, "hf_config", None)
+    if hasattr(hf_config, "get_text_config"):
+        pending.append({"rope_parameters": getattr(hf_config.get_text_config(), "rope_parameters", None)})
+    while pending:
+        part = pending.pop()
+        if selects_mrrope(part):
+            return True
+        pending.extend(value for value in part.values() if isinstance(value, dict))
+    return False
+
+
+def _log_unknown_version() -> None:
+    from vllm import __version__
+
+    message = (
+        f"mrrope's plugin knows vLLM {', '.join(f'{minor}.x' for minor in KNOWN_VERSIONS)}, got {__version__}: it "
+        "installs nothing, and mrrope's rope types stay unknown to vLLM. Install a known version, or serve a "
+        "configuration written by `mrrope export --engine vllm`"
+    )
+    if message not in _logged:
+        _logged.add(message)
+        logger.error(message)
+
+
+_logged: set[str] = set()

@@ -6,12 +6,12 @@ becomes an HTTP 400, and in the engine core, which also serves clients that have
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mrrope.vllm.hooks import wrap
 from mrrope.vllm.rope_settings import served_rope
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ EXTRA_ARG = "mrrope_table"
 OVERRIDE_ARG = "mrrope_scale"
 """Key of ``SamplingParams.extra_args`` by which a request names its scale; ``vllm_xargs`` in the OpenAI API."""
 SALT_PREFIX = "mrrope:"
+
+ADMITTED_SCALES: contextvars.ContextVar[list[float] | None] = contextvars.ContextVar("admitted_scales", default=None)
+"""Where one HTTP request collects the scales of its prompts, as they are admitted."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ def _parse_scale(steps: ScaleSteps, scale: object) -> float:
         number = math.nan
     if number not in steps.scales:
         known = ", ".join(f"{step:g}" for step in steps.scales)
-        raise ValueError(f"{OVERRIDE_ARG} must be one of {known}, got {scale!r}")
+        known = f"one of {known}" if len(steps.scales) > 1 else f"{known}, the scale of all requests"
+        raise ValueError(f"{OVERRIDE_ARG} must be {known}, got {scale!r}")
     return number
 
 
@@ -121,18 +125,22 @@ def salted(cache_salt: str | None, table: int) -> str | None:
 class Admission:
     """Admits the requests of one engine."""
 
-    def __init__(self, vllm_config: VllmConfig, steps: ScaleSteps) -> None:
+    def __init__(self, vllm_config: VllmConfig, steps: ScaleSteps, *, is_auto: bool = True) -> None:
         self.model_config = vllm_config.model_config
         self.steps = steps
+        self.is_auto = is_auto
         self.has_scaled_time = self.model_config.uses_mrope and _scales_time(self.model_config.hf_config.to_dict())
 
     @staticmethod
     def of(vllm_config: VllmConfig) -> Admission | None:
-        """Return the admission of an engine, or None where all requests have one table."""
+        """Return the admission of an engine, or None where no layer that sees the whole text is served."""
         served = served_rope(vllm_config.model_config.hf_config)
-        if served is None or not served.is_auto:
+        if served is None:
             return None
         ladder = served.ladder(served.some_rotary_dim)  # neither lengths nor scales depend on it
+        if not served.is_auto:
+            steps = ScaleSteps((vllm_config.model_config.max_model_len,), (ladder.tables[0].scale,), 0)
+            return Admission(vllm_config, steps, is_auto=False)
         reaches = tuple(math.floor(reach) for reach in ladder.reaches)
         scales = (1.0, *(table.scale for table in ladder.tables[1:]))
         return Admission(vllm_config, ScaleSteps(reaches, scales, served.reserve))
@@ -140,12 +148,19 @@ class Admission:
     def admit(self, request: EngineCoreRequest) -> Choice:
         """Choose the table of a request, write it to its ``extra_args`` and cap its ``max_tokens``.
 
+        With a fixed factor there is nothing to choose, and only a scale that the request names is checked.
+
         Raises:
-            ValueError: The request cannot be served with a table of its own.
+            ValueError: The request cannot be served with a table of its own, or names a scale that is not served.
         """
         from vllm.utils import length_from_prompt_token_ids_or_embeds
 
         params = request.sampling_params
+        if not self.is_auto:
+            named = None if params is None else (params.extra_args or {}).get(OVERRIDE_ARG)
+            if named is not None:
+                _parse_scale(self.steps, named)
+            return Choice(0, self.model_config.max_model_len if params is None else params.max_tokens)
         if params is None:
             raise ValueError("a pooling request cannot be served with rope_parameters' factor 'auto'")
         if request.resumable:
@@ -200,9 +215,10 @@ def _admission_of(owner: Any) -> Admission | None:
     return admission
 
 
-def _announce(original: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
+def announce(original: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
+    """Name the scales when a front end starts."""
     original(processor, *args, **kwargs)
-    if admission := _admission_of(processor):
+    if (admission := _admission_of(processor)) and admission.is_auto:
         _logger().info(
             "mrrope chooses a table for each request: %s. A request without max_tokens gets room for %d new tokens.",
             admission.steps,
@@ -211,7 +227,8 @@ def _announce(original: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
         request_counter()
 
 
-def _admit_in_front_end(original: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
+def admit_in_front_end(original: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Admit a request where a refusal becomes an HTTP 400."""
     request = original(processor, *args, **kwargs)
     if admission := _admission_of(processor):
         try:
@@ -219,7 +236,12 @@ def _admit_in_front_end(original: Any, processor: Any, *args: Any, **kwargs: Any
         except ValueError:
             _forget_unsent_media(processor, request)
             raise
-        scale = f"{admission.steps.scales[choice.table]:g}"
+        number = admission.steps.scales[choice.table]
+        if (collected := ADMITTED_SCALES.get()) is not None:
+            collected.append(number)
+        if not admission.is_auto:
+            return request
+        scale = f"{number:g}"
         _logger().debug("mrrope: request %s at scale %s, max_tokens %d", request.request_id, scale, choice.max_tokens)
         request_counter().labels(admission.model_config.served_model_name, scale).inc()
     return request
@@ -239,24 +261,16 @@ def _forget_unsent_media(processor: Any, request: EngineCoreRequest) -> None:
                 cache._cache.pop(feature.mm_hash, None)
 
 
-def _admit_in_core(original: Any, core: Any, request: EngineCoreRequest) -> Any:
+def admit_in_core(original: Any, core: Any, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> Any:
+    """Admit a request that may come from a front end without Python."""
     if admission := _admission_of(core):
         choice = admission.admit(request)
-        request.cache_salt = salted(request.cache_salt, choice.table)
-    return original(core, request)
+        if admission.is_auto:
+            request.cache_salt = salted(request.cache_salt, choice.table)
+    return original(core, request, *args, **kwargs)
 
 
 def _logger() -> Any:
     from vllm.logger import init_logger
 
     return init_logger("vllm.mrrope")  # vLLM configures handlers for names below vllm only
-
-
-def install() -> None:
-    """Hook admission into vLLM's front end and engine core."""
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    wrap(InputProcessor, "__init__", _announce)
-    wrap(InputProcessor, "process_inputs", _admit_in_front_end)
-    wrap(EngineCore, "preprocess_add_request", _admit_in_core)

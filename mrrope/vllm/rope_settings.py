@@ -15,13 +15,11 @@ from mrrope.export.hf_config import REPLACED
 from mrrope.hf.auto_scale.ladder import Ladder, ladder_for
 from mrrope.hf.rope_config import UNTRAINED, RopeSettings, is_local, length_read, settings
 from mrrope.hf.rope_types import OPTIONS as TYPE_OPTIONS
-from mrrope.hf.rope_types import ROPE_TYPES
+from mrrope.hf.rope_types import ROPE_TYPES, register_types
 from mrrope.tables.frequency_table import FrequencyTable
 from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, resolve_table
+from mrrope.vllm.hooks import KEY
 from mrrope.vllm.rope_request import MODEL_KEYS, ROPE_TYPE, RopeRequest
-
-KEY = "mrrope"
-"""Key of ``rope_parameters`` with the request and the model's own parameters, in terms of JSON."""
 
 NATIVE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", *ROPE_TYPES)
 """Values of ``rope_type`` that transformers computes, and so can be extended."""
@@ -91,6 +89,8 @@ class ServedRope:
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+        if self.native["rope_type"] in ROPE_TYPES:
+            register_types()
         config = LlamaConfig(
             hidden_size=rotary_dim,
             num_attention_heads=1,

@@ -16,8 +16,9 @@ from mrrope.ops.decompositions import RADIANS_PER_PHASE_UNIT
 from mrrope.tables.frequency_table import FrequencyTable
 from mrrope.tables.position_rows import packed_rows, rows_of_sections
 from mrrope.vllm import hooks
+from mrrope.vllm.hooks import KEY
 from mrrope.vllm.rope_request import ROPE_TYPE
-from mrrope.vllm.rope_settings import KEY, ServedRope
+from mrrope.vllm.rope_settings import ServedRope
 
 CACHE_ROWS_AT_ONCE = 1 << 16
 """Rows of ``cos_sin_cache`` computed at a time: float64 intermediates of all rows would take gigabytes."""
@@ -225,10 +226,15 @@ def _served_rope_layer(
     rope_parameters: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     dual_chunk_attention_config: dict[str, Any] | None = None,
+    **unknown: Any,
 ) -> Any:
     """Return our layer where ``rope_parameters`` are ours, else vLLM's. Equal settings of one model share a layer."""
     if rope_parameters is None or KEY not in rope_parameters:
-        return get_rope(head_size, max_position, is_neox_style, rope_parameters, dtype, dual_chunk_attention_config)
+        return get_rope(
+            head_size, max_position, is_neox_style, rope_parameters, dtype, dual_chunk_attention_config, **unknown
+        )
+    if given := {name: value for name, value in unknown.items() if value is not None}:
+        raise ValueError(f"get_rope must be called without {', '.join(given)} with a rope type of mrrope, got {given}")
     if dual_chunk_attention_config is not None:
         raise ValueError(
             "dual_chunk_attention_config must be None with a rope type of mrrope, got "

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrrope.vllm.hooks import wrap
+from mrrope.vllm.compatibility import shares_checkpoint
+from mrrope.vllm.hooks import when_imported, where_served, wrap
 from mrrope.vllm.request_scale import EXTRA_ARG
 from mrrope.vllm.rope_settings import served_rope
 from mrrope.vllm.rotary_embedding import served_layers
@@ -97,13 +98,17 @@ def _table_of(sampling_params: SamplingParams | None) -> int:
     return table
 
 
-def _attach_to_runner(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    original(runner, *args, **kwargs)
-    runner.mrrope_tables = None
+def attach_to_runner(original: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
+    """Load a model. Hooked in the worker: runners of vLLM's other platforms have a load_model of their own."""
+    original(worker, *args, **kwargs)
+    runner = worker.model_runner
     if served_rope(runner.model_config.hf_config) is None:
         return
     model = runner.get_model()
     require_served(model)
+    drafter = getattr(getattr(runner, "drafter", None) or getattr(runner, "speculator", None), "model", None)
+    if shares_checkpoint(worker.vllm_config) and isinstance(drafter, torch.nn.Module):
+        require_served(drafter)
     runner.mrrope_tables = attach(model, runner.max_num_tokens, runner.device)
     # V2 runner: the table of each slot of its request states. Slots are reused, so there is nothing to free.
     runner.mrrope_slots = np.zeros(runner.max_num_reqs, dtype=np.int32)
@@ -112,7 +117,7 @@ def _attach_to_runner(original: Any, runner: Any, *args: Any, **kwargs: Any) -> 
 def _add_requests(original: Any, runner: Any, scheduler_output: SchedulerOutput) -> None:
     """Note the tables of new requests. The V2 runner adds preempted requests anew when they resume."""
     original(runner, scheduler_output)
-    if runner.mrrope_tables is not None:
+    if _tables_of_runner(runner) is not None:
         for request in scheduler_output.scheduled_new_reqs:
             slot = runner.req_states.req_id_to_index[request.req_id]
             runner.mrrope_slots[slot] = _table_of(request.sampling_params)
@@ -120,41 +125,52 @@ def _add_requests(original: Any, runner: Any, scheduler_output: SchedulerOutput)
 
 def _prepare_inputs_v2(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     batch = original(runner, *args, **kwargs)
-    if runner.mrrope_tables is not None:
-        runner.mrrope_tables.fill(runner.mrrope_slots[batch.idx_mapping_np], batch.num_scheduled_tokens)
+    if (tables := _tables_of_runner(runner)) is not None:
+        tables.fill(runner.mrrope_slots[batch.idx_mapping_np], batch.num_scheduled_tokens)
     return batch
 
 
 def _prepare_inputs_v1(
-    original: Any, runner: Any, scheduler_output: SchedulerOutput, num_scheduled_tokens: npt.NDArray[np.int32]
+    original: Any,
+    runner: Any,
+    scheduler_output: SchedulerOutput,
+    num_scheduled_tokens: npt.NDArray[np.int32],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    prepared = original(runner, scheduler_output, num_scheduled_tokens)
-    if runner.mrrope_tables is not None:
+    prepared = original(runner, scheduler_output, num_scheduled_tokens, *args, **kwargs)
+    if (tables := _tables_of_runner(runner)) is not None:
         # runner.requests outlives preemption.
-        tables = [_table_of(runner.requests[request].sampling_params) for request in runner.input_batch.req_ids]
-        runner.mrrope_tables.fill(tables, num_scheduled_tokens)
+        of_requests = [_table_of(runner.requests[request].sampling_params) for request in runner.input_batch.req_ids]
+        tables.fill(of_requests, num_scheduled_tokens)
     return prepared
 
 
-def hook_runners() -> None:
-    """Hook both model runners."""
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
-
-    wrap(RunnerV2, "load_model", _attach_to_runner)
-    wrap(RunnerV2, "add_requests", _add_requests)
-    wrap(RunnerV2, "prepare_inputs", _prepare_inputs_v2)
-    wrap(RunnerV1, "load_model", _attach_to_runner)
-    wrap(RunnerV1, "_prepare_inputs", _prepare_inputs_v1)
+def _tables_of_runner(runner: Any) -> TokenTables | None:
+    """Return the tables of a step; None for runners of other models, which never pass the hook in ``load_model``."""
+    tables: TokenTables | None = getattr(runner, "mrrope_tables", None)
+    return tables
 
 
-def _hook_runners_of_worker(original: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
-    hook_runners()
-    original(worker, *args, **kwargs)
+def _config_of(worker: Any, *args: Any, **kwargs: Any) -> Any:
+    return worker.vllm_config
+
+
+def _hook_worker(module: Any) -> None:
+    wrap(module.Worker, "load_model", where_served(_config_of, __name__, "attach_to_runner"))
+
+
+def _hook_runner_v1(module: Any) -> None:
+    wrap(module.GPUModelRunner, "_prepare_inputs", _prepare_inputs_v1)
+
+
+def _hook_runner_v2(module: Any) -> None:
+    wrap(module.GPUModelRunner, "add_requests", _add_requests)
+    wrap(module.GPUModelRunner, "prepare_inputs", _prepare_inputs_v2)
 
 
 def install() -> None:
-    """Hook the model runners as soon as this process makes a worker; the front end never imports them."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    wrap(WorkerBase, "__init__", _hook_runners_of_worker)
+    """Hook the workers and both model runners, when this process imports them: not every platform has both."""
+    when_imported("vllm.v1.worker.gpu_worker", _hook_worker)
+    when_imported("vllm.v1.worker.gpu_model_runner", _hook_runner_v1)
+    when_imported("vllm.v1.worker.gpu.model_runner", _hook_runner_v2)

@@ -1,17 +1,23 @@
 """Modules compiled by vLLM's own pipeline on the CPU, and the graphs and code that it makes of them."""
 
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from tiny_engine import engine_config
 from torch import fx, nn
 from torch._inductor.graph import GraphLowering
 from vllm.compilation.decorators import support_torch_compile
 from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
+
+FOLDER = Path(tempfile.mkdtemp())
+"""The model's folder, which is in the keys of compiled graphs."""
 
 
 @dataclass
@@ -44,9 +50,11 @@ def recorded(monkeypatch) -> Iterator[Compiled]:
         yield compiled
 
 
-def vllm_config(mode: CompilationMode = CompilationMode.VLLM_COMPILE) -> VllmConfig:
-    """Return a configuration that compiles as a server does, without CUDA graphs."""
-    return VllmConfig(compilation_config=CompilationConfig(mode=mode, cudagraph_mode="NONE", custom_ops=["none"]))
+def vllm_config(mode: CompilationMode = CompilationMode.VLLM_COMPILE, cudagraph_mode: str = "NONE") -> VllmConfig:
+    """Return a configuration that compiles as a server of a model with our types does."""
+    compilation = CompilationConfig(mode=mode, cudagraph_mode=cudagraph_mode, custom_ops=["none"])
+    rope_parameters = {"rope_type": "mrrope_pro", "factor": "auto"}
+    return engine_config(FOLDER, rope_parameters, dtype="float32", compilation_config=compilation)
 
 
 def model_of(make: Callable[[], nn.Module], config: VllmConfig) -> nn.Module:

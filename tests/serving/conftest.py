@@ -21,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit.script, used on import
         hopper_platform.pretend()
-        from mrrope.vllm import plugin
+        from mrrope.vllm import plugin, worker_hooks
 
         plugin.register()
+        worker_hooks.install()  # as the first worker of a served model does

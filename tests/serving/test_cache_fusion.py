@@ -7,7 +7,6 @@ import pytest
 import torch
 from rotary_reference import assert_rotated
 from torch import nn
-from vllm.config import CompilationConfig, CompilationMode, VllmConfig
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -97,11 +96,7 @@ def run(make, monkeypatch, cache=None):
     Compiled graphs are kept in the folder ``cache``, where there is one.
     """
     torch._dynamo.reset()
-    config = VllmConfig(
-        compilation_config=CompilationConfig(
-            mode=CompilationMode.VLLM_COMPILE, cudagraph_mode="PIECEWISE", custom_ops=["none"]
-        )
-    )
+    config = compiled_models.vllm_config(cudagraph_mode="PIECEWISE")
     config.compilation_config.cudagraph_mode = type(config.compilation_config.cudagraph_mode).NONE
     pieces = []
     results = []

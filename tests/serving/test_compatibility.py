@@ -9,6 +9,7 @@ from tiny_engine import AUTO, engine_config
 from vllm.config import KVTransferConfig, VllmConfig
 
 from mrrope.vllm.compatibility import conflicts
+from mrrope.vllm.hooks import is_served
 
 FIXED = {"rope_type": "mrrope_pro", "factor": 4.0}
 DEEPSEEK = {
@@ -85,7 +86,68 @@ def test_auto_refuses_a_draft_model(tmp_path: Path) -> None:
     draft = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match="must be one of ngram, ngram_gpu, suffix, got 'draft_model'"):
         engine_config(tmp_path / "target", AUTO, speculative_config=draft)
-    engine_config(tmp_path / "target", FIXED, speculative_config=draft)
+
+
+QWEN_MTP = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "num_nextn_predict_layers": 1,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention"] * 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+}
+
+
+class TestDraftersOfAFixedFactor:
+    """Past its own length a drafter with a RoPE of its own drafts nothing that is accepted, or ends the process."""
+
+    @staticmethod
+    def draft(folder: Path, length: int) -> dict[str, Any]:
+        engine_config(folder, config={"max_position_embeddings": length})
+        return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
+
+    def test_a_shorter_one_is_refused(self, tmp_path: Path) -> None:
+        draft = self.draft(tmp_path / "draft", 64)
+        with pytest.raises(ValueError, match=r"must read max_model_len 256 tokens, got .*draft with 64: .* ngram"):
+            engine_config(tmp_path / "target", FIXED, speculative_config=draft)
+        engine_config(tmp_path / "target", FIXED, speculative_config=draft, max_model_len=64)
+        engine_config(tmp_path / "target", None, speculative_config=draft)
+
+    def test_one_that_reads_as_far_is_served(self, tmp_path: Path) -> None:
+        config = engine_config(tmp_path / "target", FIXED, speculative_config=self.draft(tmp_path / "draft", 256))
+        assert not is_served(SimpleNamespace(model_config=config.speculative_config.draft_model_config))
+
+    def test_eagle_is_refused_too(self, tmp_path: Path) -> None:
+        eagle = self.draft(tmp_path / "eagle", 128) | {"method": "eagle"}
+        with pytest.raises(ValueError, match=r"must read max_model_len 256 tokens, got .*eagle with 128"):
+            engine_config(tmp_path / "target", FIXED, speculative_config=eagle)
+
+    @pytest.mark.parametrize("rope_parameters", [FIXED, None], ids=["fixed", "stock"])
+    def test_mtp_of_the_checkpoint_gets_the_tables(
+        self, tmp_path: Path, rope_parameters: dict[str, Any] | None
+    ) -> None:
+        mtp = {"method": "mtp", "num_speculative_tokens": 1}
+        config = engine_config(tmp_path, rope_parameters, config=QWEN_MTP, speculative_config=mtp)
+        target, drafter = config.model_config, config.speculative_config.draft_model_config
+        assert drafter.hf_config.model_type == "qwen3_next_mtp"
+        own = [each.hf_config.get_text_config().rope_parameters for each in (target, drafter)]
+        assert own[0] == own[1]
+        assert own[0] is not own[1]
+        assert drafter.hf_text_config.rope_parameters == own[0]
+        assert drafter.max_model_len == target.max_model_len == (64 if rope_parameters is None else 256)
+
+    def test_mtp_beyond_a_length_that_the_user_sets_is_refused(self, tmp_path: Path) -> None:
+        mtp = {"method": "mtp", "num_speculative_tokens": 1, "max_model_len": 32}
+        with pytest.raises(ValueError, match=r"must read max_model_len 256 tokens, got .* with 32"):
+            engine_config(tmp_path, FIXED, config=QWEN_MTP, speculative_config=mtp)
 
 
 def test_auto_refuses_context_parallel_prefill_and_encoder_decoders(tmp_path: Path) -> None:

@@ -7,12 +7,17 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import vllm
+from tiny_engine import engine_config
+from vllm.compilation.passes.inductor_pass import pass_context
+from vllm.compilation.passes.pass_manager import PostGradPassManager
+from vllm.config.utils import Range
 
 from mrrope.vllm import hooks, plugin
 
@@ -26,6 +31,8 @@ TARGETS = {
     "disable_sliding_window sliding_window spec_target_max_model_len encoder_config",
     "vllm.config.vllm.VllmConfig.__post_init__": "self",
     "vllm.config.vllm.VllmConfig.compute_hash": "self",
+    "vllm.entrypoints.anthropic.serving.AnthropicServingMessages.create_messages": "self request raw_request",
+    "vllm.entrypoints.openai.api_server.build_app": "args supported_tasks model_config",
     "vllm.model_executor.layers.rotary_embedding.get_rope": "head_size max_position is_neox_style "
     "rope_parameters dtype dual_chunk_attention_config",
     "vllm.model_executor.model_loader.utils.initialize_model": "vllm_config prefix model_class model_config",
@@ -36,18 +43,17 @@ TARGETS = {
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "self request_id prompt params supported_tasks "
     "arrival_time lora_request tokenization_kwargs trace_headers priority data_parallel_rank resumable",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.add_requests": "self scheduler_output",
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.load_model": "self load_dummy_weights args kwargs",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_inputs": "self scheduler_output batch_desc",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner._prepare_inputs": "self scheduler_output num_scheduled_tokens",
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.load_model": "self load_dummy_weights",
+    "vllm.v1.worker.gpu_worker.Worker.load_model": "self load_dummy_weights",
     "vllm.v1.worker.worker_base.WorkerBase.__init__": "self vllm_config local_rank rank distributed_init_method "
     "is_driver_worker",
 }
 
 
-def run_in_fresh_process(script: str) -> subprocess.CompletedProcess[str]:
+def run_in_fresh_process(script: str, plugins: str = "mrrope") -> subprocess.CompletedProcess[str]:
     """Run a script that imports vLLM as these tests do, with the package under test."""
-    environment = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
+    environment = {**os.environ, "VLLM_PLUGINS": plugins}
     # In this folder, where hopper_platform is, and not in the checkout, whose package need not be compiled.
     return subprocess.run(
         [sys.executable, "-c", script],
@@ -59,36 +65,60 @@ def run_in_fresh_process(script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# What vLLM does on its own: load the plugins, then build a rope layer.
-LOAD_PLUGINS = """
-import json, sys
+# What vLLM does on its own: load the plugins, configure an engine, and build a rope layer and the compiler's passes.
+SERVE = """
+import json, sys, time
+from pathlib import Path
 import hopper_platform
 hopper_platform.pretend()
 import vllm
 vllm.__version__ = {version!r}
+from vllm.compilation.backends import VllmBackend
+from vllm.compilation.passes.pass_manager import PostGradPassManager
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
 from vllm.plugins import load_general_plugins
-own = rotary_embedding.get_rope
+from vllm.v1.worker import gpu_model_runner
+import mrrope
+before, start = set(sys.modules), time.process_time()
 load_general_plugins()
-def error_of_building_our_type():
-    try:
-        own(64, 128, rope_parameters={{"rope_type": "mrrope_pro", "rope_theta": 1e4, "factor": 4.0}})
-    except ValueError as error:
-        return str(error)
+seconds, imported = time.process_time() - start, sorted(set(sys.modules) - before)
+import tiny_engine
+config = tiny_engine.engine_config(Path({folder!r}), {rope_parameters!r})  # the folder is in the hash
+passes = PostGradPassManager()
+passes.configure(config)
+from vllm.compilation.passes.inductor_pass import pass_context
+from vllm.config.utils import Range
+with pass_context(Range(1, 2)):
+    key_of_passes = passes.uuid()
 print(json.dumps({{
+    "seconds": seconds,
+    "imported": imported,
     "wrapped": sorted(sys.modules["mrrope.vllm.hooks"].INSTALLED) if "mrrope.vllm.hooks" in sys.modules else [],
-    "get_rope is vLLM's": rotary_embedding.get_rope is own,
-    "error": error_of_building_our_type(),
+    "modules": sorted(name for name in sys.modules if name.startswith("mrrope.vllm.")),
+    "config": config.compute_hash(),
+    "passes": key_of_passes,
 }}))
 """
+OURS = {"rope_type": "mrrope_pro", "factor": 4.0}
+FOLDER = tempfile.mkdtemp()
 
 
-def after_loading_plugins(version: str = vllm.__version__) -> tuple[dict[str, Any], str]:
-    """Return what a process of vLLM looks like once it has loaded its plugins, and what it logged."""
-    run = run_in_fresh_process(LOAD_PLUGINS.format(version=version))
+def serve(
+    rope_parameters: dict[str, Any] | None = None, version: str = vllm.__version__, plugins: str = "mrrope"
+) -> tuple[dict[str, Any], str]:
+    """Return what a process of vLLM looks like once it has configured an engine, and what it logged."""
+    script = SERVE.format(version=version, rope_parameters=rope_parameters, folder=FOLDER)
+    run = run_in_fresh_process(script, plugins)
     assert run.returncode == 0, run.stderr
     *log, result = run.stdout.strip().splitlines()
     return json.loads(result), "\n".join(log) + run.stderr
+
+
+@pytest.fixture(scope="module")
+def stock() -> tuple[dict[str, Any], str]:
+    """A process that configures a model of none of mrrope's types."""
+    return serve()
 
 
 # The installed package
@@ -121,11 +151,51 @@ def test_importing_mrrope_imports_no_vllm() -> None:
 # Registration
 
 
-def test_vllm_loads_the_plugin() -> None:
-    found, log = after_loading_plugins()
-    assert found["wrapped"] == sorted(hooks.INSTALLED)
-    assert not found["get_rope is vLLM's"]
+def test_vllm_loads_the_plugin(stock: tuple[dict[str, Any], str]) -> None:
+    found, log = stock
+    assert "vllm.transformers_utils.config.get_config" in found["wrapped"]
     assert "ERROR" not in log
+
+
+def test_registering_is_quick_and_imports_nothing_of_vllm(stock: tuple[dict[str, Any], str]) -> None:
+    found, _ = stock
+    assert found["imported"] == ["mrrope.vllm", "mrrope.vllm.hooks", "mrrope.vllm.plugin"]
+    assert found["seconds"] < 0.1
+
+
+def test_a_model_of_other_types_meets_only_the_check(stock: tuple[dict[str, Any], str]) -> None:
+    """No rope layer, runner or compiler is hooked, so that its graphs have the keys that they have without mrrope."""
+    found, _ = stock
+    hooked = {name.rsplit(".", 1)[0] for name in found["wrapped"] if name.startswith("vllm.")}
+    assert hooked <= {
+        "vllm.config.model",
+        "vllm.config.model.ModelConfig",
+        "vllm.config.vllm.VllmConfig",
+        "vllm.transformers_utils.config",
+        "vllm.v1.engine.core.EngineCore",
+        "vllm.v1.engine.input_processor.InputProcessor",
+        "vllm.v1.worker.worker_base.WorkerBase",
+    }
+    without, _ = serve(plugins="")
+    assert without["wrapped"] == []
+    assert {key: found[key] for key in ("config", "passes")} == {key: without[key] for key in ("config", "passes")}
+
+
+def test_a_stock_model_in_a_process_that_serves_has_the_same_keys(tmp_path: Path) -> None:
+    # In these tests all hooks are installed.
+    def keys(rope_parameters: dict[str, Any] | None) -> tuple[Any, Any]:
+        config, passes = engine_config(tmp_path, rope_parameters), PostGradPassManager()
+        passes.configure(config)
+        with pass_context(Range(1, 2)):
+            return config.compute_hash(), passes.uuid()
+
+    stock, served = keys(None), keys(OURS)
+    config, passes = engine_config(tmp_path), PostGradPassManager()
+    getattr(PostGradPassManager.configure, hooks.WRAPPED)(passes, config)
+    with pass_context(Range(1, 2)):
+        assert stock == (getattr(type(config).compute_hash, hooks.WRAPPED)(config), passes.uuid())
+    assert stock[0] != served[0]
+    assert stock[1] != served[1]
 
 
 REGISTER_WITHOUT_A_GPU = """
@@ -134,8 +204,9 @@ hopper_platform.load_empty_driver()
 import vllm.platforms
 from vllm.platforms.cpu import CpuPlatform
 vllm.platforms._current_platform = CpuPlatform()
-from mrrope.vllm import plugin
+from mrrope.vllm import plugin, worker_hooks
 plugin.register()
+worker_hooks.install()
 """
 
 
@@ -145,14 +216,25 @@ def test_registers_on_a_machine_without_a_gpu() -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_an_unknown_version_is_left_alone_with_one_message() -> None:
-    found, log = after_loading_plugins("0.26.0")
-    assert found["wrapped"] == []
-    assert found["get_rope is vLLM's"]
-    assert "Unknown RoPE scaling type mrrope_pro" in found["error"]
-    (message,) = (line for line in log.splitlines() if "mrrope" in line)
+def test_an_unknown_version_is_left_alone_without_a_message() -> None:
+    found, log = serve(version="0.26.0")
+    assert found["wrapped"] == ["vllm.config.model.ModelConfig.__post_init__"]
+    assert "mrrope" not in log
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_an_unknown_version_names_itself_where_a_model_uses_mrrope(is_file: bool) -> None:
+    overrides = None if is_file else OURS
+    script = SERVE.format(version="0.26.0", rope_parameters=overrides, folder=FOLDER)
+    if is_file:
+        in_file = {**OURS, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+        script = script.replace(
+            "import tiny_engine", f"import tiny_engine; tiny_engine.LLAMA['rope_scaling'] = {in_file}"
+        )
+    run = run_in_fresh_process(script)
+    (message,) = (line for line in (run.stdout + run.stderr).splitlines() if "mrrope's plugin" in line)
     assert message.startswith("ERROR")
-    for part in ("knows vLLM 0.25.x, got 0.26.0", "mrrope export --engine vllm", "VLLM_PLUGINS"):
+    for part in ("knows vLLM 0.25.x, got 0.26.0", "mrrope export --engine vllm"):
         assert part in message
 
 

@@ -260,6 +260,35 @@ class TestFrontEnd:
         assert admitted.cache_salt is None
 
 
+class TestFixedFactor:
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> Any:
+        return engine_config(tmp_path, {"rope_type": "mrrope_pro", "factor": 4.0})
+
+    @pytest.mark.parametrize("scale", [2, "1", True, "x", 4.5])
+    def test_another_scale_becomes_http_400(self, config: Any, scale: object) -> None:
+        params = SamplingParams(max_tokens=10, extra_args={OVERRIDE_ARG: scale})
+        with pytest.raises(ValueError, match=r"mrrope_scale must be 4, the scale of all requests, got") as error:
+            process(InputProcessor(config), 20, params)
+        assert create_error_response(error.value).error.code == 400
+        with pytest.raises(ValueError, match="mrrope_scale must be 4"):
+            bare_core(config).preprocess_add_request(engine_request(20, params={"extra_args": {OVERRIDE_ARG: scale}}))
+
+    @pytest.mark.parametrize("scale", [4, "4.0"])
+    def test_its_own_scale_is_served(self, config: Any, scale: object) -> None:
+        params = SamplingParams(max_tokens=10, extra_args={OVERRIDE_ARG: scale})
+        request = process(InputProcessor(config), 20, params)
+        assert request.sampling_params.extra_args == {OVERRIDE_ARG: scale}
+        admitted, _ = bare_core(config).preprocess_add_request(request)
+        assert admitted.cache_salt is None
+
+    def test_a_stock_model_reads_no_scale(self, tmp_path: Path) -> None:
+        params = SamplingParams(max_tokens=10, extra_args={OVERRIDE_ARG: 3})
+        assert process(InputProcessor(engine_config(tmp_path)), 20, params).sampling_params.extra_args == {
+            OVERRIDE_ARG: 3
+        }
+
+
 def test_counter_works_in_multiprocess_mode(tmp_path: Path) -> None:
     code = (
         "from mrrope.vllm.request_scale import request_counter\n"

@@ -24,10 +24,11 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_input_batch import InputBatch as InputBatchV1
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
 from mrrope.vllm import token_tables
-from mrrope.vllm.hooks import WRAPPED
+from mrrope.vllm.hooks import WRAPPED, where_served
 from mrrope.vllm.request_scale import EXTRA_ARG
 from mrrope.vllm.rotary_embedding import served_layers
 from mrrope.vllm.token_tables import TokenTables, attach, require_served
@@ -179,11 +180,11 @@ def loaded_runner(config: Any, model: nn.Module) -> Any:
     """A runner, as far as its hooks see it, after load_model; a whole one needs CUDA."""
     runner = SimpleNamespace(model_config=config.model_config, max_num_tokens=64, max_num_reqs=4, device=CPU)
     runner.get_model = lambda: model
+    worker = SimpleNamespace(vllm_config=config, model_runner=runner)
     calls = []
-    token_tables._attach_to_runner(
-        lambda *args, **kwargs: calls.append((args, kwargs)), runner, load_dummy_weights=True
-    )
-    assert calls == [((runner,), {"load_dummy_weights": True})]
+    around = where_served(token_tables._config_of, token_tables.__name__, "attach_to_runner")
+    around(lambda *args, **kwargs: calls.append((args, kwargs)), worker, load_dummy_weights=True)
+    assert calls == [((worker,), {"load_dummy_weights": True})]
     return runner
 
 
@@ -194,7 +195,7 @@ def new_request(name: str, table: int | None) -> NewRequestData:
 
 class TestLoadHook:
     def test_model_with_stock_rope_has_no_tables(self) -> None:
-        assert loaded_runner(*build(None)).mrrope_tables is None
+        assert not hasattr(loaded_runner(*build(None)), "mrrope_tables")
 
     def test_fixed_factor_has_no_tables(self) -> None:
         assert loaded_runner(*build(FIXED)).mrrope_tables is None
@@ -262,9 +263,12 @@ class TestRunnerV2:
         assert self.step(runner, a=1, b=1, c=1) == [3, 1, 2]
 
     def test_other_models_are_left_alone(self) -> None:
-        runner = SimpleNamespace(mrrope_tables=None)
+        # Runners that were loaded without the hook, as another platform's may be.
+        runner = SimpleNamespace()
         assert token_tables._prepare_inputs_v2(lambda *args: "batch", runner, "output", "descriptor") == "batch"
         token_tables._add_requests(lambda *args: None, runner, SchedulerOutput.make_empty())
+        counts = np.array([1], dtype=np.int32)
+        assert token_tables._prepare_inputs_v1(lambda *args: args, runner, "output", counts)[1] == "output"
 
 
 def unpinned(factory: Any) -> Any:
@@ -317,13 +321,12 @@ class TestRunnerV1:
 
 
 def test_hooks_fit_the_functions_they_wrap() -> None:
-    token_tables.hook_runners()
-    token_tables.hook_runners()  # every worker of a process does
+    token_tables.install()
+    token_tables.install()  # every worker of a process does
     for owner, name, parameters in [
-        (RunnerV2, "load_model", ["self", "load_dummy_weights", "args", "kwargs"]),
         (RunnerV2, "add_requests", ["self", "scheduler_output"]),
         (RunnerV2, "prepare_inputs", ["self", "scheduler_output", "batch_desc"]),
-        (RunnerV1, "load_model", ["self", "load_dummy_weights"]),
+        (Worker, "load_model", ["self", "load_dummy_weights"]),
         (RunnerV1, "_prepare_inputs", ["self", "scheduler_output", "num_scheduled_tokens"]),
     ]:
         original = getattr(getattr(owner, name), WRAPPED)

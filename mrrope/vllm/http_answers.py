@@ -1,0 +1,71 @@
+"""What vLLM's HTTP server says of scales: the scale of every answer, and a refusal where a request cannot name one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from mrrope.vllm.request_scale import ADMITTED_SCALES, OVERRIDE_ARG
+
+HEADER = "x-mrrope-scale"
+"""Header of an answer with the scale of its prompt, or of its prompts in their order, separated by commas."""
+
+Message = MutableMapping[str, Any]
+
+
+class ScaleHeader:
+    """ASGI middleware that adds :data:`HEADER` to the answers of requests that the engine admits."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(
+        self,
+        scope: MutableMapping[str, Any],
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+    ) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        scales: list[float] = []
+        held: list[Message] = []
+
+        async def send_with_header(message: Message) -> None:
+            # A stream starts before its request is admitted, which happens before its first chunk.
+            if message["type"] == "http.response.start":
+                held.append(message)
+                return
+            while held:
+                start = held.pop()
+                if scales:
+                    value = ", ".join(f"{scale:g}" for scale in scales)
+                    start = {**start, "headers": [*start.get("headers", []), (HEADER.encode(), value.encode())]}
+                await send(start)
+            await send(message)
+
+        token = ADMITTED_SCALES.set(scales)
+        try:
+            await self.app(scope, receive, send_with_header)
+        finally:
+            ADMITTED_SCALES.reset(token)
+
+
+def build_app(original: Callable[..., Any], args: Any, *more: Any, **kwargs: Any) -> Any:
+    """Build the server's application, with the middleware: as one of the user's, since ``build_app`` starts the app."""
+    args = copy.copy(args)
+    args.middleware = [*args.middleware, f"{ScaleHeader.__module__}.{ScaleHeader.__qualname__}"]
+    return original(args, *more, **kwargs)
+
+
+async def create_messages(
+    original: Callable[..., Awaitable[Any]], messages: Any, request: Any, raw_request: Any = None, **kwargs: Any
+) -> Any:
+    """Answer ``/v1/messages``; refuse a scale, which vLLM's protocol of this path drops before it is seen."""
+    body = {} if raw_request is None else await raw_request.json()
+    if OVERRIDE_ARG in body or OVERRIDE_ARG in (body.get("vllm_xargs") or {}):
+        error = f"{OVERRIDE_ARG} must not be given to /v1/messages, which has no vllm_xargs: use /v1/chat/completions"
+        return messages.create_error_response(ValueError(error))
+    return await original(messages, request, raw_request, **kwargs)

@@ -1,0 +1,19 @@
+"""The hooks of a process that runs a served model: its rope layers, its graphs and its steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def install() -> None:
+    """Install the hooks. They import vLLM's compiler and the ops, which no other process needs."""
+    from mrrope.vllm import cache_fusion, norm_fusion, rotary_embedding, token_tables
+
+    for concept in (rotary_embedding, norm_fusion, cache_fusion, token_tables):
+        concept.install()
+
+
+def make_worker(original: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a worker of a served model, with the hooks that it needs."""
+    install()
+    original(worker, *args, **kwargs)
