@@ -318,7 +318,7 @@ TABLE = {"rope_type": "mrrope", "table": "smollm2-135m-4x"}
         (PRO | {"rope_type": "mrrope_prof"}, "rope_type must be 'mrrope' or a method .* got 'mrrope_prof'"),
         ({"rope_type": "dynamic", "factor": "auto"}, "rope_type must be 'mrrope' or a method .* got 'dynamic'"),
         ({"factor": "auto"}, "rope_type must be 'mrrope' or a method .* got None"),
-        (TABLE | {"factor": 4}, "factor must be 'auto' or left out with a ready table, got 4"),
+        (TABLE | {"factor": 8}, "factor must be 'auto' or left out with a ready table, got 8"),
         (TABLE | {"table": ["smollm2-135m-4x"], "factor": 4}, "left out with a list of tables, got 4"),
         (TABLE | {"power": 2}, "leaves no room for power"),
         (TABLE | {"factor": "auto", "max_factor": 8}, "leave no room for max_factor, got 8"),
