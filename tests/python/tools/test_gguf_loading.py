@@ -171,3 +171,20 @@ def test_a_tokenizer_that_differs_is_warned_of(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         load(tmp_path / "m.gguf")
+
+
+def test_the_metadata_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
+    parsed = []
+
+    class Counted(gguf.GGUFReader):
+        def __init__(self, path: str, *args: str) -> None:
+            parsed.append(path)
+            super().__init__(path, *args)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    save_byte_llama_gguf(tmp_path / "m.gguf", stock(64))
+    load(tmp_path / "m.gguf")
+    assert len(parsed) == 1
+    assert gguf.GGUFReader is Counted

@@ -14,6 +14,7 @@ FILES = (
     "pyproject.toml",
     "tests/requirements.txt",
     "tests/demo-requirements.txt",
+    "tests/build-requirements.txt",
     "tests/install-system-packages",
     "docs/requirements.txt",
     "cmake/cutlass-requirement.txt",
@@ -22,6 +23,8 @@ FILES = (
 TESTED, WITHOUT_CUDA, ALL_PACKAGES, DEMO_PACKAGES = (
     "-DMRROPE_TESTS=ON", "-DMRROPE_CUDA=OFF", "-r tests/requirements.txt", "-r tests/demo-requirements.txt",
 )  # fmt: skip
+
+COMPILED_AHEAD = "--target mrrope_core mrrope_plans"
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 
@@ -74,6 +77,7 @@ def test_without_a_driver_the_demo_is_built_without_cuda_and_says_so(checkout: P
     assert "no NVIDIA driver found, so mrrope is built without CUDA kernels; make test builds them" in made
     assert WITHOUT_CUDA in made
     assert DEMO_PACKAGES in made
+    assert COMPILED_AHEAD in made
     assert TESTED not in made
     assert ALL_PACKAGES not in made
 
@@ -86,12 +90,12 @@ def test_with_a_driver_the_demo_has_the_kernels(checkout: Path) -> None:
 
 
 def test_a_second_demo_builds_nothing(checkout: Path) -> None:
-    stamp(checkout, ".demo-packages", ".model", ".mrrope-without-cuda")
+    stamp(checkout, ".build-packages", ".compiled-ahead", ".demo-packages", ".model", ".mrrope-without-cuda")
     assert "pip" not in commands(checkout, "demo")
 
 
 def test_after_a_demo_the_tests_have_their_packages_and_the_kernels(checkout: Path) -> None:
-    stamp(checkout, ".demo-packages", ".model", ".mrrope-without-cuda")
+    stamp(checkout, ".build-packages", ".compiled-ahead", ".demo-packages", ".model", ".mrrope-without-cuda")
     made = commands(checkout, "install")
     assert ALL_PACKAGES in made
     assert made.index("rm -f .venv/.mrrope-without-cuda") < made.index(TESTED)
@@ -110,3 +114,4 @@ def test_after_a_change_the_demo_is_built_without_cuda_and_the_tests_with_it(che
     assert made.index("rm -f .venv/.mrrope\n") < made.index(WITHOUT_CUDA)
     assert ALL_PACKAGES not in made
     assert DEMO_PACKAGES not in made
+    assert COMPILED_AHEAD not in made
