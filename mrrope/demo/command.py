@@ -30,7 +30,7 @@ class Pace(NamedTuple):
     chunk: int
 
 
-# Seven minutes of CPU time in all, measured beside other work. On CPUs one causal pass over the whole text is the
+# Three to four minutes on two cores. On CPUs one causal pass over the whole text is the
 # fastest: with several chunks, attention reads a mask and computes what is above the diagonal of a chunk.
 ON_CPU = Pace(11_264, 16_384)
 ON_GPU = Pace(131_072, 4096)
