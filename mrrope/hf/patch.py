@@ -73,7 +73,7 @@ def patch(
     fuse_norms: bool = False,
     **options: Any,
 ) -> Model:
-    """Make a model of transformers rotate by another frequency table, with the fused op, and return the model.
+    """Replace the RoPE frequencies of a model of transformers and its rotary kernel, and return the model.
 
     Args:
         model: any model of transformers with rotary position embeddings. A patched model is patched anew. In a model
@@ -91,8 +91,8 @@ def patch(
             logits as they are. With ``"auto"`` every sequence is read with the smallest scale that covers its length: 1
             (the model's own table), 2, 4, and so on. The cached keys of a sequence that outgrows its scale are
             re-rotated to the next.
-        max_scale: the largest scale of ``scale="auto"``; by default the one that reaches 16 times the length that the
-            model reads without the patch. Of a shipped ladder, the tables up to this scale are used.
+        max_scale: the largest scale of ``scale="auto"``; by default the one that covers 16 times the length that the
+            unpatched model reads. Of a shipped ladder, the tables up to this scale are used.
         reserve: with ``scale="auto"``, the number of new tokens for which ``generate`` chooses a scale in advance; by
             default all that it may write. A text that grows longer moves to the next scale then.
         local_layers: whether to extend layers with a sliding window and a RoPE of their own, too.

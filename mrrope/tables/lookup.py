@@ -84,14 +84,10 @@ class NativeRope:
         """
         if self.untrained_extension is None or scale is None or scale == 1.0:
             return None
-        if scale == "auto":
-            reading, other = "goes on from", "builds the longer steps from plain RoPE"
-        else:
-            reading, other = f"reads {scale:g} times", f"starts over from plain RoPE and reads {scale:g} times as many"
         return (
-            f"{name} is extended by its configuration already ({self.untrained_extension}): scale={scale!r} {reading} "
-            f"the {self.original_max_position:.15g} tokens that it reads so; "
-            f"original_max_position={self.trained_length:.15g} {other}"
+            f"{name} is extended by its configuration already ({self.untrained_extension}): scale={scale!r} extends "
+            f"the {self.original_max_position:.15g} tokens that it covers now; "
+            f"original_max_position={self.trained_length:.15g} extends plain RoPE instead"
         )
 
     def table_arguments(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -271,7 +267,7 @@ def _check_fits_model(trained: NativeRope, table: ModelTables, overrides: dict[s
             )
     reached, native = table.original_max_position * table.scale, trained.original_max_position
     if not overrides and native is not None and reached < native:
-        warnings.warn(f"{table!r} reads {reached:.15g} tokens, and the model as it is {native:.15g}", stacklevel=3)
+        warnings.warn(f"{table!r} reads {reached:.15g} tokens, and the unpatched model {native:.15g}", stacklevel=3)
     held, factors = trained.held_attention_factor, {one.attention_factor for one in every_table(table)}
     if held != 1.0 and table.original_max_position == trained.trained_length and factors != {1.0}:
         once = "attention_factor=" + ", ".join(f"{factor / held:.15g}" for factor in sorted(factors))

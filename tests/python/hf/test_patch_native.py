@@ -331,7 +331,7 @@ def test_without_an_extension_no_temperature_is_held(head_dim: int) -> None:
 def test_a_ready_table_that_reads_less_is_named() -> None:
     model = model_of("llama 3.1")
     plain = {"rotary_dim": 16, "base": 1e4, "original_max_position": TRAINED, "scale": 2.0}
-    with pytest.warns(UserWarning, match="reads 32 tokens, and the model as it is 64"):
+    with pytest.warns(UserWarning, match="reads 32 tokens, and the unpatched model 64"):
         mrrope.patch(model, mrrope.frequency_table("yarn", **plain))
 
 

@@ -163,8 +163,8 @@ def test_an_extended_file_is_extended_with_the_warning_of_patch(tmp_path):
         warnings.simplefilter("error")
         mrrope.export_gguf(source, one, "pi", scale=4.0)
         mrrope.export_gguf(one, tmp_path / "two.gguf", "pi", scale=4.0, original_max_position=ORIGINAL)
-    expected = "one.gguf is extended by its configuration already .*scale=2.0 reads 2 times the 512 tokens that it "
-    with pytest.warns(UserWarning, match=expected + "reads so; original_max_position=128 starts over"):
+    expected = "one.gguf is extended by its configuration already .*scale=2.0 extends the 512 tokens that it "
+    with pytest.warns(UserWarning, match=expected + "covers now; original_max_position=128 extends plain RoPE instead"):
         table = mrrope.export_gguf(one, tmp_path / "two.gguf", "pi", scale=2.0)
     assert table.cumulative_scale.tolist() == [8.0] * (HEAD_DIM // 2)
 

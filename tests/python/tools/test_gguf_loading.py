@@ -88,7 +88,7 @@ def test_an_export_of_mrrope(tmp_path: Path) -> None:
     settings = global_settings(model)
     assert (settings.original_max_position, settings.trained_length) == (256, TRAINED)
     assert settings.table.attention_factor == pytest.approx(0.1 * math.log(8.0) + 1.0)
-    with pytest.warns(UserWarning, match="extended by its configuration already .*the 256 tokens that it reads so"):
+    with pytest.warns(UserWarning, match="extended by its configuration already .*the 256 tokens that it covers now"):
         mrrope.patch(model, "pi", scale=2.0)
 
 
