@@ -85,6 +85,10 @@ def cached_model(family: str, rope: str, factor: float, partial: float, device: 
         kept = {name: changed[name] for name in ("rope_theta", "partial_rotary_factor") if name in changed}
         pairs = next((x.numel() for name, x in stock.named_buffers() if name.endswith("inv_freq")), 0)
         changed = kept | {"rope_type": rope} | rope_settings(rope, factor, pairs)
+    if "original_max_position_embeddings" in changed and hasattr(text, "original_max_position_embeddings"):
+        # Phi-3's configurations have it beside rope_parameters too, where it wins: 64 of 64 tokens, so that the long
+        # factors of longrope would begin past what the model reads.
+        text.original_max_position_embeddings = changed["original_max_position_embeddings"]
     text.rope_parameters = changed
     try:
         model = tiny_models.random_model(config)
