@@ -281,6 +281,8 @@ def earlier_parts(output: Path, sources: str) -> dict[str, Part]:
 
 def main() -> int:
     """Run the command line."""
+    # A job in the background may start with interrupts ignored, and pytest, which is to end by one, with it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     options = parser().parse_args()
     options.build = options.build.resolve()
     options.deadline = time.monotonic() + LIMIT_SECONDS

@@ -82,8 +82,8 @@ def learnable(start=None, per: str = "head", **options) -> LearnableTables:
 
 @contextlib.contextmanager
 def rotating(model: nn.Module, frequencies: torch.Tensor) -> Iterator[None]:
-    """Rotate by floating tables."""
-    with mrrope.patched(model, mrrope.TableSet([table()] * LAYERS)):
+    """Rotate by floating tables. Norms are fused as in the search: those of transformers compute in float32."""
+    with mrrope.patched(model, mrrope.TableSet([table()] * LAYERS), fuse_norms=True):
         for module in model.modules():
             if isinstance(module, TableRotaryEmbedding):
                 module.learned = {None: frequencies}

@@ -2,9 +2,11 @@
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import gpu_tests
@@ -58,6 +60,15 @@ def test_what_a_command_starts_ends_with_it():
     assert time.monotonic() - start < 50
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As main does: tests in the background may have interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_command_may_end_by_itself():
     """As pytest does, which writes its report when it is interrupted."""
     wait = "trap 'echo report; exit 2' INT; echo begun; while :; do sleep 0.1; done"

@@ -156,10 +156,12 @@ print(*(name for name in sys.modules if name not in before and not name.startswi
 """
 
 
-def test_the_import_is_quick() -> None:
+def test_the_import_is_quick(tmp_path: Path) -> None:
     """Beyond torch, the package imports little: above all not torch._dynamo, which takes more than a second."""
     command = [sys.executable, "-c", IMPORTED]
-    seconds, names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:2]
+    seconds, names = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout.split(
+        "\n"
+    )[:2]  # not in the checkout, whose package may lack the built library
     assert not [name for name in names.split() if name.startswith(("torch._dynamo", "sympy", "transformers"))]
     assert float(seconds) < 0.3
 

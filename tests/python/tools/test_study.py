@@ -306,7 +306,7 @@ def test_tables_show_what_the_study_found(whole: tuple[dict, Path], monkeypatch:
         ]
     ):
         for method, value in values.items():
-            shown = f"{value:.0f}"
+            shown = f"{float(f'{value:.2g}'):.0f}" if value >= 1000 else f"{value:.0f}"  # thousands to two digits
             expected = f"**{shown}**" if value == min(values.values()) else shown
             assert cells[method][column] == expected
     assert text[-1] == "![Perplexity by length at scale 2](../benchmarks/results/study_2x.perplexity.png)"
