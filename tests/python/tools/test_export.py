@@ -230,7 +230,7 @@ def test_an_extended_configuration_is_extended_with_the_warning_of_patch():
     config = transformers.LlamaConfig(**TINY, rope_parameters=rope)
     for engine in hf_config.ENGINES:
         with pytest.warns(
-            UserWarning, match=r"llama is extended .*yarn with factor 4.*original_max_position=16 starts"
+            UserWarning, match=r"llama is extended .*yarn with factor 4.*original_max_position=16 extends"
         ):
             exported = mrrope.export_config(config, "yarn", scale=4.0, engine=engine)
         assert exported["max_position_embeddings"] == 4 * ORIGINAL
