@@ -71,10 +71,10 @@ quick: cpp-tests
 # A script's folder comes first in sys.path, and not the checkout's, whose package need not be compiled.
 ifeq ($(TORCH),$(DEFAULT_TORCH))
 vllm: install $(VLLM_VENV)/.packages
-	OMP_NUM_THREADS=1 $(VLLM_PYTHON) $(BIN)/pytest $(PYTEST_OPTIONS) tests/serving
+	OMP_NUM_THREADS=1 $(VLLM_PYTHON) $(BIN)/pytest $(PYTEST_OPTIONS) tests/vllm
 else
 vllm:
-	@echo "tests/serving skipped: vLLM $$(sed -n 's/^vllm==//p' tests/serving/requirements.txt) needs torch $(DEFAULT_TORCH), not $(TORCH)"
+	@echo "tests/vllm skipped: vLLM $$(sed -n 's/^vllm==//p' tests/vllm/requirements.txt) needs torch $(DEFAULT_TORCH), not $(TORCH)"
 endif
 
 # The build without CUDA takes a minute and the kernels a quarter of an hour, which pays off only where they can run; kernels
@@ -188,9 +188,9 @@ build/cutlass/.packages: cmake/cutlass-requirement.txt | $(WHEEL_VENV)/.packages
 	touch $@
 
 # Made anew each time: the packages of .venv come last, so that pip does not see them and installs every pin.
-$(VLLM_VENV)/.packages: $(VENV)/.packages tests/serving/requirements.txt
+$(VLLM_VENV)/.packages: $(VENV)/.packages tests/vllm/requirements.txt
 	$(BIN)/python -m venv --clear --without-pip $(VLLM_VENV)
-	$(BIN)/pip --python $(VLLM_PYTHON) install --quiet --no-deps --only-binary :all: -r tests/serving/requirements.txt
+	$(BIN)/pip --python $(VLLM_PYTHON) install --quiet --no-deps --only-binary :all: -r tests/vllm/requirements.txt
 	echo "import site; site.addsitedir('$$($(call SITE_PACKAGES,$(BIN)/python))')" \
 		> "$$($(call SITE_PACKAGES,$(VLLM_PYTHON)))/main_environment.pth"
 	touch $@

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mrrope.vllm.rope_settings import served_rope
+from mrrope.serving.rope_settings import served_rope
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,12 +12,11 @@ import importlib.abc
 import importlib.machinery
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-KEY = "mrrope"
-"""Key of ``rope_parameters`` with what mrrope is to serve."""
+from mrrope.serving.mark import holds_tables
 
 WRAPPED = "__mrrope_wraps__"
 AROUND = "__mrrope_around__"
@@ -71,12 +70,6 @@ def is_served(vllm_config: Any) -> bool:
     """Whether the model of a ``VllmConfig`` is one that mrrope serves. The only check that other models run."""
     model_config = getattr(vllm_config, "model_config", None)
     return model_config is not None and holds_tables(model_config.hf_config)
-
-
-def holds_tables(hf_config: Any) -> bool:
-    """Whether a configuration of transformers holds what mrrope is to serve, in any type of layer."""
-    parameters = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
-    return KEY in parameters or any(isinstance(own, Mapping) and KEY in own for own in parameters.values())
 
 
 def where_served(config_of: Callable[..., Any], module: str, name: str) -> Callable[..., Any]:

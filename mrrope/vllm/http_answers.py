@@ -6,7 +6,8 @@ import copy
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from mrrope.vllm.request_scale import ADMITTED_SCALES, OVERRIDE_ARG
+from mrrope.serving.scale_choice import SCALE_KEY
+from mrrope.vllm.request_scale import ADMITTED_SCALES
 
 HEADER = "x-mrrope-scale"
 """Header of an answer with the scale of its prompt, or of its prompts in their order, separated by commas."""
@@ -65,7 +66,7 @@ async def create_messages(
 ) -> Any:
     """Answer ``/v1/messages``; refuse a scale, which vLLM's protocol of this path drops before it is seen."""
     body = {} if raw_request is None else await raw_request.json()
-    if OVERRIDE_ARG in body or OVERRIDE_ARG in (body.get("vllm_xargs") or {}):
-        error = f"{OVERRIDE_ARG} must not be given to /v1/messages, which has no vllm_xargs: use /v1/chat/completions"
+    if SCALE_KEY in body or SCALE_KEY in (body.get("vllm_xargs") or {}):
+        error = f"{SCALE_KEY} must not be given to /v1/messages, which has no vllm_xargs: use /v1/chat/completions"
         return messages.create_error_response(ValueError(error))
     return await original(messages, request, raw_request, **kwargs)

@@ -1,6 +1,6 @@
 """Hooks in vLLM's model configuration: ``rope_parameters`` of mrrope are merged with the model's own.
 
-After them a configuration holds ``rope_parameters`` as :func:`mrrope.vllm.rope_settings.merged` writes them, whether
+After them a configuration holds ``rope_parameters`` as :func:`mrrope.serving.rope_settings.merged` writes them, whether
 ``--hf-overrides``, a function, or ``config.json`` selected mrrope, and ``max_model_len`` is what the tables reach.
 """
 
@@ -14,9 +14,10 @@ from typing import Any
 
 from mrrope.hf.rope_config import is_local
 from mrrope.hf.rope_types import expect_rope_parameters
-from mrrope.vllm.hooks import KEY, wrap
-from mrrope.vllm.rope_request import OWN_TYPES, selects_mrrope
-from mrrope.vllm.rope_settings import ServedRope, merged, served_rope
+from mrrope.serving.mark import KEY
+from mrrope.serving.rope_request import OWN_TYPES, selects_mrrope
+from mrrope.serving.rope_settings import ServedRope, merged, served_rope
+from mrrope.vllm.hooks import wrap
 
 NAMES = ("rope_parameters", "rope_scaling")
 """The attribute of a configuration, and its old name."""

@@ -7,6 +7,7 @@ import re
 from types import ModuleType
 from typing import Any
 
+from mrrope.serving.mark import holds_tables
 from mrrope.vllm import hooks
 
 KNOWN_VERSIONS = ("0.25",)
@@ -134,7 +135,7 @@ def _apply_dict_overrides(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _get_and_verify_max_len(original: Any, hf_config: Any, *args: Any, **kwargs: Any) -> Any:
-    if not hooks.holds_tables(hf_config):
+    if not holds_tables(hf_config):
         return original(hf_config, *args, **kwargs)
     from mrrope.vllm import model_config
 
@@ -159,7 +160,7 @@ def _tell_if_used(original: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _names_mrrope(config: Any) -> bool:
-    from mrrope.vllm.rope_request import selects_mrrope
+    from mrrope.serving.rope_request import selects_mrrope
 
     overrides = getattr(config, "hf_overrides", None)
     pending: list[Any] = [overrides] if isinstance(overrides, dict) else []

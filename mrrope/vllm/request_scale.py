@@ -1,125 +1,33 @@
-"""Choose the table of each request at admission, and separate cached blocks of different tables.
+"""Admission of requests: each gets its table, and its blocks in the prefix cache are kept apart from those of others.
 
-The choice is a pure function of the request, so it is made twice and never trusted: in the front end, where an error
-becomes an HTTP 400, and in the engine core, which also serves clients that have no Python front end.
+The choice is made twice and never trusted: in the front end, where an error becomes an HTTP 400, and in the engine
+core, which also serves clients that have no Python front end.
 """
 
 from __future__ import annotations
 
 import contextvars
-import functools
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mrrope.vllm.rope_settings import served_rope
+from mrrope.serving.rope_settings import served_rope
+from mrrope.serving.scale_choice import (
+    SCALE_KEY,
+    TABLE_KEY,
+    Choice,
+    ScaleSteps,
+    choose,
+    parsed_scale,
+    request_counter,
+    salted,
+)
 
 if TYPE_CHECKING:
-    from prometheus_client import Counter
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreRequest
 
-EXTRA_ARG = "mrrope_table"
-"""Key of ``SamplingParams.extra_args`` that carries a request's index into ``Ladder.tables`` to the workers."""
-OVERRIDE_ARG = "mrrope_scale"
-"""Key of ``SamplingParams.extra_args`` by which a request names its scale; ``vllm_xargs`` in the OpenAI API."""
-SALT_PREFIX = "mrrope:"
-
 ADMITTED_SCALES: contextvars.ContextVar[list[float] | None] = contextvars.ContextVar("admitted_scales", default=None)
 """Where one HTTP request collects the scales of its prompts, as they are admitted."""
-
-
-@dataclass(frozen=True)
-class ScaleSteps:
-    """What the choice depends on: the length and the scale of each table of a ladder."""
-
-    reaches: tuple[int, ...]
-    scales: tuple[float, ...]
-    reserve: int
-    """Number of new tokens assumed for a request without max_tokens."""
-
-    def __str__(self) -> str:
-        steps = [f"{reach} tokens at scale {scale:g}" for reach, scale in zip(self.reaches, self.scales, strict=True)]
-        return ", ".join(steps)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The table of a request, and the number of new tokens that it has room for."""
-
-    table: int
-    max_tokens: int
-
-
-def choose(
-    steps: ScaleSteps,
-    *,
-    prompt_tokens: int,
-    max_tokens: int,
-    max_model_len: int,
-    min_tokens: int = 0,
-    scale: object = None,
-) -> Choice:
-    """Choose the smallest table that reaches the end of a request. Choosing again with the result changes nothing.
-
-    ``max_tokens`` counts as left out where it reaches ``max_model_len``, since that is what vLLM replaces None by. Such
-    a request gets a table for ``steps.reserve`` new tokens, and ``max_tokens`` is capped to what that table reaches.
-
-    Args:
-        steps: The tables.
-        prompt_tokens: Length of the prompt.
-        max_tokens: Maximum number of new tokens.
-        max_model_len: Maximum length of a request in this engine. The last table serves up to it.
-        min_tokens: Minimum number of new tokens.
-        scale: Scale that the request names; None for the smallest that suffices.
-
-    Raises:
-        ValueError: ``scale`` is not a scale of ``steps``, or its table does not reach the end of the request.
-    """
-    # The engine stops at max_model_len, so the last table needs no limit of its own.
-    reaches = (*steps.reaches[:-1], math.inf)
-    room = max_model_len - prompt_tokens
-    # A named scale is taken as long as one token fits.
-    reserve = 1 if scale is not None else steps.reserve
-    new_tokens = max_tokens if max_tokens < room else min(max(reserve, min_tokens), room)
-    candidates = [table for table, reach in enumerate(reaches) if reach >= prompt_tokens + new_tokens]
-    if scale is not None:
-        named = _parse_scale(steps, scale)
-        possible = [table for table in candidates if steps.scales[table] == named]
-        if not possible:
-            suffice = ", ".join(f"{steps.scales[table]:g}" for table in candidates)
-            raise ValueError(
-                f"{OVERRIDE_ARG} must be one of {suffice} for a prompt of {prompt_tokens} tokens and {new_tokens} new "
-                f"tokens, got {scale!r}; the tables reach {steps}"
-            )
-        candidates = possible
-    table = candidates[0]
-    if reaches[table] >= max_model_len:
-        return Choice(table, max_tokens)
-    return Choice(table, int(min(max_tokens, reaches[table] - prompt_tokens)))
-
-
-def _parse_scale(steps: ScaleSteps, scale: object) -> float:
-    try:
-        # A bool is an int in Python, but not a scale. Strings come from vllm_xargs.
-        number = float(scale) if isinstance(scale, (int, float, str)) and not isinstance(scale, bool) else math.nan
-    except (ValueError, OverflowError):
-        number = math.nan
-    if number not in steps.scales:
-        known = ", ".join(f"{step:g}" for step in steps.scales)
-        known = f"one of {known}" if len(steps.scales) > 1 else f"{known}, the scale of all requests"
-        raise ValueError(f"{OVERRIDE_ARG} must be {known}, got {scale!r}")
-    return number
-
-
-def salted(cache_salt: str | None, table: int) -> str | None:
-    """Return the salt under which blocks of ``table`` are cached. Distinct tables or salts give distinct results.
-
-    The model's own table keeps the user's salt, unless that looks like a salt of this function.
-    """
-    if table == 0 and not (cache_salt or "").startswith(SALT_PREFIX):
-        return cache_salt
-    return f"{SALT_PREFIX}{table}:{cache_salt or ''}"
 
 
 class Admission:
@@ -157,9 +65,9 @@ class Admission:
 
         params = request.sampling_params
         if not self.is_auto:
-            named = None if params is None else (params.extra_args or {}).get(OVERRIDE_ARG)
+            named = None if params is None else (params.extra_args or {}).get(SCALE_KEY)
             if named is not None:
-                _parse_scale(self.steps, named)
+                parsed_scale(self.steps, named)
             return Choice(0, self.model_config.max_model_len if params is None else params.max_tokens)
         if params is None:
             raise ValueError("a pooling request cannot be served with rope_parameters' factor 'auto'")
@@ -169,10 +77,10 @@ class Admission:
                 "length of the whole prompt"
             )
         extra_args = params.extra_args or {}
-        scale = extra_args.get(OVERRIDE_ARG)
+        scale = extra_args.get(SCALE_KEY)
         if scale is None and self.has_scaled_time and any(f.modality == "video" for f in request.mm_features or ()):
             raise ValueError(
-                f"{OVERRIDE_ARG} must be given for a request with video, got None: this model's positions advance by "
+                f"{SCALE_KEY} must be given for a request with video, got None: this model's positions advance by "
                 "time, so the number of tokens does not tell how far they reach"
             )
         choice = choose(
@@ -185,7 +93,7 @@ class Admission:
             scale=scale,
         )
         # A new dict: the requests of one call, or of one n, may share theirs.
-        params.extra_args = {**extra_args, EXTRA_ARG: choice.table}
+        params.extra_args = {**extra_args, TABLE_KEY: choice.table}
         params.max_tokens = choice.max_tokens
         return choice
 
@@ -194,17 +102,6 @@ def _scales_time(settings: dict[str, Any]) -> bool:
     """Whether a model derives the positions of video from its duration, as Qwen2.5-VL and the Omni models do."""
     keys = {"tokens_per_second", "position_id_per_seconds"}
     return not keys.isdisjoint(settings) or any(_scales_time(part) for part in settings.values() if type(part) is dict)
-
-
-@functools.cache
-def request_counter() -> Counter:
-    """Return the Prometheus counter of admitted requests: one per process, with the labels ``model_name``, ``scale``.
-
-    vLLM unregisters metrics that start with ``vllm:`` whenever it creates an engine; this one stays.
-    """
-    from prometheus_client import Counter
-
-    return Counter("mrrope:requests", "Requests by the scale of their RoPE table.", ["model_name", "scale"])
 
 
 def _admission_of(owner: Any) -> Admission | None:

@@ -1,221 +1,19 @@
-"""The rope layer that vLLM's models get for one of mrrope's rope types: exact angles, several tables, our ops."""
+"""Where vLLM builds the rope layers of a model: those of mrrope's rope types are ours."""
 
 from __future__ import annotations
 
-import json
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-import mrrope.ops  # noqa: F401 (registers the ops)
-from mrrope.hf.auto_scale.ladder import Ladder
-from mrrope.ops.decompositions import RADIANS_PER_PHASE_UNIT
-from mrrope.tables.frequency_table import FrequencyTable
-from mrrope.tables.position_rows import packed_rows, rows_of_sections
+from mrrope.serving.mark import KEY
+from mrrope.serving.rope_layer import ServedRotaryEmbedding, rope_layer
 from mrrope.vllm import hooks
-from mrrope.vllm.hooks import KEY
-from mrrope.vllm.rope_request import ROPE_TYPE
-from mrrope.vllm.rope_settings import ServedRope
-
-CACHE_ROWS_AT_ONCE = 1 << 16
-"""Rows of ``cos_sin_cache`` computed at a time: float64 intermediates of all rows would take gigabytes."""
 
 FUSED_KERNEL = "use_fused_qk_norm_rope_gate"
 """Attribute of vLLM's attention modules that call a kernel with ``cos_sin_cache`` instead of the rope layer."""
-
-
-class ServedRotaryEmbedding(nn.Module):
-    """Rotates q and k by one table, or by the table of each token. Has the interface of vLLM's ``RotaryEmbedding``.
-
-    ``is_neox_style`` is read in every call: some of vLLM's models set it after construction.
-    """
-
-    tables: torch.Tensor
-    """Packed tables, int64: ``[words]``, ``[tables, words]``, or with M-RoPE ``[tables, 2, words]``."""
-    _cos_sin_cache: torch.Tensor | None
-    table_index: torch.Tensor | None
-    """The table of each token slot, int32; None with one table. Set after loading, before the first call."""
-
-    def __init__(
-        self,
-        ladder: Ladder[FrequencyTable],
-        *,
-        head_size: int,
-        max_position: int,
-        is_neox_style: bool,
-        dtype: torch.dtype,
-        mrope_section: Sequence[int] | None = None,
-        mrope_interleaved: bool = False,
-    ) -> None:
-        """Build the layer on torch's default device.
-
-        Args:
-            ladder: The tables.
-            head_size: Components of a head; those past the tables' rotary_dim are copied.
-            max_position: Number of positions in ``cos_sin_cache``.
-            is_neox_style: Whether pairs are halves (Llama) or interleaved (GPT-J).
-            dtype: Of ``cos_sin_cache``.
-            mrope_section: Pairs that each row of positions rotates (M-RoPE).
-            mrope_interleaved: Whether pairs of the rows alternate, as in Qwen3-VL, or follow each other.
-
-        Raises:
-            ValueError: ``mrope_section`` does not cover the tables' pairs.
-        """
-        super().__init__()
-        self.ladder = ladder
-        self.head_size = head_size
-        self.rotary_dim = ladder.tables[0].rotary_dim
-        self.base = ladder.tables[0].base
-        self.max_position_embeddings = max_position
-        self.is_neox_style = is_neox_style
-        self.dtype = dtype
-        self.mrope_section = list(mrope_section) if mrope_section else None
-        self.mrope_interleaved = mrope_interleaved
-        packed = torch.stack([table.packed(torch.device("cpu")) for table in ladder.tables])
-        if self.mrope_section:
-            rows = position_rows(self.mrope_section, mrope_interleaved, self.rotary_dim // 2)
-            packed = torch.stack([packed, packed_rows(rows).expand_as(packed)], dim=1)
-        elif ladder.is_fixed:
-            packed = packed[0]
-        # Buffers are saved and restored by vLLM's sleep mode; casts of the model leave integers alone.
-        self.register_buffer("tables", packed.to(torch.get_default_device()), persistent=False)
-        self.register_buffer("table_index", None, persistent=False)
-        self.register_buffer("_cos_sin_cache", None, persistent=False)
-
-    def forward(
-        self,
-        positions: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        offsets: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rotate q and k: in place in eager mode, out of place in compiled graphs.
-
-        An in-place op in vLLM's graphs costs two copies of qkv a layer: its defunctionalization knows only its own ops.
-
-        Args:
-            positions: ``[tokens]``, or ``[rows, tokens]`` with M-RoPE.
-            query: ``[tokens, heads * head_size]`` or ``[tokens, heads, head_size]``.
-            key: Like ``query``, or None.
-            offsets: Must be None.
-
-        Returns:
-            The rotated query and key in their shapes.
-
-        Raises:
-            ValueError: ``offsets`` is given.
-            RuntimeError: There are several tables and ``table_index`` is not set.
-        """
-        if offsets is not None:
-            raise ValueError(f"offsets must be None, got {type(offsets).__name__}")
-        heads = [self._by_head(x) for x in (query, key) if x is not None]
-        table_index = self._token_tables(positions.shape[-1])
-        layout = "thd"
-        if self.mrope_section and positions.dim() == 2:
-            # Rows of positions need a layout with sequences; one token each, so that the index stays one per token.
-            layout, positions, heads = "bshd", positions.unsqueeze(-1), [x.unsqueeze(1) for x in heads]
-        else:
-            positions = positions.flatten()
-        pairing = "halves" if self.is_neox_style else "interleaved"
-        arguments = (heads, positions, self.tables, layout, pairing)
-        if not torch.compiler.is_compiling():
-            torch.ops.mrrope.rotary_.default(*arguments, table_index=table_index)
-            return query, key
-        rotated = torch.ops.mrrope.rotary.default(*arguments, table_index=table_index)
-        return rotated[0].view(query.shape), None if key is None else rotated[1].view(key.shape)
-
-    # Some models name the implementation they call.
-    forward_native = forward
-    forward_cuda = forward
-
-    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
-        # No -1 in the shape, which is ambiguous without tokens.
-        return x if x.dim() == 3 else x.view(x.shape[0], x.shape[1] // self.head_size, self.head_size)
-
-    def _token_tables(self, tokens: int) -> torch.Tensor | None:
-        if self.ladder.is_fixed:
-            return None
-        if self.table_index is None:
-            raise RuntimeError(
-                f"table_index must be set before the first call of a layer with {len(self.ladder.tables)} tables, "
-                "got None: this model runner is not one that the plugin of mrrope knows"
-            )
-        return self.table_index[:tokens]
-
-    @property
-    def cos_sin_cache(self) -> torch.Tensor:
-        """Cosines and sines of all positions, ``[max_position, rotary_dim]``, for models whose own kernels read them.
-
-        Computed at the first access from exact phases, times the attention factor, and rounded once.
-
-        Raises:
-            NotImplementedError: There are several tables.
-        """
-        if self._cos_sin_cache is None:
-            if not self.ladder.is_fixed:
-                raise NotImplementedError(
-                    f"cos_sin_cache holds one table, and this layer has {len(self.ladder.tables)}: the model's kernel "
-                    'reads the cache, so factor must be a number in rope_parameters, got "auto"'
-                )
-            self._cos_sin_cache = self._computed_cache()
-        return self._cos_sin_cache
-
-    def _computed_cache(self) -> torch.Tensor:
-        words = self.tables if self.tables.dim() == 1 else self.tables[0, 0]
-        turns, factor = words[:-1], words[-1:].view(torch.float64)
-        device = self.tables.device
-        cache = torch.empty(self.max_position_embeddings, self.rotary_dim, dtype=self.dtype, device=device)
-        for start in range(0, len(cache), CACHE_ROWS_AT_ONCE):
-            rows = cache[start : start + CACHE_ROWS_AT_ONCE]
-            positions = torch.arange(start, start + len(rows), device=device)
-            # Overflow drops whole revolutions.
-            angles = (positions[:, None] * turns).double() * RADIANS_PER_PHASE_UNIT
-            rows.copy_(torch.cat([angles.cos(), angles.sin()], dim=-1) * factor)
-        return cache
-
-    def extra_repr(self) -> str:
-        """Return the settings as ``print(model)`` shows them."""
-        tables = ", ".join(f"{table.method} {table.scale:g}" for table in self.ladder.tables)
-        return (
-            f"head_size={self.head_size}, rotary_dim={self.rotary_dim}, base={self.base:g}, "
-            f"is_neox_style={self.is_neox_style}, tables=[{tables}]"
-        )
-
-
-def position_rows(sections: Sequence[int], interleaved: bool, pairs: int) -> torch.Tensor:
-    """Return the row of positions that rotates each pair, int64 ``[pairs]``.
-
-    Args:
-        sections: Pairs of each row.
-        interleaved: As in :func:`mrrope.tables.position_rows.rows_of_sections`.
-        pairs: Number of pairs.
-
-    Raises:
-        ValueError: The sections do not cover the pairs.
-    """
-    if sum(sections) != pairs:
-        raise ValueError(f"mrope_section must have a sum of rotary_dim / 2, {pairs}, got {list(sections)}")
-    return torch.tensor(rows_of_sections(sections, interleaved), dtype=torch.int64, device="cpu")
-
-
-def served_layers(model: nn.Module) -> Iterator[ServedRotaryEmbedding]:
-    """Yield the rope layers of this package in a model, each once."""
-    return (module for module in model.modules() if isinstance(module, ServedRotaryEmbedding))
-
-
-_layers: dict[int, weakref.WeakValueDictionary[tuple[Any, ...], ServedRotaryEmbedding]] = {}
-"""The live layers by their settings, for each model that is alive, by the id of its configuration."""
-
-
-def _layers_of(config: Any) -> weakref.WeakValueDictionary[tuple[Any, ...], ServedRotaryEmbedding]:
-    """Return the layers of one model. Two engines in one process share none: each has a table_index of its own."""
-    if id(config) not in _layers:
-        _layers[id(config)] = weakref.WeakValueDictionary()
-        weakref.finalize(config, _layers.pop, id(config))
-    return _layers[id(config)]
 
 
 def _served_rope_layer(
@@ -228,7 +26,7 @@ def _served_rope_layer(
     dual_chunk_attention_config: dict[str, Any] | None = None,
     **unknown: Any,
 ) -> Any:
-    """Return our layer where ``rope_parameters`` are ours, else vLLM's. Equal settings of one model share a layer."""
+    """Return our layer where ``rope_parameters`` are ours, else vLLM's."""
     if rope_parameters is None or KEY not in rope_parameters:
         return get_rope(
             head_size, max_position, is_neox_style, rope_parameters, dtype, dual_chunk_attention_config, **unknown
@@ -242,50 +40,14 @@ def _served_rope_layer(
         )
     from vllm.config import get_current_vllm_config_or_none
 
-    config = get_current_vllm_config_or_none()
-    dtype = dtype or torch.get_default_dtype()
-    key = (head_size, max_position, is_neox_style, dtype, json.dumps(rope_parameters, sort_keys=True))
-    layer = None if config is None else _layers_of(config).get(key)
-    if layer is None:
-        layer = _new_layer(rope_parameters, head_size, max_position, is_neox_style, dtype)
-    if config is not None:
-        _layers_of(config)[key] = layer
-    return layer
-
-
-def _new_layer(
-    rope_parameters: dict[str, Any], head_size: int, max_position: int, is_neox_style: bool, dtype: torch.dtype
-) -> ServedRotaryEmbedding:
-    rope_type = rope_parameters.get("rope_type")
-    if rope_type != ROPE_TYPE:
-        raise ValueError(
-            f"rope_type must still be {ROPE_TYPE!r} where the model builds its rope, got {rope_type!r}: this model "
-            "replaces it by a type of its own, so mrrope cannot serve it"
-        )
-    if rope_parameters.get("use_fope"):
-        raise ValueError("use_fope must be off with a rope type of mrrope, got true: the model does not rotate pairs")
-    served = ServedRope.of(rope_parameters)
-    assert served is not None
-    rotary_dim = _rotary_dim(rope_parameters, head_size)
-    ladder = served.ladder(rotary_dim)
-    for table in ladder.tables:
-        if table.rotary_dim != rotary_dim:
-            raise ValueError(f"rope_parameters must give tables of the model's rotary_dim {rotary_dim}, got {table!r}")
-    return ServedRotaryEmbedding(
-        ladder,
+    return rope_layer(
+        get_current_vllm_config_or_none(),
+        rope_parameters,
         head_size=head_size,
-        max_position=max(max_position, served.max_length),
+        max_position=max_position,
         is_neox_style=is_neox_style,
-        dtype=dtype,
-        mrope_section=rope_parameters.get("mrope_section"),
-        mrope_interleaved=rope_parameters.get("mrope_interleaved", False),
+        dtype=dtype or torch.get_default_dtype(),
     )
-
-
-def _rotary_dim(rope_parameters: dict[str, Any], head_size: int) -> int:
-    """Return the number of rotated components by vLLM's rule."""
-    stated: int | None = rope_parameters.get("rope_dim")
-    return stated or int(head_size * rope_parameters.get("partial_rotary_factor", 1.0))
 
 
 def _without_kernels_of_one_table(initialize_model: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:

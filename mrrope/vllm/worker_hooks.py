@@ -7,9 +7,9 @@ from typing import Any
 
 def install() -> None:
     """Install the hooks. They import vLLM's compiler and the ops, which no other process needs."""
-    from mrrope.vllm import cache_fusion, norm_fusion, rotary_embedding, token_tables
+    from mrrope.vllm import cache_fusion, model_runners, norm_fusion, rotary_embedding
 
-    for concept in (rotary_embedding, norm_fusion, cache_fusion, token_tables):
+    for concept in (rotary_embedding, norm_fusion, cache_fusion, model_runners):
         concept.install()
 
 

@@ -31,7 +31,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-# The code of docs/serving.md needs a GPU and a server; tests/serving/test_serving_page.py has what can be tested of it.
+# The code of docs/serving.md needs a GPU and a server; tests/vllm/test_serving_page.py has what can be tested of it.
 PAGES_WITH_PYTHON = [page for page in PAGES if PYTHON.search(page.read_text()) and page.name != "serving.md"]
 TOP_FOLDERS = sorted(
     path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and not path.name.startswith("build")

@@ -1,6 +1,6 @@
 """Every Python example runs and prints what it states; the C++ ones are the ctests consumer.*.
 
-``serve_with_vllm`` runs in tests/serving/test_serving_page.py.
+``serve_with_vllm`` runs in tests/vllm/test_serving_page.py.
 """
 
 import os

@@ -13,8 +13,8 @@ import torch
 import mrrope
 from mrrope import cli
 from mrrope.export import hf_config
+from mrrope.serving.rope_request import RopeRequest
 from mrrope.tables.lookup import tables_from_dict
-from mrrope.vllm.rope_request import RopeRequest
 
 transformers = pytest.importorskip("transformers")
 from layer_tables import random_set  # noqa: E402

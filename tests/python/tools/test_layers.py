@@ -35,6 +35,7 @@ PACKAGE_LAYERS = [
     {"mrrope.hf.patch", "mrrope.hf.registration"},
     {"mrrope.export"},
     {"mrrope"},  # mrrope/__init__.py, the public names
+    {"mrrope.serving"},
     {"mrrope.vllm"},  # vLLM imports it; nothing of the package does
     {"mrrope.reporting"},
     {"mrrope.evaluation", "mrrope.theory", "mrrope.benchmark", "mrrope.environment"},
@@ -140,9 +141,12 @@ def test_the_package_imports_torch_and_the_standard_library_only() -> None:
     files = list((ROOT / "mrrope").rglob("*.py"))
     assert files
     for path in files:
-        # vLLM imports its plugin, with numpy and its other packages at hand.
-        plugins = {"numpy", "prometheus_client", "vllm"} if path.parent == ROOT / "mrrope" / "vllm" else set()
-        foreign = imports_at_module_level(path) - set(sys.stdlib_module_names) - {"torch", "mrrope"} - plugins
+        # Engines import their plugins, with numpy and their other packages at hand.
+        of_engines = {
+            "serving": {"numpy", "prometheus_client"},
+            "vllm": {"numpy", "vllm"},
+        }.get(path.parent.name, set())
+        foreign = imports_at_module_level(path) - set(sys.stdlib_module_names) - {"torch", "mrrope"} - of_engines
         assert foreign == set(), path
 
 
@@ -218,9 +222,10 @@ def test_modules_import_downwards() -> None:
     assert sorted(upward) == []
 
 
-def test_no_module_imports_the_plugin_of_vllm() -> None:
-    outside = {name: others for name, others in package_imports().items() if not name.startswith("mrrope.vllm")}
-    assert [name for name, others in outside.items() if any(other.startswith("mrrope.vllm") for other in others)] == []
+@pytest.mark.parametrize("plugin", ["mrrope.vllm"])
+def test_no_module_imports_a_plugin(plugin: str) -> None:
+    outside = {name: others for name, others in package_imports().items() if not name.startswith(plugin)}
+    assert [name for name, others in outside.items() if any(other.startswith(plugin) for other in others)] == []
 
 
 def levels(package: str) -> dict[str, int]:

@@ -21,9 +21,9 @@ from vllm.model_executor.models.gemma3 import Gemma3Attention
 from vllm.model_executor.models.olmo2 import Olmo2Attention
 from vllm.model_executor.models.qwen3 import Qwen3Attention
 
+from mrrope.serving.rope_layer import served_layers
+from mrrope.serving.rope_settings import merged
 from mrrope.vllm import norm_fusion
-from mrrope.vllm.rope_settings import merged
-from mrrope.vllm.rotary_embedding import served_layers
 
 LENGTH, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN_SIZE = 128, 4, 2, 16, 64
 Q_SIZE, KV_SIZE = HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE

@@ -33,18 +33,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from mrrope.serving.scale_choice import Choice, ScaleSteps, choose, request_counter, salted
 from mrrope.vllm.hooks import WRAPPED
-from mrrope.vllm.request_scale import (
-    EXTRA_ARG,
-    OVERRIDE_ARG,
-    Admission,
-    Choice,
-    ScaleSteps,
-    _scales_time,
-    choose,
-    request_counter,
-    salted,
-)
+from mrrope.vllm.request_scale import SCALE_KEY, TABLE_KEY, Admission, _scales_time
 
 STEPS = ScaleSteps((64, 128, 256, 512, 1024), (1.0, 2.0, 4.0, 8.0, 16.0), reserve=32)
 BLOCK = 16
@@ -179,25 +170,25 @@ class TestFrontEnd:
             (60, SamplingParams(max_tokens=10), 1, 10),
             (60, SamplingParams(max_tokens=None), 1, 68),
             (300, SamplingParams(max_tokens=None), 3, 212),
-            (20, SamplingParams(max_tokens=10, extra_args={OVERRIDE_ARG: "8"}), 3, 10),
+            (20, SamplingParams(max_tokens=10, extra_args={SCALE_KEY: "8"}), 3, 10),
         ]:
             request = process(front_end, prompt, params)
-            assert request.sampling_params.extra_args[EXTRA_ARG] == table
+            assert request.sampling_params.extra_args[TABLE_KEY] == table
             assert request.sampling_params.max_tokens == max_tokens
 
     def test_a_client_cannot_choose_the_index(self, front_end: InputProcessor, auto_config: Any) -> None:
         for index in (0, 4, 99, -1, "x"):
-            request = process(front_end, 100, SamplingParams(max_tokens=10, extra_args={EXTRA_ARG: index}))
-            assert request.sampling_params.extra_args == {EXTRA_ARG: 1}
-            request = engine_request(100, params={"extra_args": {EXTRA_ARG: index}})
+            request = process(front_end, 100, SamplingParams(max_tokens=10, extra_args={TABLE_KEY: index}))
+            assert request.sampling_params.extra_args == {TABLE_KEY: 1}
+            request = engine_request(100, params={"extra_args": {TABLE_KEY: index}})
             admitted, _ = bare_core(auto_config).preprocess_add_request(request)
-            assert admitted.sampling_params.extra_args == {EXTRA_ARG: 1}
+            assert admitted.sampling_params.extra_args == {TABLE_KEY: 1}
 
     @pytest.mark.parametrize("skip_clone", [False, True])
     def test_params_of_the_caller_are_not_changed(self, front_end: InputProcessor, skip_clone: bool) -> None:
         params = SamplingParams(max_tokens=None, extra_args={"other": 1}, skip_clone=skip_clone)
         request = process(front_end, 100, params)
-        assert request.sampling_params.extra_args == {"other": 1, EXTRA_ARG: 2}
+        assert request.sampling_params.extra_args == {"other": 1, TABLE_KEY: 2}
         assert params.extra_args == {"other": 1}
         assert params.max_tokens is None
 
@@ -206,11 +197,11 @@ class TestFrontEnd:
         front_end.assign_request_id(request)
         parent = ParentRequest(request)
         children = [parent.get_child_info(index)[1] for index in range(3)]
-        assert [child.extra_args for child in children] == 3 * [{EXTRA_ARG: 1}]
+        assert [child.extra_args for child in children] == 3 * [{TABLE_KEY: 1}]
 
     def test_bad_scale_becomes_http_400(self, front_end: InputProcessor) -> None:
         with pytest.raises(ValueError, match="mrrope_scale must be one of 1, 2, 4, 8, 16, got 3") as error:
-            process(front_end, 20, SamplingParams(max_tokens=10, extra_args={OVERRIDE_ARG: 3}))
+            process(front_end, 20, SamplingParams(max_tokens=10, extra_args={SCALE_KEY: 3}))
         answer = create_error_response(error.value).error
         assert answer.code == 400
         assert "mrrope_scale" in answer.message
@@ -253,8 +244,8 @@ class TestFrontEnd:
     @pytest.mark.parametrize("rope_parameters", [None, {"rope_type": "mrrope_pro", "factor": 4.0}])
     def test_fixed_tables_need_no_admission(self, tmp_path: Path, rope_parameters: dict[str, Any] | None) -> None:
         config = engine_config(tmp_path, rope_parameters)
-        request = process(InputProcessor(config), 20, SamplingParams(max_tokens=None, extra_args={EXTRA_ARG: 7}))
-        assert request.sampling_params.extra_args == {EXTRA_ARG: 7}
+        request = process(InputProcessor(config), 20, SamplingParams(max_tokens=None, extra_args={TABLE_KEY: 7}))
+        assert request.sampling_params.extra_args == {TABLE_KEY: 7}
         assert request.sampling_params.max_tokens == config.model_config.max_model_len - 20
         admitted, _ = bare_core(config).preprocess_add_request(request)
         assert admitted.cache_salt is None
@@ -267,26 +258,24 @@ class TestFixedFactor:
 
     @pytest.mark.parametrize("scale", [2, "1", True, "x", 4.5])
     def test_another_scale_becomes_http_400(self, config: Any, scale: object) -> None:
-        params = SamplingParams(max_tokens=10, extra_args={OVERRIDE_ARG: scale})
+        params = SamplingParams(max_tokens=10, extra_args={SCALE_KEY: scale})
         with pytest.raises(ValueError, match=r"mrrope_scale must be 4, the scale of all requests, got") as error:
             process(InputProcessor(config), 20, params)
         assert create_error_response(error.value).error.code == 400
         with pytest.raises(ValueError, match="mrrope_scale must be 4"):
-            bare_core(config).preprocess_add_request(engine_request(20, params={"extra_args": {OVERRIDE_ARG: scale}}))
+            bare_core(config).preprocess_add_request(engine_request(20, params={"extra_args": {SCALE_KEY: scale}}))
 
     @pytest.mark.parametrize("scale", [4, "4.0"])
     def test_its_own_scale_is_served(self, config: Any, scale: object) -> None:
-        params = SamplingParams(max_tokens=10, extra_args={OVERRIDE_ARG: scale})
+        params = SamplingParams(max_tokens=10, extra_args={SCALE_KEY: scale})
         request = process(InputProcessor(config), 20, params)
-        assert request.sampling_params.extra_args == {OVERRIDE_ARG: scale}
+        assert request.sampling_params.extra_args == {SCALE_KEY: scale}
         admitted, _ = bare_core(config).preprocess_add_request(request)
         assert admitted.cache_salt is None
 
     def test_a_stock_model_reads_no_scale(self, tmp_path: Path) -> None:
-        params = SamplingParams(max_tokens=10, extra_args={OVERRIDE_ARG: 3})
-        assert process(InputProcessor(engine_config(tmp_path)), 20, params).sampling_params.extra_args == {
-            OVERRIDE_ARG: 3
-        }
+        params = SamplingParams(max_tokens=10, extra_args={SCALE_KEY: 3})
+        assert process(InputProcessor(engine_config(tmp_path)), 20, params).sampling_params.extra_args == {SCALE_KEY: 3}
 
 
 def test_counter_works_in_multiprocess_mode(tmp_path: Path) -> None:
@@ -331,7 +320,7 @@ class TestCore:
 
     def test_request_of_another_front_end_is_admitted(self, auto_config: Any) -> None:
         admitted, _ = bare_core(auto_config).preprocess_add_request(engine_request(100, params={"max_tokens": 924}))
-        assert admitted.sampling_params.extra_args == {EXTRA_ARG: 2}
+        assert admitted.sampling_params.extra_args == {TABLE_KEY: 2}
         assert admitted.max_tokens == 156
         assert admitted.cache_salt == salted(None, 2)
 
@@ -339,9 +328,9 @@ class TestCore:
         core = bare_core(auto_config)
         for prompt, max_tokens in itertools.product((5, 60, 100, 400, 1000), (None, 1, 20, 600)):
             request = process(front_end, prompt, SamplingParams(max_tokens=max_tokens))
-            chosen = request.sampling_params.extra_args[EXTRA_ARG], request.sampling_params.max_tokens
+            chosen = request.sampling_params.extra_args[TABLE_KEY], request.sampling_params.max_tokens
             admitted, _ = core.preprocess_add_request(request)
-            assert (admitted.sampling_params.extra_args[EXTRA_ARG], admitted.max_tokens) == chosen
+            assert (admitted.sampling_params.extra_args[TABLE_KEY], admitted.max_tokens) == chosen
 
     def test_pooling_request_is_refused(self, auto_config: Any) -> None:
         request = engine_request(10, sampling_params=None, pooling_params=PoolingParams(task="embed"))
@@ -355,7 +344,7 @@ class TestCore:
         config.model_config.max_model_len = 300
         # What vLLM makes of a left-out max_tokens then.
         admitted, _ = core.preprocess_add_request(engine_request(200, params={"max_tokens": 100}))
-        assert admitted.sampling_params.extra_args == {EXTRA_ARG: 2}
+        assert admitted.sampling_params.extra_args == {TABLE_KEY: 2}
         assert admitted.max_tokens == 56
 
 
@@ -372,7 +361,7 @@ class TestVideo:
         with pytest.raises(ValueError, match="mrrope_scale must be given for a request with video"):
             admission.admit(self.request("video"))
         assert admission.admit(self.request("image")).table == 0
-        assert admission.admit(self.request("video", extra_args={OVERRIDE_ARG: 4})).table == 2
+        assert admission.admit(self.request("video", extra_args={SCALE_KEY: 4})).table == 2
 
     def test_media_of_a_refused_request_can_be_sent_again(
         self, front_end: InputProcessor, monkeypatch: pytest.MonkeyPatch
@@ -391,12 +380,12 @@ class TestVideo:
                 "mm_kwargs": {"video": [sent.get_and_update_item((item, []), key)[0] for key, item in media.items()]},
                 "mm_placeholders": {"video": [PlaceholderRange(4 * i + 1, 4) for i in range(len(media))]},
             }
-            params = SamplingParams(max_tokens=8, extra_args={OVERRIDE_ARG: scale})
+            params = SamplingParams(max_tokens=8, extra_args={SCALE_KEY: scale})
             return front_end.process_inputs("request", prompt, params, ("generate",))
 
         media = {name: MultiModalKwargsItem.dummy() for name in ("former", "new")}
         held.get_and_update_features(process(4, former=media["former"]).mm_features)
-        with pytest.raises(ValueError, match=OVERRIDE_ARG):
+        with pytest.raises(ValueError, match=SCALE_KEY):
             process(3, **media)
         features = process(4, **media).mm_features
         assert [feature.data for feature in features] == [None, media["new"]]
@@ -440,7 +429,7 @@ class TestScheduler:
             request = engine_request(56, name, params={"max_tokens": max_tokens})
             scheduler.add_request(core.preprocess_add_request(request)[0])
             (new,) = self.step(scheduler).scheduled_new_reqs
-            hits.append((new.sampling_params.extra_args[EXTRA_ARG], new.num_computed_tokens))
+            hits.append((new.sampling_params.extra_args[TABLE_KEY], new.num_computed_tokens))
         assert hits == [(0, 0), (1, 0), (0, 48), (1, 48), (2, 0), (2, 48)]
 
     @pytest.mark.parametrize("use_v2", [False, True])
@@ -452,7 +441,7 @@ class TestScheduler:
             request = engine_request(40, name, params={"max_tokens": max_tokens, "ignore_eos": True})
             request.prompt_token_ids[0] = ord(name)
             admitted, _ = core.preprocess_add_request(request)
-            tables[name] = admitted.sampling_params.extra_args[EXTRA_ARG]
+            tables[name] = admitted.sampling_params.extra_args[TABLE_KEY]
             scheduler.add_request(admitted)
         assert tables == {"a": 0, "b": 1, "c": 1}
         preempted: set[str] = set()
@@ -462,11 +451,11 @@ class TestScheduler:
                 break
             output = self.step(scheduler)
             for new in output.scheduled_new_reqs:
-                assert new.sampling_params.extra_args[EXTRA_ARG] == tables[new.req_id]
+                assert new.sampling_params.extra_args[TABLE_KEY] == tables[new.req_id]
                 if new.req_id in preempted:
                     resumed[new.req_id] = tables[new.req_id]
             for name in output.scheduled_cached_reqs.resumed_req_ids:
-                resumed[name] = scheduler.requests[name].sampling_params.extra_args[EXTRA_ARG]
+                resumed[name] = scheduler.requests[name].sampling_params.extra_args[TABLE_KEY]
             preempted |= output.preempted_req_ids or set()
         assert not scheduler.has_unfinished_requests()
         assert preempted

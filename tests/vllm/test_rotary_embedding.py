@@ -16,9 +16,9 @@ from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from mrrope.hf.auto_scale.ladder import Ladder
+from mrrope.serving.rope_layer import ServedRotaryEmbedding, served_layers
+from mrrope.serving.rope_settings import merged
 from mrrope.tables.frequency_table import frequency_table
-from mrrope.vllm.rope_settings import merged
-from mrrope.vllm.rotary_embedding import ServedRotaryEmbedding, served_layers
 
 BASE, LENGTH = 10_000.0, 128
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 24

@@ -27,11 +27,12 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
-from mrrope.vllm import token_tables
+from mrrope.serving.rope_layer import served_layers
+from mrrope.serving.token_tables import TokenTables, attach
+from mrrope.vllm import model_runners
 from mrrope.vllm.hooks import WRAPPED, where_served
-from mrrope.vllm.request_scale import EXTRA_ARG
-from mrrope.vllm.rotary_embedding import served_layers
-from mrrope.vllm.token_tables import TokenTables, attach, require_served
+from mrrope.vllm.model_runners import require_served
+from mrrope.vllm.request_scale import TABLE_KEY
 
 CPU = torch.device("cpu")
 FIXED = {"rope_type": "mrrope_pro", "factor": 4.0}
@@ -182,14 +183,14 @@ def loaded_runner(config: Any, model: nn.Module) -> Any:
     runner.get_model = lambda: model
     worker = SimpleNamespace(vllm_config=config, model_runner=runner)
     calls = []
-    around = where_served(token_tables._config_of, token_tables.__name__, "attach_to_runner")
+    around = where_served(model_runners._config_of, model_runners.__name__, "attach_to_runner")
     around(lambda *args, **kwargs: calls.append((args, kwargs)), worker, load_dummy_weights=True)
     assert calls == [((worker,), {"load_dummy_weights": True})]
     return runner
 
 
 def new_request(name: str, table: int | None) -> NewRequestData:
-    params = SamplingParams(extra_args=None if table is None else {EXTRA_ARG: table})
+    params = SamplingParams(extra_args=None if table is None else {TABLE_KEY: table})
     return NewRequestData(name, [1, 2], [], params, None, ([0],), 0, None, prefill_token_ids=[1, 2])
 
 
@@ -221,7 +222,7 @@ class TestRunnerV2:
 
         output = SchedulerOutput.make_empty()
         output.scheduled_new_reqs = list(requests)
-        token_tables._add_requests(original, runner, output)
+        model_runners._add_requests(original, runner, output)
 
     @staticmethod
     def step(runner: Any, **num_tokens: int) -> list[int]:
@@ -231,7 +232,7 @@ class TestRunnerV2:
         batch.num_scheduled_tokens = np.array([num_tokens[name] for name in batch.req_ids], dtype=np.int32)
         slots = [runner.req_states.req_id_to_index[name] for name in batch.req_ids]
         batch.idx_mapping_np = np.array(slots, dtype=np.int32)
-        assert token_tables._prepare_inputs_v2(lambda *args: batch, runner, "output", "descriptor") is batch
+        assert model_runners._prepare_inputs_v2(lambda *args: batch, runner, "output", "descriptor") is batch
         tables: list[int] = runner.mrrope_tables.index[: batch.num_tokens].tolist()
         return tables
 
@@ -265,10 +266,10 @@ class TestRunnerV2:
     def test_other_models_are_left_alone(self) -> None:
         # Runners that were loaded without the hook, as another platform's may be.
         runner = SimpleNamespace()
-        assert token_tables._prepare_inputs_v2(lambda *args: "batch", runner, "output", "descriptor") == "batch"
-        token_tables._add_requests(lambda *args: None, runner, SchedulerOutput.make_empty())
+        assert model_runners._prepare_inputs_v2(lambda *args: "batch", runner, "output", "descriptor") == "batch"
+        model_runners._add_requests(lambda *args: None, runner, SchedulerOutput.make_empty())
         counts = np.array([1], dtype=np.int32)
-        assert token_tables._prepare_inputs_v1(lambda *args: args, runner, "output", counts)[1] == "output"
+        assert model_runners._prepare_inputs_v1(lambda *args: args, runner, "output", counts)[1] == "output"
 
 
 def unpinned(factory: Any) -> Any:
@@ -298,7 +299,7 @@ class TestRunnerV1:
     def step(runner: Any, **num_tokens: int) -> list[int]:
         counts = np.array([num_tokens[name] for name in runner.input_batch.req_ids], dtype=np.int32)
         given = SchedulerOutput.make_empty()
-        passed = token_tables._prepare_inputs_v1(lambda *args: args, runner, given, counts)
+        passed = model_runners._prepare_inputs_v1(lambda *args: args, runner, given, counts)
         assert passed == (runner, given, counts)
         tables: list[int] = runner.mrrope_tables.index[: counts.sum()].tolist()
         return tables
@@ -321,8 +322,8 @@ class TestRunnerV1:
 
 
 def test_hooks_fit_the_functions_they_wrap() -> None:
-    token_tables.install()
-    token_tables.install()  # every worker of a process does
+    model_runners.install()
+    model_runners.install()  # every worker of a process does
     for owner, name, parameters in [
         (RunnerV2, "add_requests", ["self", "scheduler_output"]),
         (RunnerV2, "prepare_inputs", ["self", "scheduler_output", "batch_desc"]),

@@ -6,7 +6,7 @@ import pytest
 import serving
 from vllm.engine.arg_utils import EngineArgs
 
-from mrrope.vllm.rope_settings import served_rope
+from mrrope.serving.rope_settings import served_rope
 
 
 @pytest.mark.parametrize("shape", serving.SHAPES)

@@ -25,7 +25,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 import mrrope
 from mrrope.export.hf_config import export_config
-from mrrope.vllm.rope_settings import KEY, ServedRope, served_rope
+from mrrope.serving.rope_settings import KEY, ServedRope, served_rope
 
 SIZES = {
     "vocab_size": 128,

@@ -12,7 +12,7 @@ import pytest
 from markers import needs_cuda
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from mrrope.vllm import request_scale, rope_request
+from mrrope.serving import rope_request, scale_choice
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "serving.md").read_text()
@@ -58,7 +58,7 @@ def test_the_python_compiles() -> None:
 def test_the_request_reaches_the_sampling_parameters() -> None:
     (body,) = re.findall(r"-d '(.*)'", PAGE)
     params = CompletionRequest(**json.loads(body)).to_sampling_params(256, {})
-    assert params.extra_args == {request_scale.OVERRIDE_ARG: 4}
+    assert params.extra_args == {scale_choice.SCALE_KEY: 4}
 
 
 def test_the_default_reserve_is_stated() -> None:

@@ -16,10 +16,10 @@ from mrrope.hf.auto_scale.ladder import Ladder, ladder_for
 from mrrope.hf.rope_config import UNTRAINED, RopeSettings, is_local, length_read, settings
 from mrrope.hf.rope_types import OPTIONS as TYPE_OPTIONS
 from mrrope.hf.rope_types import ROPE_TYPES, register_types
+from mrrope.serving.mark import KEY
+from mrrope.serving.rope_request import MODEL_KEYS, ROPE_TYPE, RopeRequest
 from mrrope.tables.frequency_table import FrequencyTable
 from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, resolve_table
-from mrrope.vllm.hooks import KEY
-from mrrope.vllm.rope_request import MODEL_KEYS, ROPE_TYPE, RopeRequest
 
 NATIVE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", *ROPE_TYPES)
 """Values of ``rope_type`` that transformers computes, and so can be extended."""

@@ -13,8 +13,8 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.utils.torch_utils import _resolve_layer_name
 
+from mrrope.serving.rope_settings import merged
 from mrrope.vllm import cache_fusion
-from mrrope.vllm.rope_settings import merged
 
 LAYER = "layers.0.attn"
 LENGTH, HEADS, KV_HEADS, HEAD_SIZE = 128, 4, 2, 64

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mrrope
 from mrrope.hf.rotary_embedding import TableRotaryEmbedding
-from mrrope.vllm.rope_request import RopeRequest, selects_mrrope
-from mrrope.vllm.rope_settings import KEY, ServedRope, merged
+from mrrope.serving.rope_request import RopeRequest, selects_mrrope
+from mrrope.serving.rope_settings import KEY, ServedRope, merged
 
 DIM = 32
 PAIRS = DIM // 2

@@ -1,0 +1,129 @@
+"""Choose the table of a request by its length, and separate cached keys of different tables.
+
+The choice is a pure function of the request, so that every process of an engine can make it again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
+
+TABLE_KEY = "mrrope_table"
+"""Key under which a request carries its index into ``Ladder.tables`` to the workers."""
+SCALE_KEY = "mrrope_scale"
+"""Key by which a request names its scale."""
+SALT_PREFIX = "mrrope:"
+
+
+@dataclass(frozen=True)
+class ScaleSteps:
+    """What the choice depends on: the length and the scale of each table of a ladder."""
+
+    reaches: tuple[int, ...]
+    scales: tuple[float, ...]
+    reserve: int
+    """Number of new tokens assumed for a request without max_tokens."""
+
+    def __str__(self) -> str:
+        steps = [f"{reach} tokens at scale {scale:g}" for reach, scale in zip(self.reaches, self.scales, strict=True)]
+        return ", ".join(steps)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The table of a request, and the number of new tokens that it has room for."""
+
+    table: int
+    max_tokens: int
+
+
+def choose(
+    steps: ScaleSteps,
+    *,
+    prompt_tokens: int,
+    max_tokens: int,
+    max_model_len: int,
+    min_tokens: int = 0,
+    scale: object = None,
+) -> Choice:
+    """Choose the smallest table that reaches the end of a request. Choosing again with the result changes nothing.
+
+    ``max_tokens`` counts as left out where it reaches ``max_model_len``, since engines replace None by that. Such
+    a request gets a table for ``steps.reserve`` new tokens, and ``max_tokens`` is capped to what that table reaches.
+
+    Args:
+        steps: The tables.
+        prompt_tokens: Length of the prompt.
+        max_tokens: Maximum number of new tokens.
+        max_model_len: Maximum length of a request in this engine. The last table serves up to it.
+        min_tokens: Minimum number of new tokens.
+        scale: Scale that the request names; None for the smallest that suffices.
+
+    Raises:
+        ValueError: ``scale`` is not a scale of ``steps``, or its table does not reach the end of the request.
+    """
+    # The engine stops at max_model_len, so the last table needs no limit of its own.
+    reaches = (*steps.reaches[:-1], math.inf)
+    room = max_model_len - prompt_tokens
+    # A named scale is taken as long as one token fits.
+    reserve = 1 if scale is not None else steps.reserve
+    new_tokens = max_tokens if max_tokens < room else min(max(reserve, min_tokens), room)
+    candidates = [table for table, reach in enumerate(reaches) if reach >= prompt_tokens + new_tokens]
+    if scale is not None:
+        named = parsed_scale(steps, scale)
+        possible = [table for table in candidates if steps.scales[table] == named]
+        if not possible:
+            suffice = ", ".join(f"{steps.scales[table]:g}" for table in candidates)
+            raise ValueError(
+                f"{SCALE_KEY} must be one of {suffice} for a prompt of {prompt_tokens} tokens and {new_tokens} new "
+                f"tokens, got {scale!r}; the tables reach {steps}"
+            )
+        candidates = possible
+    table = candidates[0]
+    if reaches[table] >= max_model_len:
+        return Choice(table, max_tokens)
+    return Choice(table, int(min(max_tokens, reaches[table] - prompt_tokens)))
+
+
+def parsed_scale(steps: ScaleSteps, scale: object) -> float:
+    """Return the scale that a request names.
+
+    Raises:
+        ValueError: It is none of ``steps``.
+    """
+    try:
+        # A bool is an int in Python, but not a scale. Strings come from vllm_xargs.
+        number = float(scale) if isinstance(scale, (int, float, str)) and not isinstance(scale, bool) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if number not in steps.scales:
+        known = ", ".join(f"{step:g}" for step in steps.scales)
+        known = f"one of {known}" if len(steps.scales) > 1 else f"{known}, the scale of all requests"
+        raise ValueError(f"{SCALE_KEY} must be {known}, got {scale!r}")
+    return number
+
+
+def salted(cache_salt: str | None, table: int) -> str | None:
+    """Return the salt under which blocks of ``table`` are cached. Distinct tables or salts give distinct results.
+
+    The model's own table keeps the user's salt, unless that looks like a salt of this function.
+    """
+    if table == 0 and not (cache_salt or "").startswith(SALT_PREFIX):
+        return cache_salt
+    return f"{SALT_PREFIX}{table}:{cache_salt or ''}"
+
+
+@functools.cache
+def request_counter() -> Counter:
+    """Return the Prometheus counter of admitted requests: one per process, with the labels ``model_name``, ``scale``.
+
+    vLLM unregisters metrics that start with ``vllm:`` whenever it creates an engine; this one stays.
+    """
+    from prometheus_client import Counter
+
+    return Counter("mrrope:requests", "Requests by the scale of their RoPE table.", ["model_name", "scale"])
