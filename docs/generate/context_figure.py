@@ -65,7 +65,7 @@ def measured_row(method: str) -> Row:
     """Return a method's figures, each length read with the smallest scale that covers it."""
     stock = second_halves(measured(16, STOCK, "perplexity"))
     if method == STOCK:
-        return Row(stock)  # of whose keys two prompts were asked, too few to show
+        return Row(stock)  # its pass keys were tried with two prompts, too few to show
     name = "head" if method == LADDER else method
     if not any(measured(scale, name, "perplexity") for scale in SCALES.values()):
         return Row()
@@ -159,7 +159,7 @@ def draw(picture: Path = PICTURE) -> None:
         style = {"marker": "o", **plotting.line(method), **STYLES.get(method, {}), "label": TITLES[method]}
         left.plot([places[length] for length in row.perplexity], row.perplexity.values(), **style)
         if row.keys:
-            shares = [count / asked for count, asked in row.keys.values()]
+            shares = [hits / prompts for hits, prompts in row.keys.values()]
             right.plot([places[length] for length in row.keys], shares, **style)
     left.set(yscale="log", ylim=(2.7, HIGHEST), ylabel="perplexity, second half (lower is better)")
     left.set_yticks([3, 4, 5, 7, 10, 20], ["3", "4", "5", "7", "10", "20"])

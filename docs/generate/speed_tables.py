@@ -189,7 +189,7 @@ def model(file: str, mode: str) -> list[str]:
         return NOT_MEASURED
     others = [kind for kind in keys_in_order(row["seconds"] for row in rows) if kind != "stock"]
     kinds = ["stock", *others]
-    # A compiled model runs its own norms whatever was asked for, and was timed under one name.
+    # Inductor fuses the norms of compiled models whatever fuse_norms is, so they have one row.
     titles = [COLUMN_TITLES.get(kind, kind) if len(others) > 1 else "patched" for kind in others]
 
     def shown(values: Row, kind: str, form: str) -> str:

@@ -148,15 +148,15 @@ def _list_answers(axes: Any, data: dict[str, Any]) -> None:
     axes.set(xlim=(0, 1), ylim=(0, 1))
     last = str(data["tokens"])
     distance = short(data["tokens"] - data["pass_key_at"])
-    axes.text(0, 0.98, f"Asked for a pass key {distance} tokens back ({data['pass_key']}):", va="top")
+    axes.text(0, 0.98, f"Answer to the question for a pass key {distance} tokens back ({data['pass_key']}):", va="top")
     for number, (method, reading) in enumerate(data["readings"].items()):
         top = 0.84 - 0.21 * number
         answer = reading["pass_key"][last]
         style = plotting.line(method) | {"label": None}
         axes.plot([0, 0.09], [top - 0.02, top - 0.02], linewidth=2.2, **style)
         axes.text(0.12, top, reading["label"], va="center", weight="bold")
-        said = "".join(filter(str.isprintable, first_line(answer["answer"]).strip()))[:24]
-        axes.text(0.12, top - 0.07, f"✓ {data['pass_key']}" if answer["found"] else f"✗ “{said}”", va="center",
+        shown = "".join(filter(str.isprintable, first_line(answer["answer"]).strip()))[:24]
+        axes.text(0.12, top - 0.07, f"✓ {data['pass_key']}" if answer["found"] else f"✗ “{shown}”", va="center",
                   color="#007A5E" if answer["found"] else "#B22222")  # fmt: skip
         past = f"perplexity past {short(data['native'])}: {reading['past_native']:.3g}"
         axes.text(0.12, top - 0.13, past, va="center", color="dimgray")

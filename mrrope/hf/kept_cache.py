@@ -27,7 +27,7 @@ class PrepareInputsKeepingCache:
     def __init__(self, model: nn.Module, *, is_configured: bool = False) -> None:
         self.model = model
         self.is_configured = is_configured
-        """Whether the model's configuration asks for it, not a patch: ``unpatch`` leaves it."""
+        """Whether the model's configuration selects it, not a patch: ``unpatch`` keeps it."""
         self.own: Callable[..., Any] | None = vars(model).get(PREPARE)
         """What the instance had before, as other libraries set."""
 
