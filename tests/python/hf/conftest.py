@@ -1,5 +1,6 @@
-"""The model of the tests of scale="auto"."""
+"""Models of several test files, and the state in which tests of ``patch`` find transformers."""
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,3 +16,33 @@ def model(device: str) -> Iterator[Any]:
     torch.set_default_device(device)
     yield tiny_llama()
     torch.set_default_device(None)
+
+
+@pytest.fixture
+def no_other_patched_models() -> None:
+    """Collect the patched models of other tests, which keep functions wrapped as long as they live."""
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def quick_collection() -> Iterator[None]:
+    """Freeze the many objects of transformers, so that collections before every test skip them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def stock(no_other_patched_models: None) -> Any:
+    """Llama's own function."""
+    modeling_llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    assert not hasattr(modeling_llama.apply_rotary_pos_emb, "__wrapped__")
+    return modeling_llama.apply_rotary_pos_emb
+
+
+@pytest.fixture
+def llama() -> Any:
+    from tiny_models import tiny_model  # needs transformers
+
+    return tiny_model("llama")

@@ -1,13 +1,7 @@
 """patch, unpatch and patched on tiny models: against the stock code with the same frequencies, and without residue."""
 
 import copy
-import gc
-import importlib
-import pickle
-import subprocess
-import sys
 import warnings
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +17,6 @@ pytest.importorskip("transformers")
 from model_tolerance import relative
 from patched_models import (
     CONVENTIONS,
-    IN_A_FRESH_PROCESS,
     LENGTH,
     LLAMA,
     TOLERANCE,
@@ -34,40 +27,21 @@ from patched_models import (
     model_named,
     packed_tables,
     ready,
-    rotary_embedding,
     unfused,
 )
-from safetensors.torch import load_file
 from tiny_models import random_model, tiny_config_of, tiny_model, tokens
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextGenerationPipeline
 from transformers.models.llama import modeling_llama
 
+pytestmark = pytest.mark.usefixtures("quick_collection", "stock")
+
+
 RADIX_FACTORS = [1.0, 1.0, 1.2, 1.1, 1.3, 1.0, 1.5]
+
+
 CUMULATIVE_SCALES = [1.0, 1.0, 1.1, 1.5, 2.0, 3.0, 4.0, 4.0]
-
-
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collection():
-    """Freeze the many objects of transformers, so that collections before every test skip them."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def stock() -> Any:
-    """Llama's own function, restored once the patched models of other tests are collected."""
-    gc.collect()
-    assert not hasattr(modeling_llama.apply_rotary_pos_emb, "__wrapped__")
-    return modeling_llama.apply_rotary_pos_emb
 
 
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -262,150 +236,6 @@ def test_models_without_rope() -> None:
         mrrope.unpatch(model)
 
 
-def test_unpatching_what_is_not_patched(llama: PreTrainedModel) -> None:
-    before = Snapshot(llama)
-    with pytest.raises(ValueError, match="model must be a patched one, and this LlamaForCausalLM is not"):
-        mrrope.unpatch(llama)
-    mrrope.unpatch(mrrope.patch(llama, "pi", scale=2.0))
-    with pytest.raises(ValueError, match="model must be a patched one"):
-        mrrope.unpatch(llama)
-    before.assert_untouched()
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", UNFUSABLE])
-@pytest.mark.filterwarnings("ignore:.*not the fused op")
-def test_unpatch_puts_the_very_same_objects_back(family: str) -> None:
-    model = model_named(family)
-    before, found = Snapshot(model), logits(model)
-    mrrope.patch(model, "mrrope_pro", scale=4.0)
-    assert model.state_dict().keys() == {*before.keys}
-    assert not torch.equal(logits(model), found)
-    assert mrrope.unpatch(model) is model
-    before.assert_untouched()
-    assert torch.equal(logits(model), found)
-
-
-def test_patching_twice_replaces(llama: PreTrainedModel) -> None:
-    before = Snapshot(llama)
-    mrrope.patch(llama, "pi", scale=4.0)
-    mrrope.patch(llama, "mrrope_pro", scale=4.0)
-    assert_same(logits(llama), logits(unfused(tiny_model("llama"), ready())))
-    mrrope.unpatch(llama)  # once is enough
-    before.assert_untouched()
-
-
-def test_an_inner_model_can_be_patched(llama: PreTrainedModel) -> None:
-    before = Snapshot(llama)
-    want = logits(unfused(tiny_model("llama"), ready()))
-    assert mrrope.patch(llama.model, ready()) is llama.model
-    assert_same(logits(llama), want)
-    mrrope.unpatch(llama)
-    before.assert_untouched()
-
-
-def test_a_rotary_embedding_alone_is_refused(llama: PreTrainedModel) -> None:
-    """Only its owner can replace it."""
-    with pytest.raises(ValueError, match="model must"):
-        mrrope.patch(rotary_embedding(llama), "pi", scale=2.0)
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_models_beside_each_other(order: tuple[int, int], stock: Any) -> None:
-    methods = ["mrrope_pro", "pi"]
-    models = [tiny_model("llama") for _ in methods]
-    beside = tiny_model("llama")
-    plain = logits(beside)
-    want = [
-        logits(unfused(tiny_model("llama"), mrrope.frequency_table(method, **LLAMA, scale=4.0))) for method in methods
-    ]
-    for model, method in zip(models, methods, strict=True):
-        mrrope.patch(model, method, scale=4.0)
-    for i in order:
-        assert torch.equal(logits(beside), plain)
-        assert torch.equal(logits(tiny_model("llama")), plain)  # made after the patch
-        assert_same(logits(models[i]), want[i])
-        assert_same(logits(models[order[1]]), want[order[1]])
-        assert modeling_llama.apply_rotary_pos_emb is not stock
-        assert torch.equal(logits(mrrope.unpatch(models[i])), plain)
-    assert modeling_llama.apply_rotary_pos_emb is stock
-    assert torch.equal(logits(beside), plain)
-
-
-@pytest.mark.parametrize("others", [0, 1])
-def test_a_patched_model_may_be_dropped(llama: PreTrainedModel, stock: Any, others: int) -> None:
-    plain = logits(llama)
-    dropped = mrrope.patch(tiny_model("llama"), "pi", scale=4.0)
-    kept = [mrrope.patch(tiny_model("llama"), ready()) for _ in range(others)]
-    gone = weakref.ref(rotary_embedding(dropped))
-    del dropped
-    gc.collect()
-    assert gone() is None, "patching must not keep a model alive"
-    assert (modeling_llama.apply_rotary_pos_emb is stock) == (others == 0)
-    assert torch.equal(logits(llama), plain)
-    for model in [*kept, mrrope.patch(llama, ready())]:
-        assert_same(logits(model), logits(unfused(tiny_model("llama"), ready())))
-        assert torch.equal(logits(mrrope.unpatch(model)), plain)
-    assert modeling_llama.apply_rotary_pos_emb is stock
-
-
-def test_a_function_over_ours_stays(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, stock: Any) -> None:
-    """A function that another library installs over the fused one stays."""
-    mrrope.patch(llama, "pi", scale=4.0)
-    ours = modeling_llama.apply_rotary_pos_emb
-
-    def theirs(*args: Any, **kwargs: Any) -> Any:
-        return ours(*args, **kwargs)
-
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", theirs)
-    assert_same(logits(llama), logits(unfused(tiny_model("llama"), mrrope.frequency_table("pi", **LLAMA, scale=4.0))))
-    plain = logits(tiny_model("llama"))
-    assert torch.equal(logits(mrrope.unpatch(llama)), plain)
-    assert modeling_llama.apply_rotary_pos_emb is theirs
-    monkeypatch.undo()
-    modeling_llama.apply_rotary_pos_emb = stock
-
-
-def test_patched_is_patch_and_unpatch(llama: PreTrainedModel) -> None:
-    before, plain = Snapshot(llama), logits(llama)
-    with mrrope.patched(llama, "mrrope_pro", scale=4.0) as model:
-        assert model is llama
-        assert_same(logits(llama), logits(unfused(tiny_model("llama"), ready())))
-    before.assert_untouched()
-    with pytest.raises(ZeroDivisionError), mrrope.patched(llama, ready()):
-        raise ZeroDivisionError
-    before.assert_untouched()
-    with mrrope.patched(llama, ready()):
-        mrrope.unpatch(llama)  # early
-    before.assert_untouched()
-    assert torch.equal(logits(llama), plain)
-
-
-def test_patched_blocks_nest(llama: PreTrainedModel) -> None:
-    before = Snapshot(llama)
-    with mrrope.patched(llama, "pi", scale=2.0):
-        outer = logits(llama)
-        with mrrope.patched(llama, "mrrope_pro", scale=4.0):
-            assert not torch.equal(logits(llama), outer)
-        assert torch.equal(logits(llama), outer)
-    before.assert_untouched()
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", UNFUSABLE])
-@pytest.mark.filterwarnings("ignore:.*not the fused op")
-def test_patched_on_a_model_that_comes_patched(family: str) -> None:
-    model = model_named(family)
-    plain = logits(model)
-    mrrope.patch(model, "mrrope_pro", scale=4.0)
-    found = logits(model)
-    with mrrope.patched(model, "pi", scale=2.0):
-        assert not torch.equal(logits(model), found)
-    assert torch.equal(logits(model), found)
-    with pytest.raises(ZeroDivisionError), mrrope.patched(model, "pi", scale=2.0):
-        raise ZeroDivisionError
-    assert torch.equal(logits(model), found)
-    assert torch.equal(logits(mrrope.unpatch(model)), plain)
-
-
 @pytest.mark.parametrize("family", CONVENTIONS)
 def test_conventions(family: str, recwarn: pytest.WarningsRecorder) -> None:
     rotary_dim, base = CONVENTIONS[family]
@@ -475,77 +305,6 @@ def test_several_positions_a_token() -> None:
     assert_same(logits(model), logits(reference))
 
 
-def test_a_model_of_windowed_layers_alone_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mrrope.hf.rope_config.is_local", lambda _: True)
-    model = tiny_model("llama")
-    before = logits(model)
-    with pytest.warns(UserWarning, match="keeps its own tables: all its layers with RoPE see only a window"):
-        mrrope.patch(model, "mrrope_pro", scale=4.0)
-    torch.testing.assert_close(logits(model), before)
-    mrrope.patch(model, "mrrope_pro", scale=4.0, local_layers=True)
-    assert (logits(model) - before).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("scale", [4.0, "auto"])
-@pytest.mark.parametrize("family", ["mistral", "ministral"])
-def test_a_window_under_one_rope_in_all_layers_warns(family: str, scale: float | str) -> None:
-    model = tiny_model(family)
-    ids = tokens(1, LENGTH)
-    others = torch.cat([ids[:, :1] % 90 + 4, ids[:, 1:]], dim=1)
-    reach = 256 if scale == 4.0 else 1024
-    said = rf"reads {reach} tokens so, but no layer sees further back than its sliding window of 8: sliding_window"
-    with pytest.warns(UserWarning, match=said):
-        mrrope.patch(model, "mrrope_pro", scale=scale)
-    assert torch.equal(*(logits(model, input_ids=each)[:, -1] for each in (ids, others))), "the first token is unseen"
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("mistral", {"sliding_window": None}),
-        ("mistral", {"sliding_window": 4 * LENGTH}),
-        ("gemma2", {}),
-        ("qwen2", {"sliding_window": 8}),
-    ],
-)
-def test_layers_that_see_the_whole_text_do_not_warn(family: str, changes: dict[str, Any]) -> None:
-    config = tiny_config_of(family)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        mrrope.patch(random_model(config), "mrrope_pro", scale=4.0)
-
-
-def test_a_window_that_is_not_extended_past_does_not_warn() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        mrrope.patch(tiny_model("mistral"), "rope")
-
-
-@pytest.mark.parametrize("local_layers", [False, True])
-def test_local_layers_have_a_rope_of_their_own(local_layers: bool) -> None:
-    size = {"rotary_dim": 16, "original_max_position": LENGTH}
-    tables = {
-        "full_attention": mrrope.frequency_table("mrrope_pro", base=1e6, scale=4.0, **size),
-        "sliding_attention": mrrope.frequency_table("mrrope_pro" if local_layers else "rope", base=1e4,
-                                                    scale=4.0 if local_layers else 1.0, **size),
-    }  # fmt: skip
-    reference, model = tiny_model("gemma3_text"), tiny_model("gemma3_text")
-    plain = logits(model)
-    for layer_type, table in tables.items():
-        unfused(reference, table, layer_type)
-    mrrope.patch(model, "mrrope_pro", scale=4.0, **({"local_layers": True} if local_layers else {}))
-    for layer_type, table in tables.items():
-        packed = packed_tables(model)[f"model.rotary_emb.{layer_type}_packed_table"]
-        # The model's own frequencies are float32, so phase steps agree in their first 24 bits.
-        difference = (packed[:-1] - table.turns).abs().double() / table.turns.abs()
-        assert difference.max() < 2**-23
-        assert packed[-1] == table.packed(torch.device("cpu"))[-1]
-    assert_same(logits(model), logits(reference))
-    assert relative(logits(reference), plain) > 1e-3
-
-
 def test_where_the_op_cannot_be_fused_the_table_is_swapped() -> None:
     model = model_named(UNFUSABLE)
     plain = logits(model)
@@ -560,107 +319,6 @@ def test_where_the_op_cannot_be_fused_the_table_is_swapped() -> None:
     assert torch.equal(logits(model), plain)
     assert torch.equal(logits(clone), want)
     assert torch.equal(logits(mrrope.unpatch(clone)), plain)
-
-
-@pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
-)
-@pytest.mark.parametrize("family", ["llama", "llama4_text", "gemma3_text"])
-def test_copies_stand_on_their_own(family: str, how: Callable[[Any], Any]) -> None:
-    model = tiny_model(family)
-    plain = logits(model)
-    found = logits(mrrope.patch(model, "mrrope_pro", scale=4.0))
-    clone = how(model)
-    assert torch.equal(logits(clone), found)
-    assert torch.equal(logits(mrrope.unpatch(model)), plain)
-    assert torch.equal(logits(clone), found), "unpatching the one must not touch the other"
-    assert torch.equal(logits(mrrope.unpatch(clone)), plain)
-
-
-def test_an_unpatched_copy_of_a_model_that_is_patched_later(llama: PreTrainedModel) -> None:
-    clone, plain = copy.deepcopy(llama), logits(llama)
-    mrrope.patch(llama, "pi", scale=4.0)
-    assert torch.equal(logits(clone), plain)
-
-
-@pytest.mark.slow
-def test_unpickled_in_a_fresh_process(tmp_path: Path) -> None:
-    families = ["llama", "deepseek_v3", "llama4_text", "gemma3_text", "qwen3_5_text", "qwen3", "olmo2"]
-    cases = {}
-    for family in families:
-        model = tiny_model(family)
-        plain = logits(model)
-        cases[family] = (mrrope.patch(model, "mrrope_pro", scale=4.0), tokens(2, 24), logits(model), plain)
-    path = tmp_path / "models.pickle"
-    path.write_bytes(pickle.dumps(cases))
-    command = [sys.executable, "-c", IN_A_FRESH_PROCESS, path]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-
-
-ATTENTION_IN_ANOTHER_MODULE = """
-import torch
-from transformers.models.llama.modeling_llama import LlamaAttention, rotate_half
-
-def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
-
-class OtherAttention(LlamaAttention):
-    def forward(self, hidden_states, position_embeddings, **_):
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), None
-"""
-
-
-def test_unpickled_where_the_function_takes_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama")
-    with mrrope.patched(model, "mrrope_pro", scale=4.0):
-        saved = pickle.dumps(model)
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, offset=0: (q, k))
-    with pytest.raises(ValueError, match=r"patched anew: .*apply_rotary_pos_emb takes other arguments"):
-        pickle.loads(saved)
-
-
-@pytest.mark.slow
-def test_unpickled_with_attention_in_another_module_than_the_rotary_embedding(
-    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "other_modeling.py").write_text(ATTENTION_IN_ANOTHER_MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    other = importlib.import_module("other_modeling")
-    for layer in llama.model.layers:
-        layer.self_attn.__class__ = other.OtherAttention
-    plain = logits(llama)
-    want = logits(mrrope.patch(llama, "mrrope_pro", scale=4.0))
-    path = tmp_path / "models.pickle"
-    path.write_bytes(pickle.dumps({"other": (llama, tokens(2, 24), want, plain)}))
-    command = [sys.executable, "-c", IN_A_FRESH_PROCESS, path]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-
-
-def test_weights_are_saved_as_if_unpatched(llama: PreTrainedModel, tmp_path: Path) -> None:
-    llama.save_pretrained(tmp_path / "before")
-    mrrope.patch(llama, "mrrope_pro", scale=4.0)
-    llama.save_pretrained(tmp_path / "patched")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("before", "patched"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    configs = [(tmp_path / name / "config.json").read_text() for name in ("before", "patched")]
-    assert configs[0] == configs[1]
-    again = type(llama).from_pretrained(tmp_path / "patched").eval()
-    assert torch.equal(logits(again), logits(mrrope.unpatch(llama)))
-
-
-def test_weights_load_into_a_patched_model(llama: PreTrainedModel) -> None:
-    other = tiny_model("llama", seed=1)
-    mrrope.patch(other, ready()).load_state_dict(llama.state_dict(), strict=True)
-    assert torch.equal(logits(other), logits(mrrope.patch(llama, ready())))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -1,213 +1,39 @@
 """qk_norm_rotary_and_cache: RMSNorm, rotation, cache write, float8 q and gate against float64, schemas and errors."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from cache_calls import (
-    CacheCall,
     assert_compiled_like_eager,
-    cache_storage,
-    cached_tokens,
     near_and_far_blocks,
-    random_slots,
     written_arguments,
 )
 from cache_reference import (
     FLOAT8,
-    assert_other_slots_unchanged,
     by_slot,
     by_token,
-    divisor,
-    half_ulp,
-    nearest_float8,
-    saturated,
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from norm_reference import EPS, OVERS, normed
-from op_errors import assert_refused_untouched
-from rotary_cases import DTYPES, OWN_MEMORY, PAIRINGS, Case, cases, table_of, whole_memory
-from rotary_reference import TOLERANCES, pair_norms, rotated, rotated_by, unit_rotations
-from tensor_bits import bytes_outside, same_bits
+from qk_norm_rotary_and_cache_calls import Call, Options
+from rotary_cases import DTYPES, OWN_MEMORY, PAIRINGS, Case, cases, table_of
+from rotary_reference import rotated_by, unit_rotations
+from tensor_bits import same_bits
 from torch.library import opcheck
 
 import mrrope
 
 IN_PLACE = torch.ops.mrrope.qk_norm_rotary_and_cache_.default
+
+
 INTO = torch.ops.mrrope.qk_norm_rotary_and_cache_.into
+
+
 Q_SCALES = ["none", "one", "each", "computed"]
-TENSORS = ("q", "k", "v", "q_weight", "k_weight", "positions", "key_cache", "value_cache", "slots", "key_scale",
-           "value_scale", "q_out", "q_scale", "q_scale_out", "gate")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a call does beside the rotation."""
-
-    over: str = "head"
-    offset: float = 0.0
-    norms: tuple[bool, bool] = (True, True)
-    gate: bool = False
-    q_out: torch.dtype | str | None = None
-    q_scale: str = "none"
-    paged: bool = True
-    cache_layout: str = "nhd"
-    cache_dtype: torch.dtype | None = None
-    scales: str = "none"
-    memory: str = "contiguous"
-
-
-class Call(CacheCall):
-    op = staticmethod(mrrope.qk_norm_rotary_and_cache_)
-    inputs = ("q", "k", "v")
-
-    def __init__(self, case: Case, options: Options, device: str) -> None:
-        self.case, self.options = case, options
-        self.q, self.k = case.heads_on(device)
-        others = case.with_changes(seed=case.seed + 1).heads_on(device)
-        self.v, self.gate = others[1], others[0] if options.gate else None
-        self.positions, self.table = case.positions(device), case.table()
-        rng = np.random.default_rng([case.seed, 9])
-        self.q_weight, self.k_weight = (
-            self._weight(rng, heads, device) if is_normed else None
-            for heads, is_normed in zip(case.heads, options.norms, strict=True)
-        )
-        blocks, size, slots = random_slots(case, options.paged, rng)
-        self.slots = slots.to(device)
-        shape = (blocks, size, case.heads[1]) if options.cache_layout == "nhd" else (blocks, case.heads[1], size)
-        self.key_cache, self.value_cache = (
-            self._storage((*shape, case.head_dim), options.cache_dtype, device) for _ in range(2)
-        )
-        self.key_scale, self.value_scale = (self._scale(rng, options.scales, case.heads[1], device) for _ in range(2))
-        self.q_out = None
-        if options.q_out is not None:
-            dtype = None if options.q_out == "same" else options.q_out
-            self.q_out = self._storage(tuple(self.q.shape), dtype, device)
-        self.q_scale = self._scale(rng, options.q_scale, case.heads[0], device)
-        self.q_scale_out = None
-        if options.q_scale == "computed":
-            self.q_scale_out = torch.full((*self.q.shape[:-1], 2), -5.0, device=device)[..., 0]
-
-    def _weight(self, rng, heads: int, device: str) -> torch.Tensor:
-        count = heads * self.case.head_dim if self.options.over == "all_heads" else self.case.head_dim
-        return torch.from_numpy(rng.standard_normal(count)).to(device, self.case.dtype)
-
-    def _storage(self, shape, dtype, device) -> torch.Tensor:
-        return cache_storage(shape, self.options.memory, dtype or self.case.dtype, device)
-
-    def _scale(self, rng, kind: str, heads: int, device: str) -> torch.Tensor | None:
-        count = {"one": (), "each": (heads,)}.get(kind)
-        if count is None:
-            return None
-        return torch.from_numpy(np.asarray(rng.uniform(0.004, 0.1, count), np.float32)).to(device)
-
-    def arguments(self) -> dict:
-        given = {name: getattr(self, name) for name in TENSORS if name != "slots"}
-        return given | {
-            "table": self.table,
-            "slots" if self.options.paged else "cache_positions": self.slots,
-            "eps": EPS if any(self.options.norms) else None,
-            "weight_offset": self.options.offset,
-            "over": self.options.over,
-            "layout": self.case.layout,
-            "cache_layout": self.options.cache_layout,
-            "pairing": self.case.pairing,
-        }
-
-    def raw_arguments(self) -> tuple:
-        packed = self.table.packed(self.q.device)
-        heads = (self.q,) if self.q_out is None else (self.q, self.q_out)
-        scales = () if self.q_out is None else (self.q_scale, self.q_scale_out)
-        case, options = self.case, self.options
-        return (*heads, self.k, self.v, self.q_weight, self.k_weight, self.positions, packed, self.key_cache,
-                self.value_cache, self.slots, options.paged, EPS, options.offset, options.over, case.layout,
-                options.cache_layout, case.pairing, self.key_scale, self.value_scale, None, self.gate,
-                *scales)  # fmt: skip
-
-    def written(self) -> list[torch.Tensor]:
-        q = self.q if self.q_out is None else self.q_out
-        return [x for x in (q, self.key_cache, self.value_cache, self.gate, self.q_scale_out) if x is not None]
-
-    def exact(self, x: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the float64 result by token, and for each component the magnitude that its error is relative to."""
-        case, options = self.case, self.options
-        wide = x.detach().cpu().double()
-        if weight is not None:
-            wide = normed(wide, weight.detach().cpu().double(), options.over, case.layout, options.offset)
-        value = rotated(wide, self.positions, self.table, case.layout, case.pairing)
-        norms = pair_norms(value, self.table.rotary_dim, case.pairing)
-        return by_token(value, case.layout), by_token(norms, case.layout)
-
-    def check(self, before: "Call") -> None:
-        case = self.case
-        unwritten = ["k", "v", "q_weight", "k_weight", "slots", "positions"] + ([] if self.q_out is None else ["q"])
-        for name in unwritten:
-            if getattr(self, name) is not None:
-                assert same_bits(whole_memory(getattr(self, name)), whole_memory(getattr(before, name)))
-        q, was = (call.q if call.q_out is None else call.q_out for call in (self, before))
-        assert same_bits(bytes_outside(q), bytes_outside(was))
-        value, norms = self.exact(before.q, self.q_weight)
-        scale = self.q_scale
-        if self.q_scale_out is not None:
-            scale = by_token(self.q_scale_out[..., None], case.layout)[..., 0]
-            self.assert_computed(scale, value, norms, q.dtype)
-        self.assert_stored(by_token(q, case.layout), value, norms, scale)
-        if self.gate is not None:
-            self.assert_gate(before.gate)
-        length = self.key_cache.shape[1 if self.options.cache_layout == "nhd" else 2]
-        kept, slots = cached_tokens(self.slots, None if self.options.paged else length)
-        for name in ("key_cache", "value_cache"):
-            cache = getattr(self, name)
-            assert_other_slots_unchanged(cache, getattr(before, name), slots, self.options.cache_layout)
-            rows = by_slot(cache, self.options.cache_layout)[slots].view(cache.dtype)
-            if name == "key_cache":
-                value, norms = self.exact(before.k, self.k_weight)
-                self.assert_stored(rows, value[kept.cpu()], norms[kept.cpu()], self.key_scale)
-            elif cache.dtype in FLOAT8:
-                nearest = nearest_float8(by_token(before.v, case.layout)[kept].float(), self.value_scale, cache.dtype)
-                assert torch.equal(rows.view(torch.uint8), nearest.view(torch.uint8))
-            else:
-                assert same_bits(rows, by_token(before.v, case.layout)[kept])
-
-    def arithmetic(self) -> float:
-        dtype = self.case.dtype
-        # The sum of squares and the inverse root add to the rotation's own error.
-        return TOLERANCES[dtype].arithmetic + 16 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-
-    def assert_stored(self, actual, value, norms, scale) -> None:
-        """Assert one rounding of the exact results, [tokens, heads, head_dim]."""
-        if actual.dtype in FLOAT8:
-            scale = (
-                divisor(scale).cpu().double() if scale is None or scale.dim() < 2 else scale[..., None].cpu().double()
-            )
-            value = saturated(value / scale, actual.dtype)
-            allowed = half_ulp(value, actual.dtype) + self.arithmetic() * norms / scale
-        else:
-            info = torch.finfo(actual.dtype)
-            allowed = self.arithmetic() * norms + TOLERANCES[actual.dtype].rounding * value.abs()
-            allowed = allowed + info.smallest_normal * info.eps
-        excess = (actual.float() if actual.dtype in FLOAT8 else actual).cpu().double().sub(value).abs() - allowed
-        assert (excess <= 0).all(), f"{(excess > 0).sum()} components are off, by up to {excess.max():.3g} too much"
-
-    def assert_computed(self, scale, value, norms, dtype) -> None:
-        if not value.numel():
-            return
-        largest = torch.finfo(dtype).max
-        expected = (value.abs().amax(-1) / largest).clamp(min=2.0**-126)
-        allowed = self.arithmetic() * norms.amax(-1) / largest + 2.0**-22 * expected
-        assert ((scale.cpu().double() - expected).abs() <= allowed).all()
-
-    def assert_gate(self, before: torch.Tensor) -> None:
-        expected = before.cpu().double().sigmoid()
-        info = torch.finfo(self.gate.dtype)
-        # On a GPU the exponential of 16-bit results is approximate.
-        allowed = expected * (info.eps / 2 + (2e-5 if info.bits == 16 else 4 * info.eps))
-        excess = (self.gate.cpu().double() - expected).abs() - allowed - info.smallest_normal * info.eps
-        assert (excess <= 0).all()
-        assert same_bits(bytes_outside(self.gate), bytes_outside(before))
 
 
 @st.composite
@@ -230,6 +56,8 @@ def option_sets(draw) -> Options:
 
 
 QWEN = Case(layout="thd", tokens=33, heads=(16, 2), head_dim=256, rotary_dim=64, dtype=torch.bfloat16)
+
+
 EVERY_OPTIONS = [
     Options(over, 1.0, (True, True), gate, q_out, q_scale, paged, cache_layout, cache_dtype, scales)
     for over in OVERS
@@ -528,95 +356,3 @@ def test_graph_capture_with_other_slots(cuda, options):
 
 def test_runs_on_the_current_stream(cuda):
     Call(Case(), Options(gate=True), cuda).assert_runs_on_the_current_stream()
-
-
-# --- errors ---
-
-
-def ones(*shape, **options) -> torch.Tensor:
-    return torch.ones(shape, **options)
-
-
-def good_call() -> dict:
-    return {
-        "q": ones(2, 3, 4, 8),
-        "k": ones(2, 1, 4, 8),
-        "v": ones(2, 1, 4, 8),
-        "q_weight": ones(8),
-        "k_weight": ones(8),
-        "positions": torch.arange(4),
-        "table": table_of("yarn", 8),
-        "key_cache": ones(3, 4, 1, 8),
-        "value_cache": ones(3, 4, 1, 8),
-        "slots": torch.arange(8).view(2, 4),
-        "eps": 1e-6,
-    }
-
-
-Q8 = {"q_out": torch.zeros(2, 3, 4, 8, dtype=torch.float8_e4m3fn)}
-SHARED = ones(2, 3, 4, 8)
-ALIAS = ones(2, 1, 4, 8)
-WRONG = {
-    "q_weight as a list": ({"q_weight": [1.0]}, TypeError, ["q_weight must be a tensor or None, got list"]),
-    "gate as a number": ({"gate": 1.0}, TypeError, ["gate must be a tensor or None, got float"]),
-    "no eps": ({"eps": None}, ValueError, ["eps must be given with q_weight or k_weight, got None"]),
-    "negative eps": ({"eps": -1.0}, ValueError, ["eps must be finite and not negative, got -1"]),
-    "weight_offset not a number": ({"weight_offset": math.nan}, ValueError, ["weight_offset must be finite, got nan"]),
-    "unknown over": ({"over": "heads"}, ValueError, ["over must be one of head, all_heads, got 'heads'"]),
-    "q_weight of all heads": ({"q_weight": ones(24)}, ValueError, ["q_weight must be [8], head_dim", "got [24]"]),
-    "k_weight of a head": ({"over": "all_heads", "q_weight": ones(24), "k_weight": ones(9)}, ValueError,
-                           ["k_weight must be [8], heads * head_dim", "got [9]"]),
-    "q_weight of two dimensions": ({"q_weight": ones(1, 8)}, ValueError, ["q_weight must have one dimension, got 2"]),
-    "q_weight of another dtype": ({"q_weight": ones(8).half()}, TypeError, ["q_weight must have q's dtype Float"]),
-    "k_weight on another device": ({"k_weight": ones(8, device="meta")}, RuntimeError,
-                                   ["k_weight must be on q's device cpu", "got meta"]),
-    "gate of another shape": ({"gate": ones(2, 3, 4, 9)}, ValueError, ["gate must have q's shape", "[2, 3, 4, 9]"]),
-    "gate of another rank": ({"gate": ones(3, 4, 8)}, ValueError, ["gate must be [batch, heads, tokens, head_dim]"]),
-    "gate of another dtype": ({"gate": ones(2, 3, 4, 8).half()}, TypeError, ["gate must have q's dtype Float"]),
-    "strided gate": ({"gate": ones(2, 3, 4, 16)[..., ::2]}, ValueError, ["gate must be", "contiguous last dimension"]),
-    "expanded gate": ({"gate": ones(1, 3, 4, 8).expand(2, 3, 4, 8)}, RuntimeError, ["gate must not overlap itself"]),
-    "k is q": ({"q": ALIAS, "k": ALIAS}, RuntimeError, ["k and q must not share memory"]),
-    "v is q": ({"q": ALIAS, "v": ALIAS}, RuntimeError, ["v and q must not share memory"]),
-    "gate is q": ({"q": SHARED, "gate": SHARED}, RuntimeError, ["gate and q must not share memory"]),
-    "a weight in q": ({"q": SHARED, "q_weight": SHARED.view(-1)[:8]}, RuntimeError,
-                      ["q_weight and q must not share memory"]),
-    "q_scale in place": ({"q_scale": ones(1)}, ValueError, ["q_scale must come with a q_out of float8, got q in"]),
-    "q_scale_out in place": ({"q_scale_out": ones(2, 3, 4)}, ValueError, ["q_scale_out must come with a q_out"]),
-    "q_scale without float8": ({"q_out": ones(2, 3, 4, 8), "q_scale": ones(1)}, ValueError,
-                               ["q_scale must come with q_out of Float8_e4m3fn or Float8_e5m2, got Float"]),
-    "both scales": ({**Q8, "q_scale": ones(1), "q_scale_out": ones(2, 3, 4)}, ValueError,
-                    ["q_scale must come without q_scale_out", "got both"]),
-    "q_scale of two": ({**Q8, "q_scale": ones(2)}, ValueError, ["q_scale must have one element, or [3]", "got [2]"]),
-    "q_scale of nothing": ({**Q8, "q_scale": torch.zeros(1)}, ValueError, ["q_scale must be from 2^-126", "got 0"]),
-    "q_scale_out of another shape": ({**Q8, "q_scale_out": ones(2, 4, 3)}, ValueError,
-                                     ["q_scale_out must be [2, 3, 4], one a token and head of q, got [2, 4, 3]"]),
-    "q_scale_out of another dtype": ({**Q8, "q_scale_out": ones(2, 3, 4).half()}, TypeError,
-                                     ["q_scale_out must be float32, got Half"]),
-    "q_out of another dtype": ({"q_out": ones(2, 3, 4, 8).half()}, TypeError,
-                               ["q_out must have q's dtype Float or be Float8_e4m3fn or Float8_e5m2", "got Half"]),
-    "float8 of float64": ({**Q8, **{n: good_call()[n].double() for n in good_call() if n[1:] in ("", "_weight")},
-                           "key_cache": ones(3, 4, 1, 8).double(), "value_cache": ones(3, 4, 1, 8).double()},
-                          TypeError, ["q must be float32, float16 or bfloat16 for q_out of Float8", "got Double"]),
-    "caches of another dtype": ({"key_cache": ones(3, 4, 1, 8).half()}, TypeError, ["key_cache must have q's dtype"]),
-    "slots and cache_positions": ({"cache_positions": torch.arange(4)}, ValueError, ["cache_positions", "got both"]),
-    "a slot that is not there": ({"slots": torch.tensor([[0, 1, 2, 3], [4, 5, 12, 7]])}, IndexError,
-                                 ["slots must be below 12", "got 12 for token 2 of sequence 1"]),
-    "unknown pairing": ({"pairing": "pairs"}, ValueError, ["pairing must be one of halves, interleaved", "'pairs'"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "error", "texts"), WRONG.values(), ids=WRONG.keys())
-def test_errors(changes, error, texts):
-    arguments = {**good_call(), **changes}
-    assert_refused_untouched(mrrope.qk_norm_rotary_and_cache_, arguments, error, *texts)
-
-
-def test_the_good_call_is_good():
-    mrrope.qk_norm_rotary_and_cache_(**good_call())
-    mrrope.qk_norm_rotary_and_cache_(**good_call() | {"gate": ones(2, 3, 4, 8), **Q8, "q_scale": ones(3)})
-    mrrope.qk_norm_rotary_and_cache_(**good_call() | {**Q8, "q_scale_out": ones(2, 3, 4)})
-
-
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
-def test_scales_have_the_layout_of_q(device, layout):
-    Call(Case(layout=layout, tokens=7), Options(q_out=torch.float8_e4m3fn, q_scale="computed"), device).run_and_check()
