@@ -5,6 +5,7 @@
 # make vllm    runs the tests of the vLLM plugin, on the real package in an environment of its own; part of make test
 # make wheel   builds the wheel for every torch of wheels/torch-versions.txt into dist
 # make wheel-test  installs dist's wheel in fresh environments, with each of WHEEL_TORCHS, and runs tests there
+# make install-test  runs README's install lines in a fresh environment; CUDA kernels are compiled where there is nvcc
 # make gpu-test  needs a GPU: all tests that use one, sanitizers and fuzzer, at most 20 minutes; writes the GPU test record
 # make lint | bench | sanitize | clean
 # make fuzz SECONDS=600 DEVICE=cpu SEED=1   random op calls and model runs; failures shrink to scripts in build/fuzz
@@ -55,7 +56,7 @@ install cpp-tests: export CUDAARCHS ?= 80-real;90a-real;90-virtual
 PYTEST_OPTIONS := --numprocesses 2 --dist loadfile
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_OPTIONS)
 
-.PHONY: test quick vllm demo docs wheel wheel-test lint bench sanitize gpu-test fuzz clean install cpp-tests
+.PHONY: test quick vllm demo docs wheel wheel-test install-test lint bench sanitize gpu-test fuzz clean install cpp-tests
 
 test: cpp-tests
 	ctest --test-dir $(BUILD) --output-on-failure --parallel 2
@@ -108,6 +109,9 @@ wheel-test:
 	$(PYTHON) wheels/test_wheel.py \
 		$$(ls -t dist/mrrope-*-$$($(PYTHON) -c "import sys; print(sys.implementation.cache_tag.replace('cpython-', 'cp'))")-*.whl | head -1) \
 		$(WHEEL_TORCHS) -- $(PYTEST_ARGS)
+
+install-test:
+	$(PYTHON) tests/readme_install.py
 
 lint: $(VENV)/.packages
 	$(BIN)/ruff check
