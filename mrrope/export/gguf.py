@@ -30,7 +30,7 @@ from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, ModelTables
 
 ARCHITECTURES = (
     *("llama", "llama4", "deci", "arcee", "mistral3", "apertus", "exaone", "exaone4"),
-    *("granite", "granitemoe", "minicpm"),
+    *("exaone-moe", "granite", "granitemoe", "granite_swa", "minicpm", "nanbeige"),
 )
 """Architectures whose code in llama.cpp loads ``rope_freqs.weight`` and rotates every layer with RoPE by it.
 

@@ -179,7 +179,10 @@ def test_a_context_shift_would_apply_the_attention_factor_again(tmp_path):
         mrrope.export_gguf(source, tmp_path / "d.gguf", "mrrope_pro", scale=4.0, attention_factor=1.0)
 
 
-@pytest.mark.parametrize("architecture", ["mistral3", "exaone4", "granite", "arcee", "deci", "llama4"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["mistral3", "exaone4", "exaone-moe", "granite", "granite_swa", "arcee", "deci", "llama4", "nanbeige"],
+)
 def test_every_architecture_that_loads_the_factors(architecture, tmp_path):
     """Under the keys of the architecture; the length that Mistral 3 scales its attention by stays."""
     made = {"scaling__finetuned": True, "scaling__original_context_length": 64, "scaling__type": "yarn"}
