@@ -1,7 +1,7 @@
 """The layer that runs ``rotary_cos_sin`` in transformers' slot ``rotary_pos_emb`` for a kernel.
 
 The package ``kernels`` puts the layer's ``forward`` on the module that a modeling file's ``apply_rotary_pos_emb`` is.
-``self`` is that module, whose class keeps the model's own code: it is probed once for the convention it follows, and it
+``self`` is that module, whose class keeps the model's own code: it is probed once for how it uses cos and sin, and it
 runs whatever the op does not take. Imports torch alone, because the package for the Hub contains a copy of this file.
 """
 
@@ -16,8 +16,8 @@ from torch import nn
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-class Convention(NamedTuple):
-    """How an apply function uses cosines and sines."""
+class ColumnUse(NamedTuple):
+    """How an apply function uses the columns of cos and sin. Conventions of positions: :mod:`mrrope.hf.conventions`."""
 
     backwards: bool
     """The angle is negated."""
@@ -36,8 +36,8 @@ class Convention(NamedTuple):
         )
 
 
-CONVENTIONS = tuple(
-    Convention(backwards, pairing, columns)
+COLUMN_USES = tuple(
+    ColumnUse(backwards, pairing, columns)
     for backwards, (pairing, columns) in itertools.product(
         (False, True),
         (
@@ -52,25 +52,25 @@ CONVENTIONS = tuple(
 _FOUND: dict[type, int] = {}
 
 
-def convention_of(own: type) -> int:
-    """Return the index in ``CONVENTIONS`` of what a module's own code does, or -1 where the op cannot do it."""
+def column_use_of(own: type) -> int:
+    """Return the index in ``COLUMN_USES`` of what a module's own code does, or -1 where the op cannot do it."""
     if own not in _FOUND:
         with torch.no_grad():
-            _FOUND[own] = next((i for i, each in enumerate(CONVENTIONS) if _follows(own, each)), -1)
+            _FOUND[own] = next((i for i, each in enumerate(COLUMN_USES) if _follows(own, each)), -1)
     return _FOUND[own]
 
 
 # What torch.compiler.assume_constant_result sets, which imports torch._dynamo: 1.2 s and 120 MB at `import mrrope`.
-convention_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+column_use_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _follows(own: type, convention: Convention) -> bool:
+def _follows(own: type, use: ColumnUse) -> bool:
     """Whether the op reproduces a class's own code on random numbers, with whole heads and, if it takes them, wider."""
     random = torch.Generator(device="cpu").manual_seed(0)
     cos, sin = torch.randn(2, 1, 3, 4, generator=random, device="cpu", dtype=torch.float32)
-    if convention.columns == "halves":
+    if use.columns == "halves":
         cos, sin = cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
-    elif convention.columns == "interleaved":
+    elif use.columns == "interleaved":
         cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
     for head_dim in (8, 12):
         heads = list(torch.randn(2, 1, 2, 3, head_dim, generator=random, device="cpu", dtype=torch.float32))
@@ -78,7 +78,7 @@ def _follows(own: type, convention: Convention) -> bool:
             want = own.forward(None, *heads, cos, sin)  # type: ignore[attr-defined]
         except Exception:  # its own code takes neither these columns nor, where heads are wider, partial rotation
             return head_dim > 8
-        got = convention.rotate(heads, cos, sin, "bhsd")
+        got = use.rotate(heads, cos, sin, "bhsd")
         if not all(w.shape == g.shape and torch.allclose(w, g, atol=1e-5) for w, g in zip(want, got, strict=True)):
             return False
     return True
@@ -117,10 +117,10 @@ class RotaryPosEmb(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = convention_of(type(self))
+        found = column_use_of(type(self))
         layout = layout_of(q, cos, unsqueeze_dim)
         if found < 0 or layout is None or not takes(q, k, cos, sin, layout):
             own: tuple[torch.Tensor, torch.Tensor] = type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
             return own
-        q, k = CONVENTIONS[found].rotate([q, k], cos, sin, layout)
+        q, k = COLUMN_USES[found].rotate([q, k], cos, sin, layout)
         return q, k

@@ -34,7 +34,7 @@ from transformers.utils import is_kernels_available
 from mrrope._core import build_info
 from mrrope.hf import kernels_slot, rotary_layer
 from mrrope.hf.kernels_slot import SLOT, InProcess
-from mrrope.hf.rotary_layer import CONVENTIONS, RotaryPosEmb, convention_of
+from mrrope.hf.rotary_layer import COLUMN_USES, RotaryPosEmb, column_use_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -299,7 +299,7 @@ def test_conventions(
     before = torch.get_default_dtype()
     torch.set_default_dtype(default_dtype)
     try:
-        assert CONVENTIONS[convention_of(module)] == convention
+        assert COLUMN_USES[column_use_of(module)] == convention
     finally:
         torch.set_default_dtype(before)
 
@@ -329,7 +329,7 @@ CALLS = {
 @pytest.mark.parametrize(("changes", "calls"), CALLS.values(), ids=CALLS.keys())
 def test_what_the_op_does_not_take_runs_the_own_code(changes: dict[str, Any], calls: int) -> None:
     function: Any = modeling_llama.apply_rotary_pos_emb
-    convention_of(type(function))
+    column_use_of(type(function))
     arguments = call(**changes)
     try:
         want = type(function).forward(function, **arguments)
@@ -351,7 +351,7 @@ def test_an_unknown_convention_runs_the_own_code() -> None:
             return q + cos.unsqueeze(unsqueeze_dim), k
 
     arguments = call()
-    assert convention_of(Other) == -1
+    assert column_use_of(Other) == -1
     got = RotaryPosEmb.forward(Other(), **arguments)  # type: ignore[arg-type]
     assert torch.equal(got[0], arguments["q"] + arguments["cos"][:, None])
 

@@ -177,7 +177,7 @@ def test_how_torch_marks_a_constant_result() -> None:
         pass
 
     assert vars(torch.compiler.assume_constant_result(marked)) == {"_dynamo_marked_constant": True}
-    assert vars(rotary_layer.convention_of) == vars(marked)
+    assert vars(rotary_layer.column_use_of) == vars(marked)
 
 
 def module_files() -> dict[str, Path]:
