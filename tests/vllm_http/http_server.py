@@ -65,7 +65,7 @@ class Server:
         command = [Path(sys.executable).parent / "vllm", "serve", model, f"--port={self.port}", *OPTIONS, *options]
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                [*command, *overrides],
+                [*command, f"--hf-overrides={json.dumps(overrides)}"],
                 env={**os.environ, **ENVIRONMENT, **(environment or {})},
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -144,13 +144,14 @@ def test_several_prompts(server: Server) -> None:
 
 @pytest.mark.parametrize("scale", [3, "a", 1, True])
 def test_a_scale_that_cannot_serve(server: Server, scale: Any) -> None:
-    prompt = random_tokens(100, seed=5)
-    with pytest.raises(BadRequestError, match="mrrope_scale must be one of .*2, 4, 8, 16") as refused:
+    prompt, message = random_tokens(100, seed=5), r"mrrope_scale must be one of .*2, 4, 8, 16"
+    with pytest.raises(BadRequestError, match=message) as refused:
         server.complete(prompt, scale=scale, max_tokens=10)
     assert refused.value.status_code == 400
-    with pytest.raises(APIError, match="mrrope_scale must be one of .*2, 4, 8, 16"):
+    with pytest.raises(APIError, match=message):
         list(server.complete(prompt, scale=scale, max_tokens=10, stream=True))
     assert is_idle(server)
+    assert "Exception in ASGI application" not in server.log.read_text()  # after which the connection ends
 
 
 def test_messages_refuse_a_scale(server: Server) -> None:
