@@ -69,6 +69,7 @@ class Server:
                 env={**os.environ, **ENVIRONMENT, **(environment or {})},
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                cwd=log.parent,  # vLLM inspects models in a process that imports from there first
                 start_new_session=True,
             )
         self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
