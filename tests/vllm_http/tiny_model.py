@@ -1,0 +1,68 @@
+"""A tiny random Llama of float32 on disk, and what transformers computes for it: the reference of all answers."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from byte_llama import byte_llama, byte_tokenizer
+
+import mrrope
+
+NATIVE_LENGTH = 64
+METHOD = "mrrope_uni"
+AUTO = {"rope_type": METHOD, "factor": "auto", "max_factor": 16, "reserve": 32}
+"""Lengths of the ladder: 64, 128, 256, 512, 1024."""
+TOLERANCE = 1e-4
+"""Of log-probabilities, which float32 moves by up to 1e-5 and another scale by 0.7."""
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+# vLLM's attention on CPUs takes heads of 32 components or more; such weights let a token depend on all before it.
+SETTINGS = {
+    "layers": 2,
+    "heads": 2,
+    "head_dim": 32,
+    "hidden_size": 64,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def save(folder: Path) -> Path:
+    """Write the model, with a tokenizer of one token per byte, as a folder that vLLM loads."""
+    byte_llama(NATIVE_LENGTH, **SETTINGS).save_pretrained(folder)
+    tokenizer = byte_tokenizer(adds_bos=True)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    """Return tokens that are bytes of text."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 258, (count,), generator=generator).tolist()
+
+
+@functools.cache
+def _model(scale: float) -> torch.nn.Module:
+    model = byte_llama(NATIVE_LENGTH, **SETTINGS)
+    return model if scale == 1 else mrrope.patch(model, METHOD, scale=scale)
+
+
+@torch.no_grad()
+def log_probabilities(tokens: Sequence[int], scale: float) -> torch.Tensor:
+    """Return those of every next token at every token, ``[tokens, vocabulary]``; at scale 1, of the stock model."""
+    return _model(scale)(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+def of_next_tokens(tokens: Sequence[int], scale: float) -> torch.Tensor:
+    """Return the log-probability of every token but the first."""
+    return log_probabilities(tokens[:-1], scale).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def is_greedy(prompt: Sequence[int], answer: Sequence[int], scale: float) -> bool:
+    """Whether every token of an answer is the most probable one, or equal to it within the tolerance."""
+    known = log_probabilities([*prompt, *answer], scale)[len(prompt) - 1 : -1]
+    chosen = known.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    return bool((known.max(-1).values - chosen <= TOLERANCE).all())
