@@ -132,9 +132,16 @@ def _attention_is_supported(config: Any) -> bool:
         layer.attn_backend.get_name() == "FLASH_ATTN"
         and layer.attn_type == "decoder"
         and layer.kv_cache_dtype == "auto"
-        and not layer.calculate_kv_scales
+        # Up to 0.27, scales may be found in a forward of attention, which reads its keys.
+        and not getattr(layer, "calculate_kv_scales", False)
         for layer in layers
     )
+
+
+def key_and_value_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return views ``[blocks, block_size, heads, head_size]`` of a cache of the FlashAttention backend."""
+    # [blocks, 2, block_size, heads, head_size] in 0.25, [blocks, heads, block_size, 2 * head_size] since.
+    return kv_cache.unbind(1) if kv_cache.dim() == 5 else kv_cache.transpose(1, 2).chunk(2, dim=-1)
 
 
 def rotary_and_cache(
@@ -157,7 +164,7 @@ def rotary_and_cache(
         return q_out.copy_(q)
     # q, k, v and positions are padded to a size of CUDA graphs; slots may not be.
     tokens = slots.shape[0]
-    key_cache, value_cache = kv_cache.unbind(1)
+    key_cache, value_cache = key_and_value_cache(kv_cache)
     torch.ops.mrrope.rotary_and_cache_.into(
         q[:tokens],
         q_out[:tokens],

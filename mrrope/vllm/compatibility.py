@@ -19,6 +19,8 @@ CONNECTORS_OF_ONE_ENGINE = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 OWN_ROPE_TYPES = ("gpt_oss",)
 """Model types whose implementation in vLLM reads ``rope_parameters`` as those of YaRN, whatever their type."""
+OWN_ROPE_KERNELS = ("qwen4_exp", "qwen4_exp_text")
+"""Model types whose implementation in vLLM rotates by kernels that read the internals of vLLM's rope layers."""
 
 
 def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
@@ -33,6 +35,11 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         yield (
             f"the model must rotate by its rope_parameters, got {model.hf_text_config.model_type}: its implementation "
             "in vLLM replaces their rope_type"
+        )
+    if model.hf_text_config.model_type in OWN_ROPE_KERNELS:
+        yield (
+            f"the model must rotate by its rope layers, got {model.hf_text_config.model_type}: kernels of its "
+            "implementation in vLLM read vLLM's cos/sin cache"
         )
     if served.is_auto:
         yield from _conflicts_of_auto(vllm_config)
@@ -101,6 +108,12 @@ def _conflicts_of_auto(vllm_config: VllmConfig) -> Iterator[str]:
         yield (
             f"speculative_config's method must be one of {', '.join(DRAFTERS_WITHOUT_MODEL)}, got "
             f"{speculative.method!r}: a draft model runs on other tokens than those of the step"
+        )
+    # Since 0.28.
+    if getattr(speculative, "enable_adaptive_verification", False):
+        yield (
+            "speculative_config's enable_adaptive_verification must be off: the GPU moves drafted tokens between "
+            "requests after the step's tokens have their tables"
         )
     if parallel.use_ubatching:
         yield (

@@ -10,8 +10,8 @@ from typing import Any
 from mrrope.serving.mark import holds_tables
 from mrrope.vllm import hooks
 
-KNOWN_VERSIONS = ("0.25",)
-"""Minor versions of vLLM whose internals the hooks were written for and tested with."""
+KNOWN_VERSIONS = ((0, 25), (0, 33))
+"""Oldest and newest minor version of vLLM whose internals the hooks fit. Both are tested; those between were read."""
 
 logger = logging.getLogger("vllm.mrrope")
 """Below vLLM's own logger, which writes in its format and from its level on."""
@@ -35,6 +35,7 @@ def register() -> None:
         "vllm.config.vllm": _hook_engine_config,
         "vllm.v1.engine.input_processor": _hook_front_end,
         "vllm.entrypoints.openai.api_server": _hook_server,
+        "vllm.entrypoints.launchers.app": _hook_server,  # since 0.29
         "vllm.entrypoints.anthropic.serving": _hook_messages,
         "vllm.v1.engine.core": _hook_engine_core,
         "vllm.v1.worker.worker_base": _hook_workers,
@@ -43,13 +44,15 @@ def register() -> None:
 
 
 def is_known(version: str) -> bool:
-    """Return whether a version's internals are known: a release, candidate or local build of ``KNOWN_VERSIONS``.
+    """Return whether a version's internals are known: a release, candidate or local build within ``KNOWN_VERSIONS``.
 
     A development build (``0.25.1rc1.dev7+g1a2b3c4``) is a state of the main branch and has the internals of no release.
     """
-    release = re.match(r"v?(\d+\.\d+)(?!\d)", version)
-    is_development = "dev" in version.partition("+")[0]
-    return release is not None and release[1] in KNOWN_VERSIONS and not is_development
+    release = re.match(r"v?(\d+)\.(\d+)(?!\d)", version)
+    if release is None or "dev" in version.partition("+")[0]:
+        return False
+    oldest, newest = KNOWN_VERSIONS
+    return oldest <= (int(release[1]), int(release[2])) <= newest
 
 
 def _hook_config_files(config: ModuleType) -> None:
@@ -179,7 +182,7 @@ def _log_unknown_version() -> None:
     from vllm import __version__
 
     message = (
-        f"mrrope's plugin knows vLLM {', '.join(f'{minor}.x' for minor in KNOWN_VERSIONS)}, got {__version__}: it "
+        f"mrrope's plugin knows vLLM {' to '.join(f'{x}.{y}' for x, y in KNOWN_VERSIONS)}, got {__version__}: it "
         "installs nothing, and mrrope's rope types stay unknown to vLLM. Install a known version, or serve a "
         "configuration written by `mrrope export --engine vllm`"
     )

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 ADMITTED_SCALES: contextvars.ContextVar[list[float] | None] = contextvars.ContextVar("admitted_scales", default=None)
 """Where one HTTP request collects the scales of its prompts, as they are admitted."""
+SHADOW_CACHES = ("MultiModalProcessorSenderCache", "LruKeyReplicatedSenderCache")
+"""vLLM's classes, up to 0.30 and since 0.31, that only know which media the engine core holds."""
 
 
 class Admission:
@@ -152,13 +154,14 @@ def _forget_unsent_media(processor: Any, request: EngineCoreRequest) -> None:
 
     Otherwise the next request with the same image or video would come without its data, and fail.
     """
-    from vllm.multimodal.cache import MultiModalProcessorSenderCache
-
-    cache = processor.renderer.mm_processor_cache
-    if isinstance(cache, MultiModalProcessorSenderCache):
-        for feature in request.mm_features or ():
-            if feature.data is not None:  # else the core has it from a former request
-                cache._cache.pop(feature.mm_hash, None)
+    renderer = processor.renderer
+    # Without data the core has it from a former request.
+    unsent = [feature.mm_hash for feature in request.mm_features or () if feature.data is not None]
+    if hasattr(renderer, "queue_mm_cache_invalidations"):  # since 0.33, whose renderer reads the cache in a thread
+        renderer.queue_mm_cache_invalidations(unsent)
+    elif type(renderer.mm_processor_cache).__name__ in SHADOW_CACHES:
+        for mm_hash in unsent:
+            renderer.mm_processor_cache._cache.pop(mm_hash, None)
 
 
 def admit_in_core(original: Any, core: Any, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> Any:

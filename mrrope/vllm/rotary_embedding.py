@@ -33,6 +33,8 @@ def _served_rope_layer(
     if rope_parameters is None or KEY not in rope_parameters:
         rows = _rows_of_stock_cache(config, max_position)
         return get_rope(head_size, rows, is_neox_style, rope_parameters, dtype, dual_chunk_attention_config, **unknown)
+    # Since 0.32: sizes vLLM's cos/sin cache of M-RoPE, which the rotation here does without.
+    unknown.pop("mrope_positions_factor", None)
     if given := {name: value for name, value in unknown.items() if value is not None}:
         raise ValueError(f"get_rope must be called without {', '.join(given)} with a rope type of mrrope, got {given}")
     if dual_chunk_attention_config is not None:

@@ -15,6 +15,8 @@ def pretend() -> None:
     if torch.cuda.is_available():
         return
     load_empty_driver()
+    # Otherwise vLLM puts a placeholder in Triton's place, which modules of 0.33 cannot be imported with.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import vllm.platforms
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
