@@ -14,19 +14,20 @@ from typing import Any
 import requests
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 NATIVE_LENGTH = 64
 SECONDS_TO_START = 240
 STAND_IN = Path(__file__).parent / "stand_in"
 
 
-def save_model(folder: Path, **settings: Any) -> LlamaForCausalLM:
-    """Write a random Llama and a tokenizer of bytes as a folder that SGLang loads. Return the model."""
+def save_model(folder: Path, config: type[PretrainedConfig] = LlamaConfig, **settings: Any) -> Any:
+    """Write a random model and a tokenizer of bytes as a folder that SGLang loads. Return the model."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 256,
         "hidden_size": 64,
+        "head_dim": 16,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -36,13 +37,15 @@ def save_model(folder: Path, **settings: Any) -> LlamaForCausalLM:
         "bos_token_id": None,
         "eos_token_id": 0,
     }
-    model = LlamaForCausalLM(LlamaConfig(**(sizes | settings))).float().eval()
+    model = AutoModelForCausalLM.from_config(config(**(sizes | settings))).float().eval()
     model.save_pretrained(folder)
     vocabulary = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    fast.save_pretrained(folder)
     return model
 
 
@@ -61,7 +64,9 @@ class Answer:
 class Server:
     """A server in a process of its own, which ends with the context. Starts at once; waited for by its first call."""
 
-    def __init__(self, model: Path, log: Path, overrides: dict[str, Any] | None = None, *options: str) -> None:
+    def __init__(
+        self, model: Path, log: Path, *options: str, overrides: dict[str, Any] | None = None, plugins: str = "mrrope"
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -74,7 +79,7 @@ class Server:
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
             cwd=Path(__file__).parent,  # not the checkout, whose package need not be compiled
-            env=environment(),
+            env=environment(SGLANG_PLUGINS=plugins),
             start_new_session=True,
         )
 
@@ -103,30 +108,27 @@ class Server:
         self.wait()
         return requests.get(self.url + path, timeout=120)
 
-    def generate(self, prompts: Sequence[Sequence[int]], *each: dict[str, Any], **params: Any) -> list[Answer]:
-        """Send prompts at once; ``each`` holds sampling parameters per request besides those of all."""
-        common = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True} | params
+    def generate(self, *prompts: Sequence[int], scored: bool = False, **params: Any) -> list[Answer]:
+        """Send prompts at once.
+
+        Args:
+            prompts: The prompts.
+            scored: Whether to return the log-probabilities of the prompts, which are prefilled whole then.
+            params: Parameters of the requests; one that is a list holds a value for each.
+        """
+        each = [
+            {key: value[i] if isinstance(value, list) else value for key, value in params.items()}
+            for i in range(len(prompts))
+        ]
         body = {
             "input_ids": [list(prompt) for prompt in prompts],
-            "sampling_params": [common | own for own in each or [{}] * len(prompts)],
+            "sampling_params": [GREEDY | own for own in each],
             "return_logprob": True,
-            "logprob_start_len": -1,
+            "logprob_start_len": 0 if scored else -1,
         }
         response = self.post("/generate", body)
         assert response.status_code == 200, response.text
         return [_answer(answer) for answer in response.json()]
-
-    def score(self, prompt: Sequence[int], **params: Any) -> Answer:
-        """Return the log-probabilities of a prompt, which is prefilled whole."""
-        body = {
-            "input_ids": list(prompt),
-            "sampling_params": {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True} | params,
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        response = self.post("/generate", body)
-        assert response.status_code == 200, response.text
-        return _answer(response.json())
 
     def wait(self) -> None:
         """Wait until the server answers."""
@@ -139,6 +141,8 @@ class Server:
             except requests.RequestException:
                 time.sleep(0.5)
 
+
+GREEDY = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
 
 _ARGUMENTS = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
