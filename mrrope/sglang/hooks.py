@@ -28,13 +28,13 @@ def install() -> None:
     Raises:
         RuntimeError: SGLang could not apply a hook. It logs why, and would go on without.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     targets = _targets()
     if targets.keys() <= HookRegistry._patched:
         return
     for target, (hook, kind) in targets.items():
-        HookRegistry.register(target, hook, HookType(kind))
+        HookRegistry.register(target, hook, HookType(kind), source=HookSource("mrrope", "mrrope"))
     HookRegistry.apply_hooks()
     if missing := sorted(targets.keys() - HookRegistry._patched):
         raise RuntimeError(f"mrrope's hooks must be applied to serve this model, got none on {', '.join(missing)}")

@@ -51,6 +51,5 @@ def test_a_model_without_our_types_is_left_alone(servers):
         assert found.tokens == expected.tokens
         assert difference(found.prompt_logprobs, expected.prompt_logprobs) == 0.0
     log = with_plugin.log.read_text()
-    assert "Executed general plugin: mrrope" in log
     assert "TokenizerManager._create_tokenized_object" not in log, "no hook in requests or steps"
     assert "mrrope" not in without.log.read_text().replace(str(without.log.parent), "").partition("Available")[0]

@@ -208,7 +208,7 @@ def test_samples_of_a_request_share_its_scale(server, models):
     prompt = random_tokens(40)
     body = {
         "input_ids": prompt,
-        "sampling_params": {"n": 2, "max_new_tokens": 30, "ignore_eos": True, "custom_params": named(4)},
+        "sampling_params": {"n": 2, "max_new_tokens": 30, "custom_params": named(4)},
         "return_logprob": True,
     }
     answers = server.post("/generate", body).json()

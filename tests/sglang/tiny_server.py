@@ -35,7 +35,7 @@ def save_model(folder: Path, config: type[PretrainedConfig] = LlamaConfig, **set
         "max_position_embeddings": NATIVE_LENGTH,
         "initializer_range": 0.2,  # attention that depends on positions
         "bos_token_id": None,
-        "eos_token_id": 0,
+        "eos_token_id": None,
     }
     model = AutoModelForCausalLM.from_config(config(**(sizes | settings))).float().eval()
     model.save_pretrained(folder)
@@ -142,7 +142,7 @@ class Server:
                 time.sleep(0.5)
 
 
-GREEDY = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
+GREEDY = {"temperature": 0.0, "max_new_tokens": 4}
 
 _ARGUMENTS = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
