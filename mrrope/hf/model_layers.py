@@ -69,21 +69,8 @@ class ServedLayers:
         Raises:
             ValueError: the tables are for another number of layers or of key heads.
         """
-        if isinstance(table, FrequencyTable):
-            return table
-        layers = self.with_type(layer_type)
-        if isinstance(table, TableSet) and len(table) != self.count:
-            raise ValueError(
-                f"method must be a set for the {self.count} layers of {self.model}, got one for {len(table)}: {table!r}"
-            )
-        for i in layers:
-            of_layer = table[i] if isinstance(table, TableSet) else table
-            if isinstance(of_layer, HeadTables) and len(of_layer) != self.key_heads(i):
-                raise ValueError(
-                    f"method must hold tables for the {self.key_heads(i)} key heads of {self.model} in layer {i}, got "
-                    f"tables for {len(of_layer)}: {table!r}"
-                )
-        if isinstance(table, HeadTables):
+        self.require_fitting(table, layer_type)
+        if not isinstance(table, TableSet):
             return table
         if len(self.holders) > 1:
             raise ValueError(
@@ -92,7 +79,29 @@ class ServedLayers:
             )
         if self.holders:
             return table[self.holders[0]]
+        layers = self.with_type(layer_type)
         return tuple(table[i] if i in layers else own for i in range(self.count))
+
+    def require_fitting(self, table: ModelTables, layer_type: str | None) -> None:
+        """Raise ValueError where tables are for another number of layers or of key heads.
+
+        Args:
+            table: tables for the model. Entries of a set for layers of other types are ignored.
+            layer_type: one of the layer types of the rotary embedding.
+        """
+        if isinstance(table, FrequencyTable):
+            return
+        if isinstance(table, TableSet) and len(table) != self.count:
+            raise ValueError(
+                f"method must be a set for the {self.count} layers of {self.model}, got one for {len(table)}: {table!r}"
+            )
+        for i in self.with_type(layer_type):
+            of_layer = table[i] if isinstance(table, TableSet) else table
+            if isinstance(of_layer, HeadTables) and len(of_layer) != self.key_heads(i):
+                raise ValueError(
+                    f"method must hold tables for the {self.key_heads(i)} key heads of {self.model} in layer {i}, got "
+                    f"tables for {len(of_layer)}: {table!r}"
+                )
 
 
 def layer_index(module: nn.Module) -> int | None:

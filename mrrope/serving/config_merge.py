@@ -13,6 +13,7 @@ from typing import Any
 
 from mrrope.hf.rope_config import is_local
 from mrrope.hf.rope_types import expect_rope_parameters
+from mrrope.serving.layer_tables import require_fitting
 from mrrope.serving.mark import KEY
 from mrrope.serving.rope_request import OWN_TYPES, selects_mrrope
 from mrrope.serving.rope_settings import ServedRope, merged
@@ -149,7 +150,7 @@ def extend(text: Any, given: Mapping[str, Any], logger: logging.Logger) -> None:
         parameters = own | {
             layer: merged(new, own[layer] or {}, stated) if selects_mrrope(new) else new for layer, new in given.items()
         }
-    _check_layer_types(parameters)
+    _check_layers(parameters, text)
     _warn_of_extension(text.model_type, parameters, logger)
     text.rope_parameters = parameters
 
@@ -163,17 +164,21 @@ def _of_file(parameters: Mapping[str, Any], text: Any, folder: Path | None) -> d
     """Return the parameters of a ``config.json``, merged."""
     stated = getattr(text, "max_position_embeddings", None)
     if selects_mrrope(parameters):
-        return merged(parameters, None, stated, folder, text.ignore_keys_at_rope_validation)
-    by_layer_type = {
-        layer: merged(own, None, stated, folder, text.ignore_keys_at_rope_validation) if selects_mrrope(own) else own
-        for layer, own in parameters.items()
-    }
-    _check_layer_types(by_layer_type)
-    return by_layer_type
+        found = merged(parameters, None, stated, folder, text.ignore_keys_at_rope_validation)
+    else:
+        found = {
+            layer: merged(own, None, stated, folder, text.ignore_keys_at_rope_validation)
+            if selects_mrrope(own)
+            else own
+            for layer, own in parameters.items()
+        }
+    _check_layers(found, text)
+    return found
 
 
-def _check_layer_types(parameters: Mapping[str, Any]) -> None:
-    """Raise where one choice of a table could not hold for all layers of a request."""
+def _check_layers(parameters: Mapping[str, Any], text: Any) -> None:
+    """Raise where tables do not fit the layers, or one choice of a table could not hold for all layers of a request."""
+    require_fitting(parameters, text)
     if KEY in parameters:
         return
     served = {layer: ServedRope.of(own) for layer, own in parameters.items() if isinstance(own, Mapping)}

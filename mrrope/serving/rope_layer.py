@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +17,10 @@ from mrrope.hf.auto_scale.ladder import Ladder
 from mrrope.ops.decompositions import RADIANS_PER_PHASE_UNIT
 from mrrope.serving.rope_request import ROPE_TYPE
 from mrrope.serving.rope_settings import ServedRope
-from mrrope.tables.frequency_table import FrequencyTable
+from mrrope.tables.frequency_table import FrequencyTable, words_per_head
+from mrrope.tables.lookup import ModelTables
 from mrrope.tables.position_rows import packed_rows, rows_of_sections
+from mrrope.tables.table_set import OfOneLayer
 
 CACHE_ROWS_AT_ONCE = 1 << 16
 """Rows of ``cos_sin_cache`` computed at a time: float64 intermediates of all rows would take gigabytes."""
@@ -28,15 +32,17 @@ class ServedRotaryEmbedding(nn.Module):
     ``is_neox_style`` is read in every call: some models of the engines set it after construction.
     """
 
-    tables: torch.Tensor
-    """Packed tables, int64: ``[words]``, ``[tables, words]``, or with M-RoPE ``[tables, 2, words]``."""
+    tables: torch.Tensor | None
+    """Packed tables, int64: ``[words]``, ``[tables, words]``, with M-RoPE ``[tables, 2, words]``; of key heads with a
+    table each ``[tables, 1 or 2, heads, words]``. None where the ladder holds tables per layer or head:
+    :func:`mrrope.serving.layer_tables.with_tables_of_layer` returns the layers that rotate."""
     _cos_sin_cache: torch.Tensor | None
     table_index: torch.Tensor | None
     """The table of each token slot, int32; None with one table. Set after loading, before the first call."""
 
     def __init__(
         self,
-        ladder: Ladder[FrequencyTable],
+        ladder: Ladder[ModelTables],
         *,
         head_size: int,
         max_position: int,
@@ -69,16 +75,38 @@ class ServedRotaryEmbedding(nn.Module):
         self.dtype = dtype
         self.mrope_section = list(mrope_section) if mrope_section else None
         self.mrope_interleaved = mrope_interleaved
-        packed = torch.stack([table.packed(torch.device("cpu")) for table in ladder.tables])
-        if self.mrope_section:
-            rows = position_rows(self.mrope_section, mrope_interleaved, self.rotary_dim // 2)
-            packed = torch.stack([packed, packed_rows(rows).expand_as(packed)], dim=1)
-        elif ladder.is_fixed:
-            packed = packed[0]
         # Buffers are saved and restored by vLLM's sleep mode; casts of the model leave integers alone.
-        self.register_buffer("tables", packed.to(torch.get_default_device()), persistent=False)
-        self.register_buffer("table_index", None, persistent=False)
-        self.register_buffer("_cos_sin_cache", None, persistent=False)
+        for name in ("tables", "table_index", "_cos_sin_cache"):
+            self.register_buffer(name, None, persistent=False)
+        shared = [table for table in ladder.tables if isinstance(table, FrequencyTable)]
+        if len(shared) == len(ladder.tables):
+            self.tables = self._packed(shared, key_heads=1)
+
+    def with_tables(self, tables: Sequence[OfOneLayer], key_heads: int) -> ServedRotaryEmbedding:
+        """Return a copy of this layer with other tables, of the same lengths.
+
+        Args:
+            tables: The tables.
+            key_heads: Number of key heads that have a table each; 1 where one table rotates all heads.
+        """
+        own = copy.copy(self)
+        own._buffers = dict(self._buffers)  # which a copy of a module shares
+        own.ladder = replace(self.ladder, tables=tuple(tables))
+        own.tables = self._packed(tables, key_heads)
+        return own
+
+    def _packed(self, tables: Sequence[OfOneLayer], key_heads: int) -> torch.Tensor:
+        """Return tables in the form of fewest dimensions that holds them, as the kernels of that form are faster."""
+        per_head = [words_per_head(table.packed(torch.device("cpu"))).expand(key_heads, -1) for table in tables]
+        words = torch.stack(per_head)
+        rows = [words]
+        if self.mrope_section:
+            sources = position_rows(self.mrope_section, self.mrope_interleaved, self.rotary_dim // 2)
+            rows.append(packed_rows(sources).expand_as(words))
+        packed = torch.stack(rows, dim=1)
+        if key_heads == 1:
+            packed = packed[:, :, 0] if self.mrope_section else words[0, 0] if len(tables) == 1 else words[:, 0]
+        return packed.contiguous().to(torch.get_default_device())
 
     def forward(
         self,
@@ -153,18 +181,22 @@ class ServedRotaryEmbedding(nn.Module):
             NotImplementedError: There are several tables.
         """
         if self._cos_sin_cache is None:
+            if self.tables is None or self.tables.dim() == 4:
+                raise NotImplementedError(
+                    f"cos_sin_cache holds one table, and this layer has {self.ladder.tables[-1]!r}: the model's kernel "
+                    "reads the cache, so table must be one for all layers and heads in rope_parameters"
+                )
             if not self.ladder.is_fixed:
                 raise NotImplementedError(
                     f"cos_sin_cache holds one table, and this layer has {len(self.ladder.tables)}: the model's kernel "
                     'reads the cache, so factor must be a number in rope_parameters, got "auto"'
                 )
-            self._cos_sin_cache = self._computed_cache()
+            self._cos_sin_cache = self._computed_cache(self.tables if self.tables.dim() == 1 else self.tables[0, 0])
         return self._cos_sin_cache
 
-    def _computed_cache(self) -> torch.Tensor:
-        words = self.tables if self.tables.dim() == 1 else self.tables[0, 0]
+    def _computed_cache(self, words: torch.Tensor) -> torch.Tensor:
         turns, factor = words[:-1], words[-1:].view(torch.float64)
-        device = self.tables.device
+        device = words.device
         cache = torch.empty(self.max_position_embeddings, self.rotary_dim, dtype=self.dtype, device=device)
         for start in range(0, len(cache), CACHE_ROWS_AT_ONCE):
             rows = cache[start : start + CACHE_ROWS_AT_ONCE]
@@ -176,7 +208,8 @@ class ServedRotaryEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the settings as ``print(model)`` shows them."""
-        tables = ", ".join(f"{table.method} {table.scale:g}" for table in self.ladder.tables)
+        kinds = [getattr(table, "method", type(table).__name__) for table in self.ladder.tables]
+        tables = ", ".join(f"{kind} {table.scale:g}" for kind, table in zip(kinds, self.ladder.tables, strict=True))
         return (
             f"head_size={self.head_size}, rotary_dim={self.rotary_dim}, base={self.base:g}, "
             f"is_neox_style={self.is_neox_style}, tables=[{tables}]"

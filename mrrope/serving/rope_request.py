@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mrrope.tables import shipped
-from mrrope.tables.frequency_table import METHODS, FrequencyTable
+from mrrope.tables.frequency_table import METHODS
 from mrrope.tables.lookup import (
     PLAIN_ROPE_OPTIONS,
     TABLE_OPTIONS,
@@ -65,7 +65,7 @@ class RopeRequest:
     max_factor: float | None = None
     reserve: int = DEFAULT_RESERVE
     tables: list[dict[str, Any]] = field(default_factory=list)
-    """Ready tables as ``FrequencyTable.to_dict`` returns them, so that no other process reads a file."""
+    """Ready tables and sets as their ``to_dict`` returns them, so that no other process reads a file."""
     options: dict[str, Any] = field(default_factory=dict)
     """More arguments of :func:`mrrope.frequency_table`."""
 
@@ -92,9 +92,10 @@ class RopeRequest:
             )
         method = _method(parameters)
         options = {OPTIONS[key]: _option(key, parameters[key]) for key in OPTIONS if parameters.get(key) is not None}
-        tables = _tables(parameters.get("table"), folder)  # first: it refuses sets, which come with a factor
-        factor = _factor(parameters.get("factor"), parameters.get("table"), tables)
-        max_factor = parameters.get("max_factor")
+        table, max_factor = parameters.get("table"), parameters.get("max_factor")
+        steps = shipped.ladder(table) if isinstance(table, str) else []
+        tables = _tables(steps or table, folder)
+        factor = _factor(parameters.get("factor"), steps or table, tables)
         if max_factor is not None and not (_is_number(max_factor) and max_factor > 1):
             raise ValueError(f"rope_parameters: max_factor must be a number above 1, got {max_factor!r}")
         reserve = parameters.get("reserve")
@@ -108,13 +109,13 @@ class RopeRequest:
         ):
             raise ValueError(f"rope_parameters: a ready table leaves no room for {', '.join(given)}")
         if tables and max_factor is not None:
-            raise ValueError(f"rope_parameters: ready tables leave no room for max_factor, got {max_factor!r}")
+            tables = _up_to(max_factor, tables, is_shipped=bool(steps))
         if method is not None and factor is None:
             raise ValueError(f'rope_parameters: factor must be given with {method}: a number from 1 on, or "auto"')
         return RopeRequest(
             method,
             1.0 if factor is None else factor,
-            max_factor,
+            None if tables else max_factor,
             DEFAULT_RESERVE if reserve is None else reserve,
             tables,
             options,
@@ -208,17 +209,28 @@ def _tables(table: Any, folder: Path | None) -> list[dict[str, Any]]:
     return [_table(item, folder).to_dict() for item in (table if is_ladder else [table])]
 
 
-def _table(table: Any, folder: Path | None) -> FrequencyTable:
+def _up_to(max_factor: float, tables: list[dict[str, Any]], *, is_shipped: bool) -> list[dict[str, Any]]:
+    """Return the tables of a shipped ladder up to a scale; lists of the user are used whole."""
+    if not is_shipped:
+        raise ValueError(f"rope_parameters: ready tables leave no room for max_factor, got {max_factor!r}")
+    if found := [table for table in tables if table["scale"] <= max_factor]:
+        return found
+    raise ValueError(
+        f"rope_parameters: max_factor must be at least {tables[0]['scale']:g}, the smallest scale of the shipped "
+        f"tables, got {max_factor!r}"
+    )
+
+
+def _table(table: Any, folder: Path | None) -> ModelTables:
     if isinstance(table, Mapping):
         try:
-            found = tables_from_dict(dict(table))
+            return tables_from_dict(dict(table))
         except (TypeError, ValueError) as error:
             raise ValueError(f"rope_parameters: table must be a table's JSON: {error}") from None
-        return _one_table(found)
     if not isinstance(table, str) or not is_saved_table(table):
         raise ValueError(
-            "rope_parameters: table must be the path of a table's .json, the name of a table that comes with mrrope "
-            f"({shipped.listed()}), or a list of those, got {table!r}"
+            "rope_parameters: table must be the path of a table's .json, the name of a table or a ladder that comes "
+            f"with mrrope ({', '.join((*shipped.names(), *shipped.ladders()))}), or a list of tables, got {table!r}"
         )
     path = Path(table)
     if folder is not None and not path.exists() and (folder / path).exists():
@@ -226,17 +238,6 @@ def _table(table: Any, folder: Path | None) -> FrequencyTable:
     if path.suffix == ".json" and not path.is_file():
         raise FileNotFoundError(f"rope_parameters: table must be the path of a table's .json, and there is no {table}")
     try:
-        found = load_tables(path if path.suffix == ".json" else table)
+        return load_tables(path if path.suffix == ".json" else table)
     except (TypeError, ValueError) as error:
         raise ValueError(f"rope_parameters: table must be a table's JSON, got {table}: {error}") from None
-    return _one_table(found)
-
-
-def _one_table(found: ModelTables) -> FrequencyTable:
-    """Return ``found``; raise ValueError where it has tables per layer or head, which vLLM's layers do not."""
-    if not isinstance(found, FrequencyTable):
-        raise ValueError(
-            "rope_parameters: table must be one table for all layers and heads, since vLLM's layers share one rotary "
-            f"embedding, got {found!r}"
-        )
-    return found

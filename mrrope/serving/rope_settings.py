@@ -18,8 +18,7 @@ from mrrope.hf.rope_types import OPTIONS as TYPE_OPTIONS
 from mrrope.hf.rope_types import ROPE_TYPES, register_types
 from mrrope.serving.mark import KEY
 from mrrope.serving.rope_request import MODEL_KEYS, ROPE_TYPE, RopeRequest
-from mrrope.tables.frequency_table import FrequencyTable
-from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, resolve_table
+from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, ModelTables, resolve_tables, tables_from_dict
 
 NATIVE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", *ROPE_TYPES)
 """Values of ``rope_type`` that transformers computes, and so can be extended."""
@@ -80,6 +79,11 @@ class ServedRope:
         """Number of tokens that the last table reaches."""
         return int(self.reaches[-1])
 
+    @cached_property
+    def ready_tables(self) -> tuple[ModelTables, ...]:
+        """The tables that the request holds; none with a method."""
+        return tuple(tables_from_dict(table) for table in self.request.tables)
+
     def native_rope(self, rotary_dim: int) -> RopeSettings:
         """Return the model's own RoPE, from transformers' code for its parameters.
 
@@ -102,7 +106,7 @@ class ServedRope:
         with torch.device("cpu"), _float32_by_default():  # vLLM builds models under the defaults of their weights
             return settings(LlamaRotaryEmbedding(config), None)
 
-    def ladder(self, rotary_dim: int) -> Ladder[FrequencyTable]:
+    def ladder(self, rotary_dim: int) -> Ladder[ModelTables]:
         """Return the tables to serve: one for a fixed factor, else the model's own and those of increasing reach.
 
         Args:
@@ -111,19 +115,19 @@ class ServedRope:
         Raises:
             ValueError: The request does not fit the model.
         """
-        own, request = self.native_rope(rotary_dim), self.request
-        tables = [FrequencyTable.from_dict(table) for table in request.tables]
+        own, request, tables = self.native_rope(rotary_dim), self.request, self.ready_tables
         if request.factor == "auto":
             if own.changes_with_length:
                 raise ValueError(
                     f"factor must be a number for a model with rope_type {self.native['rope_type']!r}, whose own table "
                     "changes with the length of a text, got 'auto'"
                 )
+            native: ModelTables = own.table
             steps = request.method or tables
-            ladder = ladder_for(own, own.table, steps, request.max_factor, request.options, resolve_table)
+            ladder = ladder_for(own, native, steps, request.max_factor, request.options, resolve_tables)
             return replace(ladder, reserve=request.reserve)
         factor = request.factor if request.method else None  # a ready table has its own
-        table = resolve_table(own, request.method or tables[0], factor, request.options)
+        table = resolve_tables(own, request.method or tables[0], factor, request.options)
         if own.changes_with_length and table.is_like(own.table):
             raise ValueError(
                 f"factor must extend a model with rope_type {self.native['rope_type']!r}, whose own table changes with "

@@ -11,6 +11,7 @@ import torch
 from mrrope.serving.rope_settings import served_rope
 from mrrope.serving.scale_choice import TABLE_KEY
 from mrrope.serving.token_tables import TokenTables, attach
+from mrrope.sglang.layer_tables import give_tables_of_layers
 from mrrope.sglang.rotary_embedding import LOADED_MODEL, require_served
 
 
@@ -25,6 +26,7 @@ def load_model(original: Callable[..., None], runner: Any, *args: Any, **kwargs:
     finally:
         LOADED_MODEL.reset(token)
     require_served(runner.model)
+    give_tables_of_layers(runner.model)
     runner.mrrope_tables = attach(runner.model, _max_step_tokens(runner), torch.device(runner.device))
     if runner.mrrope_tables is not None:
         _fill_before_forward(runner.model, runner.mrrope_tables)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mrrope.serving.rope_settings import served_rope
+from mrrope.tables.table_set import TableSet
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,6 +38,11 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         yield from _conflicts_of_auto(vllm_config)
     else:
         yield from _conflicts_of_drafter(vllm_config)
+        if any(isinstance(table, TableSet) for table in served.ready_tables) and shares_checkpoint(vllm_config):
+            yield (
+                "speculative_config's method must not be 'mtp' with a table set: the set has no tables for the layers "
+                "of the drafter"
+            )
 
 
 def _conflicts_of_drafter(vllm_config: VllmConfig) -> Iterator[str]:

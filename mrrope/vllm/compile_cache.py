@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def sources_hash() -> str:
     """Return a hash of the modules whose code graphs depend on. vLLM itself counts only those that Dynamo traces."""
     package = Path(mrrope.__file__).parent
-    modules = sorted(path for folder in ("ops", "vllm") for path in (package / folder).glob("*.py"))
+    modules = sorted(path for folder in ("ops", "serving", "vllm") for path in (package / folder).glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in modules)).hexdigest()
 
 

@@ -27,10 +27,12 @@ def _served_rope_layer(
     **unknown: Any,
 ) -> Any:
     """Return our layer where ``rope_parameters`` are ours, else vLLM's."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
     if rope_parameters is None or KEY not in rope_parameters:
-        return get_rope(
-            head_size, max_position, is_neox_style, rope_parameters, dtype, dual_chunk_attention_config, **unknown
-        )
+        rows = _rows_of_stock_cache(config, max_position)
+        return get_rope(head_size, rows, is_neox_style, rope_parameters, dtype, dual_chunk_attention_config, **unknown)
     if given := {name: value for name, value in unknown.items() if value is not None}:
         raise ValueError(f"get_rope must be called without {', '.join(given)} with a rope type of mrrope, got {given}")
     if dual_chunk_attention_config is not None:
@@ -38,16 +40,27 @@ def _served_rope_layer(
             "dual_chunk_attention_config must be None with a rope type of mrrope, got "
             f"{dual_chunk_attention_config}: dual chunk attention has positions of its own"
         )
-    from vllm.config import get_current_vllm_config_or_none
-
     return rope_layer(
-        get_current_vllm_config_or_none(),
+        config,
         rope_parameters,
         head_size=head_size,
         max_position=max_position,
         is_neox_style=is_neox_style,
         dtype=dtype or torch.get_default_dtype(),
     )
+
+
+def _rows_of_stock_cache(config: Any, max_position: int) -> int:
+    """Return the number of rows of vLLM's own cos/sin cache, which is indexed by position.
+
+    Layers of a served model that see a window only (Gemma 3) keep the model's RoPE, and get positions of the whole
+    text.
+    """
+    if config is None or not hooks.is_served(config):
+        return max_position
+    model = config.model_config
+    is_of_text_model = max_position == getattr(model.hf_text_config, "max_position_embeddings", None)
+    return max(max_position, model.max_model_len) if is_of_text_model else max_position
 
 
 def _without_kernels_of_one_table(initialize_model: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:

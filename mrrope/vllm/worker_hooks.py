@@ -7,9 +7,9 @@ from typing import Any
 
 def install() -> None:
     """Install the hooks. They import vLLM's compiler and the ops, which no other process needs."""
-    from mrrope.vllm import cache_fusion, model_runners, norm_fusion, rotary_embedding
+    from mrrope.vllm import cache_fusion, layer_tables, model_runners, norm_fusion, rotary_embedding
 
-    for concept in (rotary_embedding, norm_fusion, cache_fusion, model_runners):
+    for concept in (rotary_embedding, layer_tables, norm_fusion, cache_fusion, model_runners):
         concept.install()
 
 

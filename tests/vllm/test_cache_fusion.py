@@ -13,6 +13,8 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.utils.torch_utils import _resolve_layer_name
 
+import mrrope
+from mrrope.serving.layer_tables import with_tables_of_layer
 from mrrope.serving.rope_settings import merged
 from mrrope.vllm import cache_fusion
 
@@ -51,6 +53,25 @@ class Block(nn.Module):
 
 class NormedBlock(Block):
     normed = True
+
+
+class BlockWithTablesOfHeads(Block):
+    """Each key head has tables of its own, after the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        settings = {"rotary_dim": HEAD_SIZE, "base": 1e4, "original_max_position": LENGTH}
+        steps = [
+            mrrope.HeadTables(
+                mrrope.frequency_table("mrrope_pow", scale=scale, power=power, **settings) for power in (0.0, 3.0)
+            )
+            for scale in (2.0, 4.0)
+        ]
+        request = {"rope_type": "mrrope", "table": [step.to_dict() for step in steps]}
+        parameters = merged(request, {"rope_type": "default", "rope_theta": 1e4}, LENGTH)
+        shared = get_rope(HEAD_SIZE, LENGTH, rope_parameters=parameters)
+        self.rotary_emb = with_tables_of_layer(shared, 0, KV_HEADS, rank=0, ranks=1)
+        self.rotary_emb.table_index = torch.zeros(MAX_TOKENS, dtype=torch.int32)
 
 
 class BlockThatUsesItsKeys(Block):
@@ -137,6 +158,14 @@ def ops_of(pieces) -> list[str]:
     return [str(node.target) for piece in pieces for node in piece.graph.graph.nodes if node.op == "call_function"]
 
 
+def assert_heads_rotated(actual, x, position, table) -> None:
+    """Assert that the heads of one token are rotated, each by its table."""
+    of_key_heads = list(table) if isinstance(table, mrrope.HeadTables) else [table]
+    parts = zip(actual.chunk(len(of_key_heads)), x.chunk(len(of_key_heads)), of_key_heads, strict=True)
+    for got, before, own in parts:
+        assert_rotated(got.view(1, -1, HEAD_SIZE), before.view(1, -1, HEAD_SIZE), position, own, "thd")
+
+
 def assert_right(results) -> None:
     for block, x, positions, slots, output, cache in results:
         q, k, v = block.qkv_proj(x).detach().split([Q_SIZE, KV_SIZE, KV_SIZE], dim=-1)
@@ -144,11 +173,10 @@ def assert_right(results) -> None:
         by_slot = cache.unbind(1)[0].flatten(0, 1), cache.unbind(1)[1].flatten(0, 1)
         for token, slot in enumerate(slots.tolist()):
             table, position = tables[token % len(tables)], positions[token : token + 1]
-            got = output[token].view(1, HEADS, HEAD_SIZE)
-            assert_rotated(got, q[token].view(1, HEADS, HEAD_SIZE), position, table, "thd")
+            assert_heads_rotated(output[token], q[token], position, table)
             if slot < 0:
                 continue
-            assert_rotated(by_slot[0][slot][None], k[token].view(1, KV_HEADS, HEAD_SIZE), position, table, "thd")
+            assert_heads_rotated(by_slot[0][slot].flatten(), k[token], position, table)
             torch.testing.assert_close(by_slot[1][slot].flatten(), v[token], rtol=0, atol=0)
         written = slots[slots >= 0]
         others = torch.ones(BLOCKS * BLOCK_SIZE, dtype=torch.bool)
@@ -157,8 +185,9 @@ def assert_right(results) -> None:
         assert (by_slot[1][others] == UNWRITTEN).all()
 
 
-def test_one_op_rotates_and_writes(monkeypatch):
-    results, pieces, _ = run(Block, monkeypatch)
+@pytest.mark.parametrize("make", [Block, BlockWithTablesOfHeads])
+def test_one_op_rotates_and_writes(make, monkeypatch):
+    results, pieces, _ = run(make, monkeypatch)
     ops = ops_of(pieces)
     assert sum(cache_fusion.OP in op for op in ops) == 1
     assert not any("unified_kv_cache_update" in op or "mrrope.rotary" in op for op in ops)

@@ -21,6 +21,8 @@ from vllm.model_executor.models.gemma3 import Gemma3Attention
 from vllm.model_executor.models.olmo2 import Olmo2Attention
 from vllm.model_executor.models.qwen3 import Qwen3Attention
 
+import mrrope
+from mrrope.serving.layer_tables import with_tables_of_layer
 from mrrope.serving.rope_layer import served_layers
 from mrrope.serving.rope_settings import merged
 from mrrope.vllm import norm_fusion
@@ -31,9 +33,15 @@ ROTARY, FUSED = "mrrope.rotary.default", "mrrope.qk_norm_rotary.default"
 
 
 def parameters(factor="auto", **native) -> dict:
-    return merged(
-        {"rope_type": "mrrope_pro", "factor": factor}, {"rope_type": "default", "rope_theta": 1e4, **native}, LENGTH
-    )
+    request = {"rope_type": "mrrope_pro", "factor": factor}
+    if factor is None:
+        request = {"rope_type": "mrrope", "table": [heads_at(scale).to_dict() for scale in (2.0, 4.0, 8.0, 16.0)]}
+    return merged(request, {"rope_type": "default", "rope_theta": 1e4, **native}, LENGTH)
+
+
+def heads_at(scale: float) -> mrrope.HeadTables:
+    settings = {"rotary_dim": HEAD_SIZE, "base": 1e4, "original_max_position": LENGTH, "scale": scale}
+    return mrrope.HeadTables(mrrope.frequency_table("mrrope_pow", power=power, **settings) for power in (0.0, 3.0))
 
 
 class Attention(nn.Module):
@@ -92,6 +100,20 @@ class OverAllHeads(Attention):
 
 class OverAllHeadsByRows(OverAllHeads):
     rope: ClassVar[dict] = {"mrope_section": [4, 2, 2]}
+
+
+class TablesOfHeads(Attention):
+    """A ladder of tables per key head, after the model's own."""
+
+    rope: ClassVar[dict] = {"factor": None}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary_emb = with_tables_of_layer(self.rotary_emb, 0, KV_HEADS, rank=0, ranks=1)
+
+
+class TablesOfHeadsByRows(TablesOfHeads):
+    rope: ClassVar[dict] = {"factor": None, "mrope_section": [4, 2, 2]}
 
 
 class Gated(Attention):
@@ -184,6 +206,7 @@ def compare(monkeypatch, make: Callable[[], nn.Module], dtype: torch.dtype):
 
 
 KINDS = [Attention, RowsOfPositions, OneTable, Gemma, Flattened, OverAllHeads, OverAllHeadsByRows, Gated]
+KINDS += [TablesOfHeads, TablesOfHeadsByRows]
 
 
 @pytest.mark.parametrize(

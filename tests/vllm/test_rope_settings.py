@@ -13,6 +13,7 @@ import mrrope
 from mrrope.hf.rotary_embedding import TableRotaryEmbedding
 from mrrope.serving.rope_request import RopeRequest, selects_mrrope
 from mrrope.serving.rope_settings import KEY, ServedRope, merged
+from mrrope.tables.lookup import load_tables
 
 DIM = 32
 PAIRS = DIM // 2
@@ -386,14 +387,62 @@ def test_yarn_of_mistral_without_a_temperature():
     assert served(PRO, YARN | {"apply_yarn_scaling": False, "mscale_all_dim": 1}).ladder(DIM).tables == (expected,)
 
 
-@pytest.mark.parametrize("kind", ["set", "heads"])
-def test_tables_per_layer_and_head_are_refused(tmp_path, kind):
-    shipped = mrrope.FrequencyTable.load("smollm2-135m-4x")
-    heads = mrrope.HeadTables([shipped, shipped])
-    tables = mrrope.TableSet([heads, shipped]) if kind == "set" else heads
-    native = {"rope_type": "default", "rope_theta": shipped.base}
-    tables.save(tmp_path / "tables.json")
-    message = "rope_parameters: table must be one table for all layers and heads, since vLLM's layers share one rotary"
-    for table in (str(tmp_path / "tables.json"), tables.to_dict(), ["smollm2-135m-2x", str(tmp_path / "tables.json")]):
-        with pytest.raises(ValueError, match=message):
-            merged({"rope_type": "mrrope", "table": table}, native, shipped.original_max_position)
+# --- tables per layer and head ---
+
+SHIPPED = mrrope.TableSet.load("smollm2-135m-heads-4x")
+SMOLLM = {"rope_type": "default", "rope_theta": SHIPPED.base}
+OF_HEADS = mrrope.HeadTables(SHIPPED[0])
+
+
+@pytest.mark.parametrize("tables", [SHIPPED, OF_HEADS], ids=["set", "heads"])
+def test_tables_per_layer_and_head_by_path_and_content(tmp_path, tables):
+    path = tmp_path / "tables.json"
+    tables.save(path)
+    for given in (str(path), tables.to_dict()):
+        rope = served({"rope_type": "mrrope", "table": given}, SMOLLM, 8192)
+        assert rope.ladder(64).tables == (tables,)
+        assert rope.ladder(rope.some_rotary_dim).tables == (tables,)
+        assert (rope.is_auto, rope.max_length, rope.native_length) == (False, 32768, 8192)
+    in_folder = merged({"rope_type": "mrrope", "table": "tables.json", "factor": 4.0}, SMOLLM, 8192, tmp_path)
+    path.unlink()  # workers need no file
+    assert ServedRope.of(in_folder).ladder(64).tables == (tables,)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-heads"])
+@pytest.mark.parametrize("max_factor", [None, 6])
+def test_shipped_ladders_are_those_of_patch(name, max_factor):
+    given = {"rope_type": "mrrope", "table": name, "factor": "auto", "max_factor": max_factor}
+    ladder = served(given, SMOLLM, 8192).ladder(64)
+    scales = [2, 4] if max_factor else [2, 4, 8, 16]
+    assert ladder.tables[1:] == tuple(load_tables(f"{name}-{scale}x") for scale in scales)
+    assert ladder.reaches == (8192, *(8192 * scale for scale in scales))
+    without_factor = {"rope_type": "mrrope", "table": name}
+    assert max_factor or served(without_factor, SMOLLM, 8192).ladder(64) == ladder
+
+
+def test_a_ladder_may_mix_tables_and_sets():
+    given = {"rope_type": "mrrope", "table": ["smollm2-135m-2x", "smollm2-135m-heads-4x"], "factor": "auto"}
+    ladder = served(given, SMOLLM, 8192).ladder(64)
+    assert ladder.tables[1:] == (mrrope.FrequencyTable.load("smollm2-135m-2x"), SHIPPED)
+
+
+@pytest.mark.parametrize(
+    ("given", "native", "length", "message"),
+    [
+        ({"table": "smollm2-135m-heads-4x"}, NATIVES["plain"], 8192, "table for the model's base 50000, got TableSet"),
+        ({"table": "smollm2-135m-heads-4x"}, SMOLLM, 4096, "table for the model's original_max_position 4096, got"),
+        ({"table": "smollm2-135m-heads", "factor": 4}, SMOLLM, 8192, "left out with a list of tables, got 4"),
+        ({"table": "smollm2-135m-heads-4x", "factor": 8}, SMOLLM, 8192, "left out with a ready table, got 8"),
+        ({"table": "smollm2-135m-heads", "max_factor": 1.5}, SMOLLM, 8192, "at least 2, the smallest scale .* got 1.5"),
+        ({"table": "smollm2-135m-head"}, SMOLLM, 8192, "smollm2-135m-heads.* got 'smollm2-135m-head'"),
+        ({"table": {"format": "mrrope.TableSet/1"}}, SMOLLM, 8192, "table must be a table's JSON: layers must be"),
+    ],
+)
+def test_bad_sets_are_refused(given, native, length, message):
+    with pytest.raises(ValueError, match=message):
+        merged({"rope_type": "mrrope", **given}, native, length)
+
+
+def test_a_set_for_another_rotary_dim_is_refused_when_the_layer_is_built():
+    with pytest.raises(ValueError, match="rotary_dim 128, got TableSet"):
+        served({"rope_type": "mrrope", "table": "smollm2-135m-heads-4x"}, SMOLLM, 8192).ladder(128)

@@ -253,6 +253,16 @@ def test_sections_reach_the_layer(config):
     assert (layer.mrope_section, layer.mrope_interleaved) == (SECTIONS, True)
 
 
+@pytest.mark.parametrize("is_of_text_model", [True, False])
+def test_vllms_layers_of_a_served_model_have_rows_for_the_whole_text(is_of_text_model):
+    config = compiled_models.vllm_config()  # of 64 native and 1024 served positions
+    length = config.model_config.hf_text_config.max_position_embeddings if is_of_text_model else 50
+    with set_current_vllm_config(config):
+        layer = get_rope(16, length, rope_parameters={"rope_type": "default", "rope_theta": BASE})
+    assert type(layer) is RotaryEmbedding
+    assert layer.cos_sin_cache.shape[0] == (config.model_config.max_model_len if is_of_text_model else 50)
+
+
 @pytest.mark.parametrize("theirs", [None, {"rope_type": "default", "rope_theta": BASE}])
 def test_other_parameters_give_vllms_layer(config, theirs):
     assert type(get_rope(16, LENGTH, rope_parameters=theirs)) is RotaryEmbedding
