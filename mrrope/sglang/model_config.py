@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mrrope.serving.config_merge import expect_files_of_mrrope, extend, merge_file, names_mrrope, take_out
 from mrrope.serving.rope_settings import served_rope
-from mrrope.sglang.plugin import logger
 
 OVERRIDES = "model_override_args"
+
+logger = logging.getLogger("sglang.mrrope")
 
 
 def get_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

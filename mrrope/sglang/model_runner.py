@@ -26,7 +26,8 @@ def load_model(original: Callable[..., None], runner: Any, *args: Any, **kwargs:
     finally:
         LOADED_MODEL.reset(token)
     require_served(runner.model)
-    give_tables_of_layers(runner.model)
+    with torch.device(runner.device):
+        give_tables_of_layers(runner.model)
     runner.mrrope_tables = attach(runner.model, _max_step_tokens(runner), torch.device(runner.device))
     if runner.mrrope_tables is not None:
         _fill_before_forward(runner.model, runner.mrrope_tables)

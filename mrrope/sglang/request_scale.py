@@ -5,6 +5,7 @@ The choice is made in the front end, where an error becomes an HTTP 400, and tra
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from mrrope.serving.rope_settings import served_rope
@@ -17,10 +18,11 @@ from mrrope.serving.scale_choice import (
     request_counter,
     salted,
 )
-from mrrope.sglang.plugin import logger
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+
+logger = logging.getLogger("sglang.mrrope")
 
 
 class Admission:
