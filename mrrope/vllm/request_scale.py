@@ -7,7 +7,6 @@ core, which also serves clients that have no Python front end.
 from __future__ import annotations
 
 import contextvars
-import math
 from typing import TYPE_CHECKING, Any
 
 from mrrope.serving.rope_settings import served_rope
@@ -47,13 +46,8 @@ class Admission:
         served = served_rope(vllm_config.model_config.hf_config)
         if served is None:
             return None
-        ladder = served.ladder(served.some_rotary_dim)  # neither lengths nor scales depend on it
-        if not served.is_auto:
-            steps = ScaleSteps((vllm_config.model_config.max_model_len,), (ladder.tables[0].scale,), 0)
-            return Admission(vllm_config, steps, is_auto=False)
-        reaches = tuple(math.floor(reach) for reach in ladder.reaches)
-        scales = (1.0, *(table.scale for table in ladder.tables[1:]))
-        return Admission(vllm_config, ScaleSteps(reaches, scales, served.reserve))
+        steps = ScaleSteps.of(served, vllm_config.model_config.max_model_len)
+        return Admission(vllm_config, steps, is_auto=served.is_auto)
 
     def admit(self, request: EngineCoreRequest) -> Choice:
         """Choose the table of a request, write it to its ``extra_args`` and cap its ``max_tokens``.

@@ -36,7 +36,7 @@ PACKAGE_LAYERS = [
     {"mrrope.export"},
     {"mrrope"},  # mrrope/__init__.py, the public names
     {"mrrope.serving"},
-    {"mrrope.vllm"},  # vLLM imports it; nothing of the package does
+    {"mrrope.vllm", "mrrope.sglang"},  # engines import them; nothing of the package does
     {"mrrope.reporting"},
     {"mrrope.evaluation", "mrrope.theory", "mrrope.benchmark", "mrrope.environment"},
     {"mrrope.calibration"},
@@ -144,6 +144,7 @@ def test_the_package_imports_torch_and_the_standard_library_only() -> None:
         # Engines import their plugins, with numpy and their other packages at hand.
         of_engines = {
             "serving": {"numpy", "prometheus_client"},
+            "sglang": {"numpy", "sglang"},
             "vllm": {"numpy", "vllm"},
         }.get(path.parent.name, set())
         foreign = imports_at_module_level(path) - set(sys.stdlib_module_names) - {"torch", "mrrope"} - of_engines
@@ -222,7 +223,7 @@ def test_modules_import_downwards() -> None:
     assert sorted(upward) == []
 
 
-@pytest.mark.parametrize("plugin", ["mrrope.vllm"])
+@pytest.mark.parametrize("plugin", ["mrrope.vllm", "mrrope.sglang"])
 def test_no_module_imports_a_plugin(plugin: str) -> None:
     outside = {name: others for name, others in package_imports().items() if not name.startswith(plugin)}
     assert [name for name, others in outside.items() if any(other.startswith(plugin) for other in others)] == []

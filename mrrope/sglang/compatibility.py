@@ -1,0 +1,98 @@
+"""Refuse, when a model is configured, what cannot be right together with mrrope."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from mrrope.serving.rope_settings import served_rope
+
+OTHER_KERNELS = ("enable_nvidia_megakernel", "enable_amd_monokernel")
+"""Options whose kernels rotate by themselves."""
+OTHER_FRONT_ENDS = ("grpc_mode", "smg_grpc_mode")
+"""Options that start a front end without the hooks of requests."""
+PARTS_OF_A_STEP = {
+    "enable_two_batch_overlap": "each half holds a part of the step's tokens",
+    "enable_pdmux": "two steps run at the same time",
+    "enable_prefill_cp": "each rank runs on a part of the step's tokens",
+    "enable_encoder_swa_bounded_replay": "tokens are added to a step",
+    "enable_decoder_swa_bounded_replay": "tokens are added to a step",
+}
+"""Options under which the model sees other tokens than those of the step."""
+SHARED_CACHES = (
+    "hicache_storage_backend",
+    "enable_lmcache",
+    "enable_flexkv",
+    "enable_unified_cache_external_linker",
+)
+"""Options that share cached keys with other engines."""
+
+
+def conflicts(server_args: Any, model_config: Any) -> Iterator[str]:
+    """Yield a sentence for each option that mrrope, as configured, cannot serve.
+
+    Args:
+        server_args: The ``ServerArgs``; some values are resolved later, and are looked at again by every process.
+        model_config: The ``ModelConfig``.
+    """
+    from sglang.srt.configs.model_config import AttentionArch
+
+    served = served_rope(model_config.hf_config)
+    if served is None:
+        return
+    if str(server_args.model_impl) == "transformers":
+        yield "model_impl must not be 'transformers': that backend rotates by the model's own code in transformers"
+    if model_config.attention_arch == AttentionArch.MLA:
+        yield (
+            f"the model must rotate by its rope_parameters, got {model_config.hf_text_config.model_type} with "
+            "multi-head latent attention: its implementation in SGLang has kernels of its own"
+        )
+    for option in OTHER_KERNELS:
+        if getattr(server_args, option):
+            yield f"{option} must be off: its kernels rotate by themselves"
+    if server_args.tokenizer_worker_num > 1:
+        yield (
+            f"tokenizer_worker_num must be 1, got {server_args.tokenizer_worker_num}: SGLang loads no plugin in the "
+            "workers of its HTTP server"
+        )
+    if served.is_auto:
+        yield from _conflicts_of_auto(server_args, model_config)
+
+
+def _conflicts_of_auto(server_args: Any, model_config: Any) -> Iterator[str]:
+    """Yield the conflicts of a table per request: the table of a token is known by its place in the whole batch."""
+    if server_args.speculative_algorithm is not None:
+        yield (
+            f"speculative_algorithm must be None, got {server_args.speculative_algorithm!r}: drafted tokens are tokens "
+            "of a step, and a draft model runs on others"
+        )
+    if server_args.dllm_algorithm is not None:
+        yield f"dllm_algorithm must be None, got {server_args.dllm_algorithm!r}: a step holds blocks of tokens"
+    if server_args.disaggregation_mode != "null":
+        yield (
+            f"disaggregation_mode must be 'null', got {server_args.disaggregation_mode!r}: another engine may have "
+            "chosen another table for the same text"
+        )
+    for option in SHARED_CACHES:
+        if value := getattr(server_args, option):
+            yield f"{option} must be off, got {value!r}: another engine may have chosen another table for the same text"
+    for option, reason in PARTS_OF_A_STEP.items():
+        if getattr(server_args, option):
+            yield f"{option} must be off: {reason}"
+    for option in OTHER_FRONT_ENDS:
+        if getattr(server_args, option):
+            yield f"{option} must be off: its front end runs no hook that chooses a table"
+    if os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true"):
+        yield "SGLANG_RUST_SERVER must be off: its front end runs no hook that chooses a table"
+    if model_config.is_encoder_decoder:
+        yield "the model must not be an encoder-decoder: its table is chosen by the length of one text"
+    if not model_config.is_generation:
+        yield "is_embedding must be off: a table is chosen for prompt and new tokens"
+
+
+def require_compatible(server_args: Any, model_config: Any) -> None:
+    """Raise ValueError where an option conflicts with mrrope."""
+    if found := list(conflicts(server_args, model_config)):
+        options = "; ".join(found)
+        raise ValueError(f"rope_parameters of mrrope with the following cannot be served: {options}")

@@ -1,0 +1,130 @@
+"""Admission of requests: each gets its table, and its part of the radix cache is kept apart from those of others.
+
+The choice is made in the front end, where an error becomes an HTTP 400, and travels in ``custom_params``.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from mrrope.serving.rope_settings import served_rope
+from mrrope.serving.scale_choice import (
+    SCALE_KEY,
+    TABLE_KEY,
+    ScaleSteps,
+    choose,
+    parsed_scale,
+    request_counter,
+    salted,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+
+logger = logging.getLogger("sglang.mrrope")
+
+
+class Admission:
+    """Admits the requests of one engine."""
+
+    def __init__(self, steps: ScaleSteps, max_model_len: int, model_name: str, *, is_auto: bool) -> None:
+        self.steps = steps
+        self.max_model_len = max_model_len
+        self.model_name = model_name
+        self.is_auto = is_auto
+
+    @staticmethod
+    def of(manager: Any) -> Admission | None:
+        """Return the admission of a front end, or None where no layer that sees the whole text is served."""
+        served = served_rope(manager.model_config.hf_config)
+        if served is None:
+            return None
+        steps = ScaleSteps.of(served, manager.context_len)
+        return Admission(steps, manager.context_len, manager.served_model_name, is_auto=served.is_auto)
+
+    def admit(self, request: TokenizedGenerateReqInput, source: GenerateReqInput) -> None:
+        """Choose the table of a request, write it to its ``custom_params`` and cap its ``max_new_tokens``.
+
+        With a fixed factor there is nothing to choose, and only a scale that the request names is checked.
+
+        Args:
+            request: The request as the scheduler gets it.
+            source: The request as the user sent it.
+
+        Raises:
+            ValueError: The request cannot be served with a table of its own, or names a scale that is not served.
+        """
+        params = request.sampling_params
+        custom = {} if params.custom_params is None else params.custom_params
+        if not isinstance(custom, dict):
+            raise ValueError(f"custom_params must be an object, got {custom!r}")
+        scale = custom.get(SCALE_KEY)
+        if not self.is_auto:
+            if scale is not None:
+                parsed_scale(self.steps, scale)
+            return
+        _require_whole_text(source, scale)
+        max_tokens = self.max_model_len if params.max_new_tokens is None else params.max_new_tokens
+        prompt = request.input_ids if request.input_embeds is None else request.input_embeds
+        choice = choose(
+            self.steps,
+            prompt_tokens=len(prompt or ()),
+            max_tokens=max_tokens,
+            max_model_len=self.max_model_len,
+            min_tokens=params.min_new_tokens,
+            scale=scale,
+        )
+        # A new dict: the requests of one call, or of one n, may share theirs.
+        params.custom_params = {**custom, TABLE_KEY: choice.table}
+        if choice.max_tokens < max_tokens:
+            params.max_new_tokens = choice.max_tokens
+        request.extra_key = salted(request.extra_key, choice.table)
+        named = f"{self.steps.scales[choice.table]:g}"
+        logger.debug("mrrope: request %s at scale %s, max_new_tokens %s", request.rid, named, params.max_new_tokens)
+        request_counter().labels(self.model_name, named).inc()
+
+
+def _require_whole_text(source: GenerateReqInput, scale: object) -> None:
+    """Raise ValueError where the number of tokens does not tell how far positions reach."""
+    if source.session_params:
+        raise ValueError(
+            "session_params cannot be served with rope_parameters' factor 'auto': the table is chosen by the length of "
+            "the whole text, of which a session sends a part"
+        )
+    if (source.sampling_params.get("beam_width") or 1) > 1:
+        raise ValueError(
+            f"beam_width must be 1 with rope_parameters' factor 'auto', got {source.sampling_params['beam_width']}: "
+            "beams are tokens of a step that belong to no request"
+        )
+    if source.video_data and scale is None:
+        raise ValueError(
+            f"{SCALE_KEY} must be given for a request with video, got None: positions may advance by time, so the "
+            "number of tokens does not tell how far they reach"
+        )
+
+
+def admit_created(request: Any, manager: Any, source: Any, *args: Any, **kwargs: Any) -> None:
+    """Admit a request where a refusal becomes an HTTP 400. Called after ``_create_tokenized_object``."""
+    if not hasattr(manager, "mrrope_admission"):
+        manager.mrrope_admission = _announced(Admission.of(manager))
+    admission: Admission | None = manager.mrrope_admission
+    if admission is None:
+        return
+    if not hasattr(source, "session_params"):
+        if admission.is_auto:
+            raise ValueError("a pooling request cannot be served with rope_parameters' factor 'auto'")
+        return
+    admission.admit(request, source)
+
+
+def _announced(admission: Admission | None) -> Admission | None:
+    """Name the scales before the first request."""
+    if admission is not None and admission.is_auto:
+        logger.info(
+            "mrrope chooses a table for each request: %s. A request without max_new_tokens gets room for %d new "
+            "tokens.",
+            admission.steps,
+            admission.steps.reserve,
+        )
+    return admission

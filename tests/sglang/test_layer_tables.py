@@ -1,0 +1,45 @@
+"""Tables per layer and key head on the real server, with a scale per request."""
+
+import pytest
+from reference import TOLERANCE, difference, logprobs, patched, random_tokens
+from tiny_server import NATIVE_LENGTH, Server, save_model
+
+import mrrope
+
+
+def table(scale, power):
+    settings = {"rotary_dim": 16, "base": 10_000.0, "original_max_position": NATIVE_LENGTH}
+    return mrrope.frequency_table("mrrope_pow", scale=scale, power=power, **settings)
+
+
+def table_set(scale):
+    """Return a set in which no two layers or heads are alike."""
+    heads = [[0.0, 3.0], [1.0, 0.2]]
+    return mrrope.TableSet([mrrope.HeadTables(table(scale, power) for power in powers) for powers in heads])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sets")
+
+
+@pytest.fixture(scope="module")
+def stock(folder):
+    return save_model(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def server(folder, stock):
+    tables = [table_set(scale).to_dict() for scale in (2.0, 4.0)]
+    overrides = {"rope_parameters": {"rope_type": "mrrope", "table": tables, "reserve": 8}}
+    with Server(folder / "model", folder / "log", "--max-total-tokens", "1024", overrides=overrides) as server:
+        yield server
+
+
+def test_layers_and_heads_rotate_by_their_own_tables(server, stock):
+    prompts = {1.0: random_tokens(40), 2.0: random_tokens(100), 4.0: random_tokens(200)}
+    answers = server.generate(*prompts.values(), scored=True)
+    for (scale, prompt), answer in zip(prompts.items(), answers, strict=True):
+        model = stock if scale == 1.0 else patched(stock, table_set(scale))
+        assert difference(answer.prompt_logprobs, logprobs(model, prompt)) < TOLERANCE
+        assert difference(answer.prompt_logprobs, logprobs(patched(stock, table(4.0, 0.5)), prompt)) > 0.1
