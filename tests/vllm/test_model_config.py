@@ -247,9 +247,9 @@ def test_a_file_names_a_table_beside_it(tmp_path):
 # --- tables per layer and head ---
 
 
-def table_set(layers: int = 2, key_heads: int = 2, base: float = 50_000.0) -> mrrope.TableSet:
-    """Return a set of four times the native length, in which no two heads are alike."""
-    settings = {"rotary_dim": 16, "base": base, "original_max_position": 8192, "scale": 4.0}
+def table_set(layers: int = 2, key_heads: int = 2, base: float = 50_000.0, scale: float = 4.0) -> mrrope.TableSet:
+    """Return a set in which no two heads are alike."""
+    settings = {"rotary_dim": 16, "base": base, "original_max_position": 8192, "scale": scale}
     return mrrope.TableSet(
         mrrope.HeadTables(
             mrrope.frequency_table("mrrope_pow", power=0.1 * layer + head, **settings) for head in range(key_heads)
@@ -299,7 +299,7 @@ def test_an_exported_set_is_served(tmp_path):
 )
 def test_tables_of_another_model_are_refused(tmp_path, tables, message):
     parameters = {"rope_type": "mrrope", "table": tables.to_dict()}
-    for given in (parameters, parameters | {"table": [table_set().to_dict(), tables.to_dict()]}):
+    for given in (parameters, parameters | {"table": [table_set(scale=2.0).to_dict(), tables.to_dict()]}):
         with pytest.raises(ValueError, match=message):
             configured(llama(tmp_path / "model"), hf_overrides={"rope_parameters": given})
     folder = llama_of_file(tmp_path / "of_file", parameters | {"rope_theta": 50_000.0})
