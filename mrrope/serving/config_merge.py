@@ -13,7 +13,7 @@ from typing import Any
 
 from mrrope.hf.rope_config import is_local
 from mrrope.hf.rope_types import expect_rope_parameters
-from mrrope.serving.layer_tables import require_fitting
+from mrrope.serving.layer_checks import require_fitting
 from mrrope.serving.mark import KEY
 from mrrope.serving.rope_request import OWN_TYPES, selects_mrrope
 from mrrope.serving.rope_settings import ServedRope, merged

@@ -1,4 +1,4 @@
-"""Tables per layer and key head: checked against a model's configuration, and handed to the rope layer of each layer.
+"""Tables per layer and key head, handed to the rope layer of each layer.
 
 Engines build one rope layer for all layers of a model. Where it has tables per layer or head, every attention module
 gets a copy with those of its own layer, and of the key heads of its tensor-parallel rank.
@@ -6,39 +6,12 @@ gets a copy with those of its own layer, and of the key heads of its tensor-para
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import nn
 
-from mrrope.hf.model_layers import ServedLayers
-from mrrope.serving.mark import KEY
 from mrrope.serving.rope_layer import ServedRotaryEmbedding
-from mrrope.serving.rope_settings import ServedRope
 from mrrope.tables.head_tables import HeadTables
 from mrrope.tables.lookup import ModelTables
 from mrrope.tables.table_set import OfOneLayer, TableSet
-
-
-def require_fitting(rope_parameters: Mapping[str, Any], config: Any) -> None:
-    """Raise ValueError where tables are for another number of layers or key heads than a model has.
-
-    The layers are counted as :func:`mrrope.patch` counts them. What a configuration does not state is not checked.
-
-    Args:
-        rope_parameters: As :func:`mrrope.serving.rope_settings.merged` returns them; or those of each layer type.
-        config: The configuration of the text model.
-    """
-    if None in (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads")):
-        return
-    layers = ServedLayers(config.model_type, config, holders=())
-    for layer_type, own in {None: rope_parameters}.items() if KEY in rope_parameters else rope_parameters.items():
-        served = ServedRope.of(own) if isinstance(own, Mapping) else None
-        for table in served.ready_tables if served is not None else ():
-            try:
-                layers.require_fitting(table, layer_type)
-            except ValueError as error:
-                raise ValueError(f"rope_parameters do not fit the model: {error}") from None
 
 
 def with_tables_of_layer(

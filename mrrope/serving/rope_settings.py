@@ -274,4 +274,10 @@ def _as_transformers_reads(native: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shortened(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters for a message: tables in JSON are long."""
-    return {key: "..." if isinstance(value, Mapping) else value for key, value in given.items()}
+
+    def short(value: Any) -> Any:
+        if isinstance(value, list):
+            return [short(item) for item in value]
+        return "..." if isinstance(value, Mapping) else value
+
+    return {key: short(value) for key, value in given.items()}

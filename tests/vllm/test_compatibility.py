@@ -8,6 +8,7 @@ import pytest
 from tiny_engine import AUTO, engine_config
 from vllm.config import KVTransferConfig, VllmConfig
 
+import mrrope
 from mrrope.vllm.compatibility import conflicts
 from mrrope.vllm.hooks import is_served
 
@@ -104,6 +105,17 @@ QWEN_MTP = {
     "num_experts": 2,
     "num_experts_per_tok": 1,
 }
+
+
+def test_a_set_has_no_tables_for_layers_of_mtp(tmp_path: Path) -> None:
+    settings = {"rotary_dim": 16, "base": 10_000.0, "original_max_position": 64}
+    one = mrrope.frequency_table("mrrope_pro", scale=4.0, **settings)
+    draft = {"method": "mtp", "num_speculative_tokens": 1}
+    given = {"rope_type": "mrrope", "table": mrrope.TableSet([one] * 4).to_dict()}
+    config = QWEN_MTP | {"num_key_value_heads": 2, "partial_rotary_factor": 1.0}
+    with pytest.raises(ValueError, match="method must not be 'mtp' with a table set"):
+        engine_config(tmp_path, given, config=config, speculative_config=draft)
+    engine_config(tmp_path, given | {"table": one.to_dict()}, config=config, speculative_config=draft)
 
 
 class TestDraftersOfAFixedFactor:

@@ -244,6 +244,69 @@ def test_a_file_names_a_table_beside_it(tmp_path):
     assert config.max_model_len == 4 * 8192
 
 
+# --- tables per layer and head ---
+
+
+def table_set(layers: int = 2, key_heads: int = 2, base: float = 50_000.0, scale: float = 4.0) -> mrrope.TableSet:
+    """Return a set in which no two heads are alike."""
+    settings = {"rotary_dim": 16, "base": base, "original_max_position": 8192, "scale": scale}
+    return mrrope.TableSet(
+        mrrope.HeadTables(
+            mrrope.frequency_table("mrrope_pow", power=0.1 * layer + head, **settings) for head in range(key_heads)
+        )
+        for layer in range(layers)
+    )
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_set_as_an_override(tmp_path):
+    table_set().save(tmp_path / "set.json")
+    overrides = {"rope_type": "mrrope", "table": str(tmp_path / "set.json")}
+    config = configured(llama(tmp_path), hf_overrides={"rope_parameters": overrides})
+    assert served_rope(config.hf_config).ladder(16).tables == (table_set(),)
+    assert config.max_model_len == 4 * 8192
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_file_names_a_set_beside_it(tmp_path):
+    table_set().save(tmp_path / "set.json")
+    folder = llama_of_file(tmp_path, {"rope_type": "mrrope", "table": "set.json", "rope_theta": 50_000.0})
+    config = configured(folder)
+    assert served_rope(config.hf_config).ladder(16).tables == (table_set(),)
+    assert config.max_model_len == 4 * 8192
+
+
+@pytest.mark.usefixtures("quiet")
+def test_an_exported_set_is_served(tmp_path):
+    plain = llama(tmp_path)
+    exported = export_config(plain, table_set(), engine="transformers")
+    (tmp_path / "config.json").write_text(json.dumps(exported))
+    config = configured(plain)
+    served = served_rope(config.hf_config)
+    assert served.ladder(16).tables == (table_set(),)
+    assert (config.max_model_len, served.native_length) == (4 * 8192, 8192)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (table_set(layers=3), "rope_parameters do not fit the model: .* set for the 2 layers of llama, got one for 3"),
+        (table_set(key_heads=4), "for the 2 key heads of llama in layer 0, got tables for 4: TableSet"),
+        (table_set(key_heads=4)[0], "for the 2 key heads of llama in layer 0, got tables for 4: HeadTables"),
+        (table_set(base=1e4), "do not fit the model: .* for the model's base 50000, got TableSet"),
+    ],
+    ids=["layers", "heads of a set", "heads", "base"],
+)
+def test_tables_of_another_model_are_refused(tmp_path, tables, message):
+    parameters = {"rope_type": "mrrope", "table": tables.to_dict()}
+    for given in (parameters, parameters | {"table": [table_set(scale=2.0).to_dict(), tables.to_dict()]}):
+        with pytest.raises(ValueError, match=message):
+            configured(llama(tmp_path / "model"), hf_overrides={"rope_parameters": given})
+    folder = llama_of_file(tmp_path / "of_file", parameters | {"rope_theta": 50_000.0})
+    with pytest.raises(ValueError, match=message):
+        configured(folder)
+
+
 def test_an_override_extends_a_file_and_says_so(tmp_path, caplog, monkeypatch):
     of_file = {"rope_type": "mrrope_pro", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 5e4}
     folder = llama_of_file(tmp_path, of_file)
@@ -330,6 +393,14 @@ def test_gemma3_is_extended_in_its_global_layers(tmp_path, overrides, kind):
     assert parameters["full_attention"][KEY]["native"] == GEMMA["full_attention"]
     assert config.max_model_len == 16 * 8192
     assert served_rope(config.hf_config).max_length == 16 * 8192
+
+
+def test_sets_of_gemma3_count_all_layers(tmp_path):
+    folder = saved(gemma_text(architectures=["Gemma3ForCausalLM"]), tmp_path)
+    fitting, short = ({"rope_type": "mrrope", "table": table_set(n, base=1e6).to_dict()} for n in (2, 1))
+    configured(folder, hf_overrides={"rope_parameters": fitting})
+    with pytest.raises(ValueError, match="must be a set for the 2 layers of gemma3_text, got one for 1"):
+        configured(folder, hf_overrides={"rope_parameters": short})
 
 
 def test_layer_types_of_gemma3(tmp_path):

@@ -443,6 +443,13 @@ def test_bad_sets_are_refused(given, native, length, message):
         merged({"rope_type": "mrrope", **given}, native, length)
 
 
+def test_messages_do_not_quote_whole_tables():
+    table = {"rope_type": "mrrope", "table": [SHIPPED.to_dict(), OF_HEADS.to_dict()]}
+    with pytest.raises(ValueError, match=r"'table': \['...', '...'\]} do not fit the model") as error:
+        merged(table, SMOLLM, 4096)
+    assert len(str(error.value)) < 400
+
+
 def test_a_set_for_another_rotary_dim_is_refused_when_the_layer_is_built():
     with pytest.raises(ValueError, match="rotary_dim 128, got TableSet"):
         served({"rope_type": "mrrope", "table": "smollm2-135m-heads-4x"}, SMOLLM, 8192).ladder(128)
