@@ -66,11 +66,13 @@ def choose(
     max_model_len: int,
     min_tokens: int = 0,
     scale: object = None,
+    grows: bool = False,
 ) -> Choice:
     """Choose the smallest table that reaches the end of a request. Choosing again with the result changes nothing.
 
     ``max_tokens`` counts as left out where it reaches ``max_model_len``, since engines replace None by that. Such
-    a request gets a table for ``steps.reserve`` new tokens, and ``max_tokens`` is capped to what that table reaches.
+    a request gets a table for ``steps.reserve`` new tokens; unless it grows, ``max_tokens`` is capped to what that
+    table reaches.
 
     Args:
         steps: The tables.
@@ -79,6 +81,7 @@ def choose(
         max_model_len: Maximum length of a request in this engine. The last table serves up to it.
         min_tokens: Minimum number of new tokens.
         scale: Scale that the request names; None for the smallest that suffices.
+        grows: Whether the engine gives a request that names no scale the next table when it outgrows its own.
 
     Raises:
         ValueError: ``scale`` is not a scale of ``steps``, or its table does not reach the end of the request.
@@ -101,7 +104,7 @@ def choose(
             )
         candidates = possible
     table = candidates[0]
-    if reaches[table] >= max_model_len:
+    if reaches[table] >= max_model_len or (grows and scale is None):
         return Choice(table, max_tokens)
     return Choice(table, int(min(max_tokens, reaches[table] - prompt_tokens)))
 
@@ -132,6 +135,11 @@ def salted(cache_salt: str | None, table: int) -> str | None:
     if table == 0 and not (cache_salt or "").startswith(SALT_PREFIX):
         return cache_salt
     return f"{SALT_PREFIX}{table}:{cache_salt or ''}"
+
+
+def unsalted(salt: str | None) -> str | None:
+    """Return the user's salt of a result of :func:`salted`."""
+    return salt.split(":", 2)[2] or None if salt and salt.startswith(SALT_PREFIX) else salt
 
 
 @functools.cache

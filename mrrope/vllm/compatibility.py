@@ -146,6 +146,21 @@ def _stays_in_engine(transfer: Any) -> bool:
     return is_local and spec == "CPUOffloadingSpec"
 
 
+def can_grow(vllm_config: VllmConfig) -> bool:
+    """Whether requests that outgrow their table can be computed again at the next.
+
+    Otherwise a step may be in flight with the old table, tokens drafted past it, or blocks kept under the old hashes.
+    """
+    scheduler = vllm_config.scheduler_config
+    return (
+        not scheduler.async_scheduling
+        and scheduler.scheduler_cls is None
+        and vllm_config.speculative_config is None
+        and vllm_config.kv_transfer_config is None
+        and not vllm_config.model_config.is_diffusion
+    )
+
+
 def require_compatible(vllm_config: VllmConfig) -> None:
     """Raise ValueError where an option conflicts with mrrope."""
     found = list(conflicts(vllm_config))

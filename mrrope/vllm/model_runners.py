@@ -13,6 +13,7 @@ from mrrope.serving.rope_settings import served_rope
 from mrrope.serving.scale_choice import TABLE_KEY
 from mrrope.serving.token_tables import TokenTables, attach
 from mrrope.vllm.compatibility import shares_checkpoint
+from mrrope.vllm.growth import update_resumed
 from mrrope.vllm.hooks import when_imported, where_served, wrap
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def _prepare_inputs_v1(
 ) -> Any:
     prepared = original(runner, scheduler_output, num_scheduled_tokens, *args, **kwargs)
     if (tables := _tables_of_runner(runner)) is not None:
+        update_resumed(runner, scheduler_output)
         # runner.requests outlives preemption.
         of_requests = [_table_of(runner.requests[request].sampling_params) for request in runner.input_batch.req_ids]
         tables.fill(of_requests, num_scheduled_tokens)

@@ -38,6 +38,7 @@ def register() -> None:
         "vllm.entrypoints.launchers.app": _hook_server,  # since 0.29
         "vllm.entrypoints.anthropic.serving": _hook_messages,
         "vllm.v1.engine.core": _hook_engine_core,
+        "vllm.v1.core.sched.scheduler": _hook_scheduler,
         "vllm.v1.worker.worker_base": _hook_workers,
     }.items():
         hooks.when_imported(module, hook)
@@ -100,6 +101,14 @@ def _hook_messages(serving: ModuleType) -> None:
 def _hook_engine_core(core: ModuleType) -> None:
     around = hooks.where_served(_config_of, "mrrope.vllm.request_scale", "admit_in_core")
     hooks.wrap(core.EngineCore, "preprocess_add_request", around)
+
+
+def _hook_scheduler(scheduling: ModuleType) -> None:
+    def of_arguments(scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        return vllm_config
+
+    around = hooks.where_served(of_arguments, "mrrope.vllm.growth", "make_scheduler")
+    hooks.wrap(scheduling.Scheduler, "__init__", around)
 
 
 def _hook_workers(workers: ModuleType) -> None:

@@ -20,6 +20,7 @@ from mrrope.serving.scale_choice import (
     request_counter,
     salted,
 )
+from mrrope.vllm.compatibility import can_grow
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,6 +39,7 @@ class Admission:
         self.model_config = vllm_config.model_config
         self.steps = steps
         self.is_auto = is_auto
+        self.grows = is_auto and can_grow(vllm_config)
         self.has_scaled_time = self.model_config.uses_mrope and _scales_time(self.model_config.hf_config.to_dict())
 
     @staticmethod
@@ -87,6 +89,7 @@ class Admission:
             max_model_len=self.model_config.max_model_len,
             min_tokens=params.min_tokens,
             scale=scale,
+            grows=self.grows,
         )
         # A new dict: the requests of one call, or of one n, may share theirs.
         params.extra_args = {**extra_args, TABLE_KEY: choice.table}
@@ -113,9 +116,10 @@ def announce(original: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
     original(processor, *args, **kwargs)
     if (admission := _admission_of(processor)) and admission.is_auto:
         _logger().info(
-            "mrrope chooses a table for each request: %s. A request without max_tokens gets room for %d new tokens.",
+            "mrrope chooses a table for each request: %s. A request without max_tokens gets room for %d new tokens%s.",
             admission.steps,
             admission.steps.reserve,
+            ", and the next table when it outgrows that" if admission.grows else "",
         )
         request_counter()
 

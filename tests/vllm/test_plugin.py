@@ -38,6 +38,10 @@ TARGETS = {
     "vllm.model_executor.model_loader.utils.initialize_model": "vllm_config prefix model_class model_config",
     "vllm.transformers_utils.config.get_config": "model trust_remote_code revision code_revision config_format "
     "hf_overrides_kw hf_overrides_fn kwargs",
+    "vllm.v1.core.sched.scheduler.Scheduler.__init__": "self vllm_config kv_cache_config structured_output_manager "
+    "block_size hash_block_size mm_registry include_finished_set log_stats",
+    "vllm.v1.core.sched.scheduler.Scheduler._preempt_request": "self request timestamp",
+    "vllm.v1.core.sched.scheduler.Scheduler.schedule": "self throttle_prefills",
     "vllm.v1.engine.core.EngineCore.preprocess_add_request": "self request",
     "vllm.v1.engine.input_processor.InputProcessor.__init__": "self vllm_config renderer mm_registry",
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "self request_id prompt params supported_tasks "

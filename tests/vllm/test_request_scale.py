@@ -33,7 +33,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from mrrope.serving.scale_choice import Choice, ScaleSteps, choose, request_counter, salted
+from mrrope.serving.scale_choice import Choice, ScaleSteps, choose, request_counter, salted, unsalted
 from mrrope.vllm.hooks import WRAPPED
 from mrrope.vllm.request_scale import SCALE_KEY, TABLE_KEY, Admission, _scales_time
 
@@ -159,6 +159,7 @@ def test_salts_are_distinct_and_spare_the_native_table() -> None:
     salts = [None, "a", "mrrope:", "mrrope:1:", "mrrope:1:a", "mrrope:0:mrrope:", "1:a", "mrrope:2:mrrope:1:"]
     made = [salted(salt, table) for salt, table in itertools.product(salts, range(3))]
     assert len(set(made)) == len(made)
+    assert [unsalted(salt) for salt in made] == [salt for salt in salts for _ in range(3)]
     assert salted(None, 0) is None
     assert salted("a", 0) == "a"
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from http_server import Server
 from openai import APIError, BadRequestError
-from tiny_model import AUTO, TOLERANCE, is_greedy, of_next_tokens, random_tokens
+from tiny_model import AUTO, TOLERANCE, is_greedy, of_next_tokens, parts_by_scale, random_tokens
 
 SCALES = (1, 2, 4, 8, 16)
 BLOCK = 32
@@ -124,7 +125,7 @@ def test_samples_share_a_scale(server: Server) -> None:
     prompt = random_tokens(100, seed=4)
     body = {"return_token_ids": True, "ignore_eos": True}
     answer = server.client.completions.with_raw_response.create(
-        model="tiny", prompt=prompt, n=3, seed=0, max_tokens=100, logprobs=0, extra_body=body
+        model="tiny", prompt=prompt, n=3, max_tokens=100, logprobs=0, extra_body=body
     )
     choices = answer.parse().choices
     assert answer.headers["x-mrrope-scale"] == "4"
@@ -219,3 +220,78 @@ def test_preempted_requests(server: Server) -> None:
         assert len(choice.token_ids) == 200
         assert is_greedy(prompt, choice.token_ids, scale=8)
     assert is_idle(server)
+
+
+# Requests that outgrow their scale
+
+LENGTH = 1024
+"""Of the longest request; one without max_tokens, past the end of text, writes up to it."""
+
+
+def test_an_answer_grows(server: Server) -> None:
+    preemptions = server.metric("vllm:num_preemptions_total")
+    answer = server.client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Two roads diverged"}],
+        temperature=0,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    prompt, (choice,) = answer.prompt_token_ids, answer.choices
+    assert choice.finish_reason == "length"
+    assert len(prompt) + len(choice.token_ids) == LENGTH
+    assert server.metric("vllm:num_preemptions_total") == preemptions + len(SCALES) - 1
+    parts = parts_by_scale(prompt, choice.token_ids, scale=1)
+    assert [scale for scale, _, _ in parts] == list(SCALES)
+    for scale, before, new in parts:
+        assert is_greedy(before, new, scale)
+    # A request that continues the text writes the same.
+    for _, before, new in parts[1:3]:
+        assert server.complete(before, max_tokens=len(new)).choices[0].token_ids == new
+
+
+def test_answers_grow_while_others_are_preempted(server: Server) -> None:
+    prompts = [random_tokens(length, seed=300 + length) for length in (20, 400)]
+    with ThreadPoolExecutor(2) as threads:
+        tasks = [threads.submit(server.complete, prompt, max_tokens=LENGTH - len(prompt)) for prompt in prompts]
+        choices = [task.result().choices[0] for task in tasks]
+    for prompt, choice, first in zip(prompts, choices, (1, 8), strict=True):
+        assert len(prompt) + len(choice.token_ids) == LENGTH
+        for scale, before, new in parts_by_scale(prompt, choice.token_ids, first):
+            assert is_greedy(before, new, scale)
+    assert is_idle(server)
+
+
+def test_samples_grow(server: Server) -> None:
+    prompt = random_tokens(20, seed=8)
+    choices = server.complete(
+        prompt, max_tokens=LENGTH - 20, n=3, temperature=1, logprobs=0, extra_body={"stop_token_ids": [7]}
+    ).choices
+    assert max(len(choice.token_ids) for choice in choices) > 150  # others may end earlier
+    for choice in choices:
+        known = [
+            of_next_tokens([*before, *new], scale)[len(before) - 1 :]
+            for scale, before, new in parts_by_scale(prompt, choice.token_ids, scale=1)
+        ]
+        written = choice.logprobs.token_logprobs
+        assert (torch.cat(known) - torch.tensor(written)).abs().max() <= TOLERANCE
+
+
+def test_a_grown_answer_is_cached_at_its_scale(server: Server) -> None:
+    prompt = random_tokens(20, seed=9)
+    (choice,) = server.complete(prompt, max_tokens=LENGTH - 20).choices
+    text = [*prompt, *choice.token_ids[:400]]
+    # The last scale first, of which all blocks are still there; those of the scales before it may be.
+    for scale in reversed(SCALES[-2:]):
+        answer = server.complete(text, scale=scale, max_tokens=20)
+        details = answer.usage.prompt_tokens_details
+        assert is_greedy(text, answer.choices[0].token_ids, scale)
+        if scale == SCALES[-1]:
+            assert details.cached_tokens == len(text) // BLOCK * BLOCK
+
+
+def test_a_named_scale_does_not_grow(server: Server) -> None:
+    prompt = random_tokens(20, seed=10)
+    (choice,) = server.complete(prompt, scale=2, max_tokens=LENGTH - 20).choices
+    assert choice.finish_reason == "length"
+    assert len(prompt) + len(choice.token_ids) == 128
+    assert is_greedy(prompt, choice.token_ids, scale=2)

@@ -66,3 +66,13 @@ def is_greedy(prompt: Sequence[int], answer: Sequence[int], scale: float) -> boo
     known = log_probabilities([*prompt, *answer], scale)[len(prompt) - 1 : -1]
     chosen = known.gather(1, torch.tensor(answer)[:, None])[:, 0]
     return bool((known.max(-1).values - chosen <= TOLERANCE).all())
+
+
+def parts_by_scale(prompt: Sequence[int], answer: Sequence[int], scale: int) -> list[tuple[int, list[int], list[int]]]:
+    """Return how an answer grows from a scale on: the scale of each part, the text before it, and its tokens."""
+    parts, start = [], 0
+    while start < len(answer):
+        end = min(len(answer), scale * NATIVE_LENGTH - len(prompt))
+        parts.append((scale, [*prompt, *answer[:start]], list(answer[start:end])))
+        scale, start = 2 * scale, end
+    return parts
