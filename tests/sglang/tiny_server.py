@@ -1,5 +1,6 @@
 """SGLang's real server on a CPU, with a random Llama of float32 whose tokens are bytes."""
 
+import contextlib
 import json
 import os
 import signal
@@ -89,7 +90,8 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         # Not a signal that it handles: SGLang takes up to 20 s to end its processes, which are a group of their own.
-        os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def post(self, path: str, body: dict[str, Any]) -> requests.Response:
