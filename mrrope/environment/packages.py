@@ -112,7 +112,7 @@ def vllm_plugin() -> dict[str, Any]:
             report["registered"] = True
             entry_point.load()  # imports mrrope.vllm.plugin, which imports vllm only when it is called
             plugin, version = sys.modules[entry_point.module], installed_version("vllm")
-            report["known"] = list(plugin.KNOWN_VERSIONS)
+            report["known"] = plugin.KNOWN
             report["knows_installed"] = plugin.is_known(version) if version else None
     except Exception as error:
         report["error"] = f"{type(error).__name__}: {error}"

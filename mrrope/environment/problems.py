@@ -112,10 +112,9 @@ def _of_packages(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     elif not plugin["registered"]:
         yield "vLLM does not find the plugin: its entry point is not registered", f"in a checkout: {REBUILD}"
     elif plugin["knows_installed"] is False:
-        known = " or ".join(f"{minor}.*" for minor in plugin["known"])
         yield (
-            f"the plugin knows vLLM {known}, got {vllm['version']}: it installs nothing",
-            f"pip install 'vllm=={plugin['known'][-1]}.*'",
+            f"the plugin knows vLLM {plugin['known']}, got {vllm['version']}: it installs nothing",
+            f"pip install 'vllm=={plugin['known'].split()[-1]}.*'",
         )
     if not plugin["allowed"]:
         yield "VLLM_PLUGINS does not name mrrope: vLLM leaves the plugin out", "unset VLLM_PLUGINS"

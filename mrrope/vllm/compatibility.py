@@ -23,8 +23,13 @@ OWN_ROPE_KERNELS = ("qwen4_exp", "qwen4_exp_text")
 """Model types whose implementation in vLLM rotates by kernels that read the internals of vLLM's rope layers."""
 
 
-def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield a sentence for each option that mrrope, as configured, cannot serve."""
+def conflicts(vllm_config: VllmConfig, needed_length: int | None = None) -> Iterator[str]:
+    """Yield a sentence for each option that mrrope, as configured, cannot serve.
+
+    Args:
+        vllm_config: The configuration of the engine.
+        needed_length: What a drafter must read; ``max_model_len`` by default.
+    """
     model = vllm_config.model_config
     served = None if model is None else served_rope(model.hf_config)
     if served is None:
@@ -44,7 +49,7 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
     if served.is_auto:
         yield from _conflicts_of_auto(vllm_config)
     else:
-        yield from _conflicts_of_drafter(vllm_config)
+        yield from _conflicts_of_drafter(vllm_config, needed_length or model.max_model_len)
         if any(isinstance(table, TableSet) for table in served.ready_tables) and shares_checkpoint(vllm_config):
             yield (
                 "speculative_config's method must not be 'mtp' with a table set: the set has no tables for the layers "
@@ -52,7 +57,7 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
             )
 
 
-def _conflicts_of_drafter(vllm_config: VllmConfig) -> Iterator[str]:
+def _conflicts_of_drafter(vllm_config: VllmConfig, needed: int) -> Iterator[str]:
     """Yield what a draft model that reads less than its target makes wrong.
 
     Past its own length the drafter reads rows that its cos/sin cache does not have, a device assert, or drafts tokens
@@ -62,7 +67,7 @@ def _conflicts_of_drafter(vllm_config: VllmConfig) -> Iterator[str]:
     drafter = None if speculative is None else speculative.draft_model_config
     if drafter is None or speculative.method in DRAFTERS_WITHOUT_MODEL:
         return
-    needed, read = vllm_config.model_config.max_model_len, drafter.max_model_len
+    read = drafter.max_model_len
     if read < needed:
         yield (
             f"speculative_config's model must read max_model_len {needed} tokens, got {drafter.model} with {read}: it "
@@ -161,9 +166,9 @@ def can_grow(vllm_config: VllmConfig) -> bool:
     )
 
 
-def require_compatible(vllm_config: VllmConfig) -> None:
+def require_compatible(vllm_config: VllmConfig, needed_length: int) -> None:
     """Raise ValueError where an option conflicts with mrrope."""
-    found = list(conflicts(vllm_config))
+    found = list(conflicts(vllm_config, needed_length))
     if found:
         options = "; ".join(found)
         raise ValueError(f"rope_parameters of mrrope with the following cannot be served: {options}")
@@ -172,5 +177,7 @@ def require_compatible(vllm_config: VllmConfig) -> None:
 def check_config(original: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
     """Check an engine's configuration when it is created. Workers unpickle theirs, which runs no check again."""
     share_tables(vllm_config)
+    # vLLM 0.33 lowers it to what a drafter reads, with a warning, and the extension is lost.
+    needed_length = vllm_config.model_config.max_model_len
     original(vllm_config, *args, **kwargs)
-    require_compatible(vllm_config)
+    require_compatible(vllm_config, needed_length)

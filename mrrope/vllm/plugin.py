@@ -12,6 +12,7 @@ from mrrope.vllm import hooks
 
 KNOWN_VERSIONS = ((0, 25), (0, 33))
 """Oldest and newest minor version of vLLM whose internals the hooks fit. Both are tested; those between were read."""
+KNOWN = " to ".join(f"{major}.{minor}" for major, minor in KNOWN_VERSIONS)
 
 logger = logging.getLogger("vllm.mrrope")
 """Below vLLM's own logger, which writes in its format and from its level on."""
@@ -191,7 +192,7 @@ def _log_unknown_version() -> None:
     from vllm import __version__
 
     message = (
-        f"mrrope's plugin knows vLLM {' to '.join(f'{x}.{y}' for x, y in KNOWN_VERSIONS)}, got {__version__}: it "
+        f"mrrope's plugin knows vLLM {KNOWN}, got {__version__}: it "
         "installs nothing, and mrrope's rope types stay unknown to vLLM. Install a known version, or serve a "
         "configuration written by `mrrope export --engine vllm`"
     )

@@ -1,17 +1,20 @@
 """Rotation and cache write in one op: vLLM's own attention layers and compiler, on the CPU."""
 
 from contextlib import nullcontext
+from unittest import mock
 
 import compiled_models
 import pytest
 import torch
 from rotary_reference import assert_rotated
+from running_version import VERSION
 from torch import nn
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.utils.torch_utils import _resolve_layer_name
+from vllm.v1.attention.backends import flash_attn
 
 import mrrope
 from mrrope.serving.layer_tables import with_tables_of_layer
@@ -87,6 +90,25 @@ def bfloat16():
     torch.set_default_dtype(torch.float32)
 
 
+def new_cache(heads_first: bool) -> torch.Tensor:
+    """Return a cache in the shape that vLLM gives FlashAttention, heads or slots of a block first in memory."""
+    if VERSION >= (0, 26):
+        shape, slots, heads = (BLOCKS, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE), 2, 1
+    else:
+        shape, slots, heads = (BLOCKS, 2, BLOCK_SIZE, KV_HEADS, HEAD_SIZE), 2, 3
+    cache = torch.full(shape, UNWRITTEN)
+    if heads_first != (heads < slots):
+        cache = cache.transpose(slots, heads).contiguous().transpose(slots, heads)
+    return cache
+
+
+def key_and_value_cache(layer, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the caches, ``[blocks, block_size, heads, head_size]``, as FlashAttention's own write takes them."""
+    with mock.patch.object(flash_attn, "reshape_and_cache_flash") as write:
+        layer.impl.do_kv_cache_update(layer, None, None, kv_cache, None)
+    return write.call_args.args[2:4]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def attention_on_the_cpu():
     """Attention returns its query, so that outputs show what reached it; the cache write is vLLM's arithmetic."""
@@ -97,10 +119,9 @@ def attention_on_the_cpu():
     def write(key, value, layer_name):
         layer = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
         slots = get_forward_context().slot_mapping[_resolve_layer_name(layer_name)].long()
-        for kind, heads in enumerate((key, value)):
-            flat = layer.kv_cache[:, kind].flatten(0, 1)
-            written = flat.index_copy(0, slots[slots >= 0], heads[: len(slots)][slots >= 0])
-            layer.kv_cache[:, kind] = written.unflatten(0, (BLOCKS, BLOCK_SIZE))
+        for cache, heads in zip(key_and_value_cache(layer, layer.kv_cache), (key, value), strict=True):
+            written = cache.flatten(0, 1).index_copy(0, slots[slots >= 0], heads[: len(slots)][slots >= 0])
+            cache.copy_(written.unflatten(0, (BLOCKS, BLOCK_SIZE)))
         return key.new_empty(0)
 
     library = torch.library.Library("vllm", "IMPL")
@@ -111,7 +132,7 @@ def attention_on_the_cpu():
     library._destroy()
 
 
-def run(make, monkeypatch, cache=None):
+def run(make, monkeypatch, cache=None, heads_first=False):
     """Compile a block by vLLM, run it on batches of two sizes, and return what it wrote, its pieces and the model.
 
     Compiled graphs are kept in the folder ``cache``, where there is one.
@@ -144,7 +165,7 @@ def run(make, monkeypatch, cache=None):
             x = torch.randn(tokens, 32)
             positions = torch.randint(0, 1000, (tokens,))
             block.rotary_emb.table_index[:tokens] = torch.arange(tokens) % len(block.rotary_emb.ladder.tables)
-            block.attn.kv_cache = torch.full((BLOCKS, 2, BLOCK_SIZE, KV_HEADS, HEAD_SIZE), UNWRITTEN)
+            block.attn.kv_cache = new_cache(heads_first)
             mapping = torch.randperm(BLOCKS * BLOCK_SIZE)[:slots]
             mapping[1] = -1
             with torch.inference_mode(), set_forward_context({LAYER: None}, config, slot_mapping={LAYER: mapping}):
@@ -170,7 +191,7 @@ def assert_right(results) -> None:
     for block, x, positions, slots, output, cache in results:
         q, k, v = block.qkv_proj(x).detach().split([Q_SIZE, KV_SIZE, KV_SIZE], dim=-1)
         tables = block.rotary_emb.ladder.tables
-        by_slot = cache.unbind(1)[0].flatten(0, 1), cache.unbind(1)[1].flatten(0, 1)
+        by_slot = [part.flatten(0, 1) for part in key_and_value_cache(block.attn, cache)]
         for token, slot in enumerate(slots.tolist()):
             table, position = tables[token % len(tables)], positions[token : token + 1]
             assert_heads_rotated(output[token], q[token], position, table)
@@ -186,8 +207,9 @@ def assert_right(results) -> None:
 
 
 @pytest.mark.parametrize("make", [Block, BlockWithTablesOfHeads])
-def test_one_op_rotates_and_writes(make, monkeypatch):
-    results, pieces, _ = run(make, monkeypatch)
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_one_op_rotates_and_writes(make, monkeypatch, heads_first):
+    results, pieces, _ = run(make, monkeypatch, heads_first=heads_first)
     ops = ops_of(pieces)
     assert sum(cache_fusion.OP in op for op in ops) == 1
     assert not any("unified_kv_cache_update" in op or "mrrope.rotary" in op for op in ops)

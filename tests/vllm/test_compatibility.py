@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from running_version import VERSION
 from tiny_engine import AUTO, engine_config
 from vllm.config import KVTransferConfig, VllmConfig
 
@@ -188,6 +189,23 @@ def test_auto_refuses_context_parallel_prefill_and_encoder_decoders(tmp_path: Pa
 def test_models_with_a_rope_of_their_own_are_refused(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         engine_config(tmp_path, FIXED, **options)
+
+
+def test_kernels_that_read_vllms_cache_are_refused(tmp_path: Path) -> None:
+    """As a type that vLLM knows in every version: the whole Qwen4 has more settings than matter here."""
+    config = engine_config(tmp_path, FIXED)
+    config.model_config.hf_text_config.model_type = "qwen4_exp_text"
+    (reason,) = conflicts(config)
+    assert reason.startswith("the model must rotate by its rope layers, got qwen4_exp_text")
+
+
+@pytest.mark.skipif(VERSION < (0, 28), reason="since vLLM 0.28")
+def test_auto_refuses_adaptive_verification(tmp_path: Path) -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    config = engine_config(tmp_path, AUTO, speculative_config=ngram)
+    config.speculative_config.enable_adaptive_verification = True
+    (reason,) = conflicts(config)
+    assert reason.startswith("speculative_config's enable_adaptive_verification must be off")
 
 
 def test_all_reasons_are_named_at_once(tmp_path: Path) -> None:

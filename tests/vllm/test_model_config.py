@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import transformers
+import vllm.config.model
+from running_version import VERSION
 from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
@@ -26,6 +28,7 @@ from vllm.engine.arg_utils import EngineArgs
 import mrrope
 from mrrope.export.hf_config import export_config
 from mrrope.serving.rope_settings import KEY, ServedRope, served_rope
+from mrrope.vllm.hooks import WRAPPED
 
 SIZES = {
     "vocab_size": 128,
@@ -136,12 +139,16 @@ def test_max_model_len_of_the_user(tmp_path):
         configured(folder, hf_overrides=overrides, max_model_len=131_073)
 
 
-def test_other_models_are_as_in_stock_vllm(tmp_path):
+def test_other_models_are_as_in_stock_vllm(tmp_path, monkeypatch):
     assert configured(llama(tmp_path)).max_model_len == 8192
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "rope_theta": 50_000.0}
     config = configured(llama(tmp_path), hf_overrides={"rope_parameters": yarn})
     assert config.hf_config.rope_parameters == yarn
-    assert config.max_model_len == 4 * 8192
+    stock = getattr(vllm.config.model._get_and_verify_max_len, WRAPPED)
+    monkeypatch.setattr(vllm.config.model, "_get_and_verify_max_len", stock)
+    unhooked = configured(llama(tmp_path), hf_overrides={"rope_parameters": yarn})
+    # Since 0.30, max_position_embeddings is the extended length already.
+    assert config.max_model_len == unhooked.max_model_len == (8192 if VERSION >= (0, 30) else 4 * 8192)
     assert served_rope(config.hf_config) is None
 
 

@@ -18,7 +18,6 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.gemma3 import Gemma3Attention
-from vllm.model_executor.models.olmo2 import Olmo2Attention
 from vllm.model_executor.models.qwen3 import Qwen3Attention
 
 import mrrope
@@ -300,10 +299,11 @@ def gemma3() -> nn.Module:
 
 
 def olmo2() -> nn.Module:
+    models = pytest.importorskip("vllm.model_executor.models.olmo2", reason="transformers' backend since vLLM 0.26")
     config = Olmo2Config(**SIZES)
     config.rope_parameters = parameters()
     settings = SimpleNamespace(model_config=SimpleNamespace(hf_config=config), cache_config=None, quant_config=None)
-    return ready(Olmo2Attention(vllm_config=settings, prefix=NAME))
+    return ready(models.Olmo2Attention(vllm_config=settings, prefix=NAME))
 
 
 class Qwen3Next(nn.Module):

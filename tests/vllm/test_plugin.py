@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import vllm
+from running_version import VERSION
 from tiny_engine import engine_config
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.compilation.passes.pass_manager import PostGradPassManager
@@ -21,9 +22,9 @@ from vllm.config.utils import Range
 
 from mrrope.vllm import hooks, plugin
 
-# The functions that hooks wrap, with the parameters that the hooks rely on. A version of vLLM in which this table does
-# not hold is a version that the plugin does not know.
-TARGETS = {
+# The functions that hooks wrap, with the parameters that the hooks rely on, in vLLM 0.25. A version of vLLM in which
+# this table with CHANGES does not hold is a version that the plugin does not know.
+TARGETS: dict[str, str | None] = {
     "vllm.compilation.backends.VllmBackend.__call__": "self graph example_inputs",
     "vllm.compilation.passes.pass_manager.PostGradPassManager.configure": "self config",
     "vllm.config.model.ModelConfig._apply_dict_overrides": "self config overrides",
@@ -53,6 +54,31 @@ TARGETS = {
     "vllm.v1.worker.worker_base.WorkerBase.__init__": "self vllm_config local_rank rank distributed_init_method "
     "is_driver_worker",
 }
+PROCESS = TARGETS["vllm.v1.engine.input_processor.InputProcessor.process_inputs"]
+PREPARE = "self scheduler_output batch_req_state batch_desc"
+# What a release changed; None where the function is gone, or only imported.
+CHANGES: dict[tuple[int, int], dict[str, str | None]] = {
+    (0, 28): {
+        "vllm.v1.engine.input_processor.InputProcessor.process_inputs": f"{PROCESS} session_id",
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_inputs": PREPARE,
+    },
+    (0, 29): {
+        "vllm.entrypoints.openai.api_server.build_app": None,
+        "vllm.entrypoints.launchers.app.build_app": "args supported_tasks model_config",
+    },
+    (0, 30): {"vllm.config.vllm.VllmConfig.compute_hash": "self include_version"},
+    (0, 31): {
+        "vllm.v1.engine.input_processor.InputProcessor.process_inputs": f"{PROCESS} session_id kv_hints",
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_inputs": f"{PREPARE} num_active_loras",
+    },
+    (0, 32): {
+        "vllm.model_executor.layers.rotary_embedding.get_rope": "head_size max_position is_neox_style "
+        "rope_parameters dtype dual_chunk_attention_config mrope_positions_factor",
+    },
+}
+for since, changed in CHANGES.items():
+    TARGETS |= changed if since <= VERSION else {}
+TARGETS = {dotted: parameters for dotted, parameters in TARGETS.items() if parameters is not None}
 
 
 def run_in_fresh_process(script: str, plugins: str = "mrrope") -> subprocess.CompletedProcess[str]:
@@ -141,10 +167,18 @@ def test_only_the_extra_asks_for_vllm() -> None:
 
 
 def test_the_extra_is_the_versions_that_are_known() -> None:
-    (known,) = plugin.KNOWN_VERSIONS
-    major, minor = map(int, known.split("."))
+    (oldest, (major, newest)) = plugin.KNOWN_VERSIONS
     (requirement,) = (r for r in importlib.metadata.metadata("mrrope").get_all("Requires-Dist") if r.startswith("vllm"))
-    assert set(requirement.split(";")[0].removeprefix("vllm").split(",")) == {f">={known}", f"<{major}.{minor + 1}"}
+    known = {">={}.{}".format(*oldest), f"<{major}.{newest + 1}"}
+    assert set(requirement.split(";")[0].removeprefix("vllm").split(",")) == known
+
+
+def test_the_tested_versions_are_the_oldest_and_the_newest_that_are_known() -> None:
+    pins = sorted(Path(__file__).parent.glob("vllm*-requirements.txt"))
+    assert [pin.name for pin in pins] == [
+        "vllm{}.{}-requirements.txt".format(*known) for known in plugin.KNOWN_VERSIONS
+    ]
+    assert VERSION in plugin.KNOWN_VERSIONS
 
 
 def test_importing_mrrope_imports_no_vllm() -> None:
@@ -223,7 +257,7 @@ def test_registers_on_a_machine_without_a_gpu() -> None:
 
 
 def test_an_unknown_version_is_left_alone_without_a_message() -> None:
-    found, log = serve(version="0.26.0")
+    found, log = serve(version="0.34.0")
     assert found["wrapped"] == ["vllm.config.model.ModelConfig.__post_init__"]
     assert "mrrope" not in log
 
@@ -231,7 +265,7 @@ def test_an_unknown_version_is_left_alone_without_a_message() -> None:
 @pytest.mark.parametrize("is_file", [False, True])
 def test_an_unknown_version_names_itself_where_a_model_uses_mrrope(is_file: bool) -> None:
     overrides = None if is_file else OURS
-    script = SERVE.format(version="0.26.0", rope_parameters=overrides, folder=FOLDER)
+    script = SERVE.format(version="0.34.0", rope_parameters=overrides, folder=FOLDER)
     if is_file:
         in_file = {**OURS, "rope_theta": 1e4, "original_max_position_embeddings": 16}
         script = script.replace(
@@ -240,12 +274,16 @@ def test_an_unknown_version_names_itself_where_a_model_uses_mrrope(is_file: bool
     run = run_in_fresh_process(script)
     (message,) = (line for line in (run.stdout + run.stderr).splitlines() if "mrrope's plugin" in line)
     assert message.startswith("ERROR")
-    for part in ("knows vLLM 0.25.x, got 0.26.0", "mrrope export --engine vllm"):
+    for part in ("knows vLLM 0.25 to 0.33, got 0.34.0", "mrrope export --engine vllm"):
         assert part in message
 
 
 @pytest.mark.parametrize(
-    "version", ["0.25.0", "0.25.1", "0.25.1rc2", "0.25.2.post1", "0.25.1+cu129", "0.25.1+empty.dev", "v0.25.1", "0.25"]
+    "version",
+    [
+        *("0.25.0", "0.25.1", "0.25.1rc2", "0.25.2.post1", "0.25.1+cu129", "0.25.1+empty.dev", "v0.25.1", "0.25"),
+        *("0.26.0", "0.29.0", "0.33.0", "0.33.1rc1", "0.33.0+cpu"),
+    ],
 )
 def test_known_versions(version: str) -> None:
     assert plugin.is_known(version)
@@ -254,7 +292,7 @@ def test_known_versions(version: str) -> None:
 @pytest.mark.parametrize(
     "version",
     [
-        *("0.24.9", "0.26.0", "0.26.0rc1", "0.2.5", "0.250.0", "1.25.1", "0.25.1.dev0", "0.25.1rc1.dev7+g1a2b3c4"),
+        *("0.24.9", "0.34.0", "0.34.0rc1", "0.2.5", "0.250.0", "1.25.1", "0.25.1.dev0", "0.25.1rc1.dev7+g1a2b3c4"),
         *("0.25.1dev", "0.1.dev1+g1a2b3c4", "dev", "unknown", ""),
     ],
 )

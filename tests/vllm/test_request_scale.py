@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client import REGISTRY, generate_latest
+from running_version import VERSION
 from tiny_engine import AUTO, engine_config
 from vllm import PoolingParams, SamplingParams
-from vllm.entrypoints.serve.utils.error_response import create_error_response
-from vllm.multimodal.cache import MultiModalProcessorSenderCache, MultiModalReceiverCache
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -36,6 +35,17 @@ from vllm.v1.structured_output import StructuredOutputManager
 from mrrope.serving.scale_choice import Choice, ScaleSteps, choose, request_counter, salted, unsalted
 from mrrope.vllm.hooks import WRAPPED
 from mrrope.vllm.request_scale import SCALE_KEY, TABLE_KEY, Admission, _scales_time
+
+if VERSION >= (0, 28):
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+else:
+    from vllm.entrypoints.serve.utils.error_response import create_error_response
+if VERSION >= (0, 31):
+    from vllm.multimodal.cache import LruKeyReplicatedReceiverCache as ReceiverCache
+    from vllm.multimodal.cache import LruKeyReplicatedSenderCache as SenderCache
+else:
+    from vllm.multimodal.cache import MultiModalProcessorSenderCache as SenderCache
+    from vllm.multimodal.cache import MultiModalReceiverCache as ReceiverCache
 
 STEPS = ScaleSteps((64, 128, 256, 512, 1024), (1.0, 2.0, 4.0, 8.0, 16.0), reserve=32)
 BLOCK = 16
@@ -368,11 +378,15 @@ class TestVideo:
         self, front_end: InputProcessor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         settings = SimpleNamespace(get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=1))
-        sent, held = MultiModalProcessorSenderCache(settings), MultiModalReceiverCache(settings)
-        monkeypatch.setattr(front_end.renderer, "mm_processor", SimpleNamespace(cache=sent))
+        sent, held = SenderCache(settings), ReceiverCache(settings)
+        monkeypatch.setattr(type(front_end.renderer), "mm_processor_cache", sent)
         monkeypatch.setattr(front_end, "mm_encoder_cache_size", 100)
 
+        # The renderer calls this before it looks media up.
+        forget_invalid = getattr(front_end.renderer, "_drain_mm_cache_invalidations", lambda: None)
+
         def process(scale: int, **media: Any) -> EngineCoreRequest:
+            forget_invalid()
             prompt = {
                 "type": "multimodal",
                 "prompt_token_ids": [1] * 20,

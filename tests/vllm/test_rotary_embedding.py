@@ -8,6 +8,7 @@ import compiled_models
 import pytest
 import torch
 from rotary_reference import TOLERANCES, assert_rotated, rotated
+from running_version import VERSION
 from torch import nn
 from vllm.compilation.counter import compilation_counter
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
@@ -266,6 +267,21 @@ def test_vllms_layers_of_a_served_model_have_rows_for_the_whole_text(is_of_text_
 @pytest.mark.parametrize("theirs", [None, {"rope_type": "default", "rope_theta": BASE}])
 def test_other_parameters_give_vllms_layer(config, theirs):
     assert type(get_rope(16, LENGTH, rope_parameters=theirs)) is RotaryEmbedding
+
+
+def test_rows_of_vllms_cache_change_nothing(config):
+    """Qwen3's layers pass a factor since vLLM 0.32, whether they have M-RoPE or not."""
+    ours = get_rope(16, LENGTH, rope_parameters=parameters(), mrope_positions_factor=4)
+    assert ours is get_rope(16, LENGTH, rope_parameters=parameters())
+    if VERSION >= (0, 32):
+        theirs = {"rope_type": "default", "rope_theta": BASE, "mrope_section": SECTIONS}
+        lengths = [
+            len(get_rope(16, LENGTH, rope_parameters=theirs, mrope_positions_factor=factor).cos_sin_cache)
+            for factor in (1, 4)
+        ]
+        assert lengths == [LENGTH, 4 * LENGTH]
+    with pytest.raises(ValueError, match=r"must be called without scale with a rope type of mrrope"):
+        get_rope(16, LENGTH, rope_parameters=parameters(), scale=2)
 
 
 def test_modules_that_imported_the_factory_have_the_hook():

@@ -1,6 +1,7 @@
 """Table of every token in the workers: the buffer, the hooks of both runners, and the check of a loaded model."""
 
 import inspect
+import re
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from running_version import VERSION
 from tiny_engine import AUTO, engine_config
 from torch import nn
 from vllm import SamplingParams
@@ -284,7 +286,8 @@ class TestRunnerV1:
                 monkeypatch.setattr(torch, name, unpinned(getattr(torch, name)))
         runner = loaded_runner(*auto)
         runner.requests = {}
-        runner.input_batch = InputBatchV1(4, 64, 64, CPU, 128, block_sizes=[16], kernel_block_sizes=[16])
+        last = {"max_num_blocks_per_req": [4]} if VERSION >= (0, 32) else {"kernel_block_sizes": [16]}
+        runner.input_batch = InputBatchV1(4, 64, 64, CPU, 128, block_sizes=[16], **last)
         return runner
 
     @staticmethod
@@ -324,17 +327,18 @@ class TestRunnerV1:
 def test_hooks_fit_the_functions_they_wrap() -> None:
     model_runners.install()
     model_runners.install()  # every worker of a process does
-    for owner, name, parameters in [
-        (RunnerV2, "add_requests", ["self", "scheduler_output"]),
-        (RunnerV2, "prepare_inputs", ["self", "scheduler_output", "batch_desc"]),
-        (Worker, "load_model", ["self", "load_dummy_weights"]),
-        (RunnerV1, "_prepare_inputs", ["self", "scheduler_output", "num_scheduled_tokens"]),
+    # test_plugin.py has their parameters.
+    for owner, name in [
+        (RunnerV2, "add_requests"),
+        (RunnerV2, "prepare_inputs"),
+        (Worker, "load_model"),
+        (RunnerV1, "_prepare_inputs"),
     ]:
-        original = getattr(getattr(owner, name), WRAPPED)
-        assert not hasattr(original, WRAPPED)
-        assert list(inspect.signature(original).parameters) == parameters
+        assert not hasattr(getattr(getattr(owner, name), WRAPPED), WRAPPED)
     assert hasattr(WorkerBase.__init__, WRAPPED)
     # What the hooks read of the runners.
     assert {"idx_mapping_np", "num_scheduled_tokens"} <= set(inspect.get_annotations(InputBatchV2))
     assert "self.req_states.req_id_to_index[" in inspect.getsource(RunnerV2)
-    assert "prepare_inputs(scheduler_output, batch_desc)" in inspect.getsource(RunnerV2.execute_model)
+    assert re.search(
+        r"input_batch = self\.prepare_inputs\(\s*scheduler_output,", inspect.getsource(RunnerV2.execute_model)
+    )
