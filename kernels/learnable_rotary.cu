@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(column_sum_block_threads)
 }  // namespace
 
 void learnable_rotary_cuda(const LearnableRotaryArgs& args, CUstream_st* stream) {
+    validate(args);
     pack_tables(args, stream);
     rotary_cuda(by_packed_tables(args), stream);
 }
@@ -94,6 +95,7 @@ int64_t table_sum_rows_cuda(const LearnableRotaryGradientArgs& args) {
 }
 
 void learnable_rotary_gradient_cuda(const LearnableRotaryGradientArgs& args, CUstream_st* stream) {
+    validate(args);
     learnable_rotary_gradient_cuda(args, plan(shape_of(args), current_device()), stream);
 }
 

@@ -4,6 +4,7 @@
 namespace mrrope {
 
 void mla_rotary_cuda(const MlaRotaryArgs& args, CUstream_st* stream) {
+    validate(args);
     const MlaRotaryShape shape = shape_of(args);
     if (shape.batch == 0 || shape.tokens == 0 || shape.q_heads + shape.k_heads == 0) return;
     const MlaRotaryPlan planned = plan(shape, current_device());
@@ -15,6 +16,7 @@ void mla_rotary_cuda(const MlaRotaryArgs& args, CUstream_st* stream) {
 }
 
 void mla_rotary_gradient_cuda(const MlaRotaryGradientArgs& args, CUstream_st* stream) {
+    validate(args);
     const MlaRotaryShape shape = shape_of(args);
     if (shape.batch == 0 || shape.tokens == 0 || shape.q_heads + shape.k_heads == 0) return;
     const MlaRotaryPlan planned = gradient_plan(shape, current_device());
@@ -35,6 +37,7 @@ void mla_rotary_gradient_cuda(const MlaRotaryGradientArgs& args, CUstream_st* st
 }
 
 void mla_rotary_and_cache_cuda(const MlaRotaryAndCacheArgs& args, CUstream_st* stream) {
+    validate(args);
     mla_rotary_and_cache_cuda(args, plan(shape_of(args), current_device()), stream);
 }
 

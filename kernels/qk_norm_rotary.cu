@@ -5,6 +5,7 @@
 namespace mrrope {
 
 void qk_norm_rotary_cuda(const QkNormRotaryArgs& args, CUstream_st* stream) {
+    validate(args);
     qk_norm_rotary_cuda(args, plan(shape_of(args), current_device()), stream);
 }
 
@@ -26,6 +27,7 @@ WeightSumRows weight_sum_rows_cuda(const QkNormRotaryGradientArgs& args) {
 }
 
 void qk_norm_rotary_gradient_cuda(const QkNormRotaryGradientArgs& args, CUstream_st* stream) {
+    validate(args);
     qk_norm_rotary_gradient_cuda(args, plan_gradient(shape_of(args), current_device()), stream);
 }
 

@@ -21,6 +21,7 @@ bool is_faster_by_rotary_kernel(const QkNormRotaryAndCacheArgs& args, const QkNo
 }  // namespace
 
 void qk_norm_rotary_and_cache_cuda(const QkNormRotaryAndCacheArgs& args, CUstream_st* stream) {
+    validate(args);
     const Device device = current_device();
     const QkNormRotaryAndCachePlan planned = plan(shape_of(args), device);
     if (is_faster_by_rotary_kernel(args, planned)) {
@@ -32,7 +33,6 @@ void qk_norm_rotary_and_cache_cuda(const QkNormRotaryAndCacheArgs& args, CUstrea
 
 void qk_norm_rotary_and_cache_cuda(const QkNormRotaryAndCacheArgs& args, const QkNormRotaryAndCachePlan& plan,
                                    CUstream_st* stream) {
-    check_not_conjugate(args);
     if (args.rotary.batch == 0 || args.rotary.tokens == 0 || plan.units.count() == 0) return;
     with_element(args.rotary.dtype, [&](auto element) {
         for_each_launch(args, plan.tokens_per_launch, [&](const QkNormRotaryAndCacheArgs& part) {

@@ -40,6 +40,7 @@ size_t qkv_rotary_workspace_cuda(const QkvRotaryArgs& args, const QkvRotaryPlan&
 }
 
 void qkv_rotary_cuda(const QkvRotaryArgs& args, const QkvRotaryPlan& plan, void* workspace, CUstream_st* stream) {
+    validate(args);
     launcher_for(args, plan).launch(args, plan, workspace, stream);
 }
 

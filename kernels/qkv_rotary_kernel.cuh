@@ -127,7 +127,8 @@ struct QkvProjection {
         typename Kernel::Params params = Kernel::to_underlying_arguments(kernel_arguments, workspace);
         const auto entry = reinterpret_cast<const void*>(cutlass::device_kernel<Kernel>);
         constexpr int shared_bytes = Kernel::SharedStorageSize;
-        check_cuda(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+        check_cuda(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+                   "cudaFuncSetAttribute");
         void* parameters[] = {&params};
         check(cutlass::ClusterLauncher::launch(Kernel::get_grid_shape(params),
                                                dim3(cute::size<0>(Cluster{}), cute::size<1>(Cluster{})),

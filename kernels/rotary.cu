@@ -4,6 +4,7 @@
 namespace mrrope {
 
 void rotary_cuda(const RotaryArgs& args, CUstream_st* stream) {
+    validate(args);
     const RotaryShape shape = shape_of(args);
     if (shape.batch == 0 || shape.tokens == 0 || shape.heads == 0) return;
     rotary_cuda(args, plan(shape, current_device()), stream);

@@ -9,7 +9,6 @@ void rotary_and_cache_cuda(const RotaryAndCacheArgs& args, CUstream_st* stream) 
 }
 
 void rotary_and_cache_cuda(const RotaryAndCacheArgs& args, const RotaryPlan& plan, CUstream_st* stream) {
-    check_not_conjugate(args);
     if (args.rotary.batch == 0 || args.rotary.tokens == 0 || args.rotary.q.heads + args.k.view.heads == 0) return;
     with_element(args.rotary.dtype, [&](auto element) {
         for_each_launch(args, plan.tokens_per_launch, [&](const RotaryAndCacheArgs& part) {

@@ -4,6 +4,7 @@
 namespace mrrope {
 
 void rotary_cos_sin_cuda(const RotaryCosSinArgs& args, CUstream_st* stream) {
+    validate(args);
     const RotaryShape shape = shape_of(args.rotary);
     if (shape.batch == 0 || shape.tokens == 0 || shape.heads == 0) return;
     rotary_cos_sin_cuda(args, plan(shape, current_device()), stream);

@@ -56,6 +56,7 @@ RotaryArgs by_packed_tables(const LearnableRotaryArgs& args) {
 }
 
 void learnable_rotary_cpu(const LearnableRotaryArgs& args, const ParallelFor& parallel_for) {
+    validate(args);
     pack_tables(args);
     rotary_cpu(by_packed_tables(args), parallel_for);
 }
@@ -66,6 +67,7 @@ int64_t table_sum_rows_cpu(const LearnableRotaryGradientArgs& args) {
 
 void learnable_rotary_gradient_cpu(const LearnableRotaryGradientArgs& args, const ParallelFor& parallel_for) {
     static const auto gradient_tokens = MRROPE_BEST(learnable_gradient_tokens);
+    validate(args);
     const LearnableRotaryArgs& call = args.call;
     const RotaryArgs& rotary = call.rotary;
     const int half = rotary.rotary_dim / 2;

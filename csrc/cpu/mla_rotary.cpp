@@ -54,12 +54,14 @@ void rotate_sum_of_heads(const RotaryArgs& keys) {
 }  // namespace
 
 void mla_rotary_cpu(const MlaRotaryArgs& args, const ParallelFor& parallel_for) {
+    validate(args);
     rotary_cpu(args.rotary, parallel_for);
     copy_part(args.q_nope, args.rotary, parallel_for);
     copy_part(args.k_nope, args.rotary, parallel_for);
 }
 
 void mla_rotary_gradient_cpu(const MlaRotaryGradientArgs& args, const ParallelFor& parallel_for) {
+    validate(args);
     const RotaryArgs& rotary = args.rotary;
     RotaryArgs queries = rotary;
     queries.k = {};

@@ -75,6 +75,7 @@ void write_row(const MlaRotaryAndCacheArgs& args) {
 }  // namespace
 
 void mla_rotary_and_cache_cpu(const MlaRotaryAndCacheArgs& args, const ParallelFor& parallel_for) {
+    validate(args);
     const RotaryArgs& rotary = args.rotary;
     RotaryArgs queries = rotary;
     queries.k = {};

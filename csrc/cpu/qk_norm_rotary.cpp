@@ -46,6 +46,7 @@ void add_sums(const OutputGradient& gradient, int64_t rows, int64_t weights, DTy
 
 void qk_norm_rotary_cpu(const QkNormRotaryArgs& args, const ParallelFor& parallel_for) {
     static const auto norm_tokens = MRROPE_BEST(norm_tokens);
+    validate(args);
     parallel_for_items(parallel_for, tokens_of(args), components_per_token(args), components_per_thread,
                        [&](int64_t begin, int64_t end) {
                            std::vector<double> scratch(norm_scratch_size(args));
@@ -60,6 +61,7 @@ WeightSumRows weight_sum_rows_cpu(const QkNormRotaryGradientArgs& args) {
 
 void qk_norm_rotary_gradient_cpu(const QkNormRotaryGradientArgs& args, const ParallelFor& parallel_for) {
     static const auto norm_gradient_tokens = MRROPE_BEST(norm_gradient_tokens);
+    validate(args);
     const int64_t tokens = tokens_of(args.call);
     const int64_t rows = weight_sum_rows_cpu(args).q;
     const int64_t q_weights = args.call.weight_count(/*is_q=*/true);

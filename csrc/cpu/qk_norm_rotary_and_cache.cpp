@@ -10,7 +10,7 @@ namespace mrrope {
 
 void qk_norm_rotary_and_cache_cpu(const QkNormRotaryAndCacheArgs& args, const ParallelFor& parallel_for) {
     static const auto store_tokens = MRROPE_BEST(store_tokens);
-    check_not_conjugate(args);
+    validate(args);
     const RotaryArgs& rotary = args.rotary;
     const int64_t heads =
         static_cast<int64_t>(rotary.q.heads) + args.k.view.heads + args.v.view.heads + args.gate.heads;

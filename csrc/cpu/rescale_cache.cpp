@@ -20,6 +20,7 @@ void subtract_tables(std::span<uint64_t> difference, const uint64_t* to, const u
 }  // namespace
 
 void rescale_cache_cpu(const RescaleCacheArgs& args, const ParallelFor& parallel_for) {
+    validate(args);
     const int half = args.rotary_dim / 2;
     const int64_t words = half + 1;
     std::vector<uint64_t> difference(args.table_heads * words);

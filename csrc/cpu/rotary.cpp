@@ -50,6 +50,7 @@ void on_all_cores(int64_t count, int64_t grain, const RangeBody& body) {
 
 void rotary_cpu(const RotaryArgs& args, const ParallelFor& parallel_for) {
     static const auto rotate_tokens = MRROPE_BEST(rotate_tokens);
+    validate(args);
     const int64_t per_token = static_cast<int64_t>(args.q.heads + args.k.heads) * args.head_dim;
     parallel_for_items(parallel_for, args.batch * args.tokens, per_token, components_per_thread,
                        [&](int64_t begin, int64_t end) { rotate_tokens(args, begin, end); });

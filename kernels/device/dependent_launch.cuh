@@ -67,11 +67,11 @@ struct PdlKernel {
     // Queried once per kernel and device.
     bool waits_on_current_device() const {
         int device = 0;
-        check_cuda(cudaGetDevice(&device));
+        check_cuda(cudaGetDevice(&device), "cudaGetDevice");
         std::atomic<PdlSupport>& support = (*cached)[device % cached->size()];
         if (support == PdlSupport::unknown) {
             cudaFuncAttributes attributes{};
-            check_cuda(cudaFuncGetAttributes(&attributes, entry));
+            check_cuda(cudaFuncGetAttributes(&attributes, entry), "cudaFuncGetAttributes");
             support = attributes.ptxVersion >= 90 ? PdlSupport::yes : PdlSupport::no;
         }
         return support == PdlSupport::yes;
@@ -93,7 +93,8 @@ void launch_with_pdl(const PdlKernel<Launch>& kernel, dim3 grid, int block_threa
     config.stream = stream;
     config.attrs = &pdl;
     config.numAttrs = kernel.waits_on_current_device() ? 1 : 0;
-    check_cuda(cudaLaunchKernelEx(&config, kernel.entry, launch));
+    check_launch(cudaLaunchKernelEx(&config, kernel.entry, launch), reinterpret_cast<const void*>(kernel.entry), grid,
+                 block_threads);
 }
 
 }  // namespace mrrope

@@ -118,6 +118,21 @@ TEST_F(ArgsContractCuda, HeedsEveryField) {
     for_each_contract(every_field_matters, [&](const auto& contract) { expect_effects(contract, on_cuda); });
 }
 
+// Before they read memory: the call's pointers are those of the host.
+TEST_F(ArgsContractCuda, RefusesWhatValidateRefuses) {
+    for_each_contract(every_field_matters, [](const auto& contract) {
+        auto args = contract.call;
+        if constexpr (requires { args.call; }) {
+            args.call.rotary.rotary_dim = 3;
+        } else if constexpr (requires { args.rotary; }) {
+            args.rotary.rotary_dim = 3;
+        } else {
+            args.rotary_dim = 3;
+        }
+        EXPECT_THROW(call_on_cuda(args), std::invalid_argument) << contract.name;
+    });
+}
+
 TEST_F(ArgsContractCuda, AgreesWithTheCpu) {
     for (const DType dtype : all_dtypes) expect_agreement_with_the_cpu({.dtype = dtype});
 }

@@ -21,6 +21,8 @@ struct LearnableRotaryArgs {
     uint64_t* packed_tables = nullptr;
 };
 
+void validate(const LearnableRotaryArgs& args);
+
 // The call of `rotary` that rotates by the packed head tables.
 RotaryArgs by_packed_tables(const LearnableRotaryArgs& args);
 
@@ -48,6 +50,8 @@ struct LearnableRotaryGradientArgs {
     // Memory for partial sums, [table_sum_rows_*, tables, rotary_dim / 2 + 1].
     double* table_sums = nullptr;
 };
+
+void validate(const LearnableRotaryGradientArgs& args);
 
 // The number of rows of partial sums for these arguments; `table_sums` is not read. Rows are added in a fixed order:
 // results do not depend on the number of threads.

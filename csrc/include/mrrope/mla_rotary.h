@@ -30,6 +30,9 @@ struct MlaRotaryGradientArgs {
     CopiedPart q_nope;
 };
 
+void validate(const MlaRotaryArgs& args);
+void validate(const MlaRotaryGradientArgs& args);
+
 // `args` restricted to these sequences and tokens.
 MlaRotaryArgs slice(const MlaRotaryArgs& args, int64_t first_batch, int64_t batch, int64_t first_token, int64_t tokens);
 MlaRotaryGradientArgs slice(const MlaRotaryGradientArgs& args, int64_t first_batch, int64_t batch, int64_t first_token,

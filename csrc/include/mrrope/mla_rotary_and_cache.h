@@ -21,6 +21,8 @@ struct MlaRotaryAndCacheArgs {
     const float* scale = nullptr;
 };
 
+void validate(const MlaRotaryAndCacheArgs& args);
+
 // `args` restricted to these sequences and tokens.
 MlaRotaryAndCacheArgs slice(const MlaRotaryAndCacheArgs& args, int64_t first_batch, int64_t batch, int64_t first_token,
                             int64_t tokens);

@@ -31,6 +31,8 @@ struct QkNormRotaryArgs : QkNorm {
     }
 };
 
+void validate(const QkNormRotaryArgs& args);
+
 void qk_norm_rotary_cpu(const QkNormRotaryArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
 // In the CMake target mrrope::cuda. Asynchronous on `stream` of the current device. Throws std::runtime_error if the
@@ -54,6 +56,8 @@ struct QkNormRotaryGradientArgs {
     OutputGradient q;
     OutputGradient k;
 };
+
+void validate(const QkNormRotaryGradientArgs& args);
 
 struct WeightSumRows {
     int64_t q = 0;

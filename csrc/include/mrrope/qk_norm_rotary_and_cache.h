@@ -23,6 +23,8 @@ struct QkNormRotaryAndCacheArgs : RotaryAndCacheArgs, QkNorm {
     HeadsView gate;  // replaced by its sigmoid in place; 0 heads: none
 };
 
+void validate(const QkNormRotaryAndCacheArgs& args);
+
 // `args` restricted to these sequences and tokens.
 QkNormRotaryAndCacheArgs slice(const QkNormRotaryAndCacheArgs& args, int64_t first_batch, int64_t batch,
                                int64_t first_token, int64_t tokens);

@@ -36,6 +36,8 @@ struct QkvRotaryArgs {
     int outputs() const { return (q_heads + 2 * kv_heads) * head_dim; }
 };
 
+void validate(const QkvRotaryArgs& args);
+
 // The launch plan of one call.
 struct QkvRotaryPlan {
     enum class Raster { rows, columns };  // raster order: along which dimension consecutive tiles lie

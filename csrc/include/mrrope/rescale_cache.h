@@ -35,6 +35,8 @@ struct RescaleCacheArgs {
     Pairing pairing = Pairing::halves;
 };
 
+void validate(const RescaleCacheArgs& args);
+
 void rescale_cache_cpu(const RescaleCacheArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
 // In the CMake target mrrope::cuda. Asynchronous on `stream` of the current device. The device compares `from` and

@@ -89,6 +89,10 @@ struct RotaryArgs {
     bool conjugate = false;  // negate the angle, keep the attention factor: the backward pass
 };
 
+// Throws std::invalid_argument, which names the field, for arguments that are no valid call. Reads none of the memory
+// that they point to. Every launcher calls it.
+void validate(const RotaryArgs& args);
+
 // `args` restricted to these sequences and tokens.
 RotaryArgs slice(const RotaryArgs& args, int64_t first_batch, int64_t batch, int64_t first_token, int64_t tokens);
 

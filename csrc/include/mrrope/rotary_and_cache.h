@@ -30,8 +30,8 @@ struct CachedHeads {
 };
 
 struct RotaryAndCacheArgs {
-    // Of q only; k below is rotated by the same arguments. Not conjugate, since a cache has no gradient: launchers
-    // throw std::invalid_argument. Negate the table to rotate backwards.
+    // Of q only; k below is rotated by the same arguments. Not conjugate, since a cache has no gradient: negate the
+    // table to rotate backwards.
     RotaryArgs rotary;
     CachedHeads k;
     CachedHeads v;  // with as many heads as k
@@ -39,8 +39,7 @@ struct RotaryAndCacheArgs {
     StoredAs cached_as = StoredAs::heads_dtype;  // heads of float64 are not stored as float8
 };
 
-// Throws std::invalid_argument if the rotation is conjugate.
-void check_not_conjugate(const RotaryAndCacheArgs& args);
+void validate(const RotaryAndCacheArgs& args);
 
 // `args` restricted to these sequences and tokens.
 RotaryAndCacheArgs slice(const RotaryAndCacheArgs& args, int64_t first_batch, int64_t batch, int64_t first_token,

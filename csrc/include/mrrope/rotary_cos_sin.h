@@ -21,6 +21,8 @@ struct RotaryCosSinArgs {
     int columns_per_pair = 1;              // pair i uses column i * columns_per_pair: 1, or 2 in interleaved pairing
 };
 
+void validate(const RotaryCosSinArgs& args);
+
 // `args` restricted to these sequences and tokens.
 RotaryCosSinArgs slice(const RotaryCosSinArgs& args, int64_t first_batch, int64_t batch, int64_t first_token,
                        int64_t tokens);
