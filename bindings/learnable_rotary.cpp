@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "mrrope/torch_ops.h"
+#include "option_names.h"
 #include "registration.h"
 #include "rotary_args.h"
 
@@ -259,7 +260,9 @@ struct LearnableRotaryFunction : torch::autograd::Function<LearnableRotaryFuncti
             result[count] = found.back();
             found.pop_back();
         } else {
-            found = learnable_rotary(given, saved[0], saved[1], saved[2], layout, pairing, !conjugate);
+            found = learnable_rotary(
+                given, saved[0], saved[1], saved[2],
+                {.layout = heads_layout_named(layout), .pairing = pairing_named(pairing), .conjugate = !conjugate});
         }
         for (size_t i = 0; i < found.size(); ++i) result[wanted[i]] = found[i];
         return result;
@@ -319,10 +322,10 @@ TORCH_LIBRARY_FRAGMENT(mrrope, library) {
 }
 
 std::vector<Tensor> learnable_rotary(TensorList heads, const Tensor& positions, const Tensor& frequencies,
-                                     const Tensor& attention_factor, std::string_view layout, std::string_view pairing,
-                                     bool conjugate) {
+                                     const Tensor& attention_factor, const LearnableRotaryOptions& options) {
     std::vector<Tensor> result =
-        dispatched<LearnableRotary>().call(heads, positions, frequencies, attention_factor, layout, pairing, conjugate);
+        dispatched<LearnableRotary>().call(heads, positions, frequencies, attention_factor, name_of(options.layout),
+                                           name_of(options.pairing), options.conjugate);
     result.pop_back();
     return result;
 }

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "mrrope/torch_ops.h"
+#include "option_names.h"
 #include "registration.h"
 #include "rotary_args.h"
 #include "token_rows.h"
@@ -297,9 +298,9 @@ TORCH_LIBRARY_FRAGMENT(mrrope, library) {
 }
 
 std::tuple<Tensor, Tensor> mla_rotary(const Tensor& q, const Tensor& k_nope, const Tensor& k_rope,
-                                      const Tensor& positions, const Tensor& table, std::string_view layout,
-                                      std::string_view pairing, const OptionalTensor& table_index) {
-    return mla_rotary_conjugate(q, k_nope, k_rope, positions, table, layout, pairing, /*conjugate=*/false, table_index);
+                                      const Tensor& positions, const Tensor& table, const MlaRotaryOptions& options) {
+    return mla_rotary_conjugate(q, k_nope, k_rope, positions, table, name_of(options.layout), name_of(options.pairing),
+                                /*conjugate=*/false, options.table_index);
 }
 
 }  // namespace mrrope

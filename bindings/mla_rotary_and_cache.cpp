@@ -4,6 +4,7 @@
 #include "cache_args.h"
 #include "cache_slots.h"
 #include "mrrope/torch_ops.h"
+#include "option_names.h"
 #include "registration.h"
 #include "rotary_args.h"
 #include "token_rows.h"
@@ -181,10 +182,10 @@ TORCH_LIBRARY_FRAGMENT(mrrope, library) {
 
 void mla_rotary_and_cache_(const Tensor& q_rope, const Tensor& k_rope, const Tensor& latent, const Tensor& positions,
                            const Tensor& table, const Tensor& cache, const Tensor& slots, bool paged,
-                           const MlaCacheOptions& options, const OptionalTensor& q_out) {
+                           const MlaRotaryAndCacheOptions& options, const OptionalTensor& q_out) {
     const auto call = [&](const auto& op, const auto&... heads) {
-        op.call(heads..., k_rope, latent, positions, table, cache, slots, paged, options.layout, options.pairing,
-                options.scale, options.table_index);
+        op.call(heads..., k_rope, latent, positions, table, cache, slots, paged, name_of(options.layout),
+                name_of(options.pairing), options.scale, options.table_index);
     };
     if (q_out) return call(dispatched<MlaRotaryAndCacheInto>(), q_rope, *q_out);
     call(dispatched<MlaRotaryAndCacheInPlace>(), q_rope);

@@ -5,6 +5,7 @@
 
 #include "mrrope/torch_ops.h"
 #include "norm_args.h"
+#include "option_names.h"
 #include "registration.h"
 #include "rotary_args.h"
 
@@ -274,17 +275,17 @@ TORCH_LIBRARY_FRAGMENT(mrrope, library) {
 }
 
 std::vector<Tensor> qk_norm_rotary(TensorList heads, TensorList weights, const Tensor& positions, const Tensor& table,
-                                   double eps, double weight_offset, std::string_view over, std::string_view layout,
-                                   std::string_view pairing, const OptionalTensor& table_index) {
-    return dispatched<QkNormRotary>().call(heads, weights, positions, table, eps, weight_offset, over, layout, pairing,
-                                           /*conjugate=*/false, table_index);
+                                   double eps, const QkNormRotaryOptions& options) {
+    return dispatched<QkNormRotary>().call(heads, weights, positions, table, eps, options.weight_offset,
+                                           name_of(options.over), name_of(options.layout), name_of(options.pairing),
+                                           /*conjugate=*/false, options.table_index);
 }
 
 void qk_norm_rotary_(TensorList heads, TensorList weights, const Tensor& positions, const Tensor& table, double eps,
-                     double weight_offset, std::string_view over, std::string_view layout, std::string_view pairing,
-                     const OptionalTensor& table_index) {
-    dispatched<QkNormRotaryInPlace>().call(heads, weights, positions, table, eps, weight_offset, over, layout, pairing,
-                                           /*conjugate=*/false, table_index);
+                     const QkNormRotaryOptions& options) {
+    dispatched<QkNormRotaryInPlace>().call(heads, weights, positions, table, eps, options.weight_offset,
+                                           name_of(options.over), name_of(options.layout), name_of(options.pairing),
+                                           /*conjugate=*/false, options.table_index);
 }
 
 }  // namespace mrrope

@@ -5,6 +5,7 @@
 #include "cache_args.h"
 #include "mrrope/torch_ops.h"
 #include "norm_args.h"
+#include "option_names.h"
 #include "registration.h"
 
 namespace mrrope {
@@ -215,13 +216,14 @@ TORCH_LIBRARY_FRAGMENT(mrrope, library) {
 void qk_norm_rotary_and_cache_(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& q_weight,
                                const OptionalTensor& k_weight, const Tensor& positions, const Tensor& table,
                                const Tensor& key_cache, const Tensor& value_cache, const Tensor& slots, bool paged,
-                               double eps, const NormAndCacheOptions& options, const OptionalTensor& q_out) {
+                               double eps, const QkNormRotaryAndCacheOptions& options, const OptionalTensor& q_out) {
     const auto call = [&](const auto& op, const auto& scales, const auto&... heads) {
         std::apply(
             [&](const auto&... scale) {
                 op.call(heads..., k, v, q_weight, k_weight, positions, table, key_cache, value_cache, slots, paged, eps,
-                        options.weight_offset, options.over, options.layout, options.cache_layout, options.pairing,
-                        options.key_scale, options.value_scale, options.table_index, options.gate, scale...);
+                        options.weight_offset, name_of(options.over), name_of(options.layout),
+                        name_of(options.cache_layout), name_of(options.pairing), options.key_scale, options.value_scale,
+                        options.table_index, options.gate, scale...);
             },
             scales);
     };

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "mrrope/torch_ops.h"
+#include "option_names.h"
 #include "registration.h"
 #include "rotary_args.h"
 
@@ -152,9 +153,10 @@ struct QkvRotaryFunction : torch::autograd::Function<QkvRotaryFunction> {
         const int64_t q_heads = context->saved_data["q_heads"].toInt();
         const int64_t kv_heads = context->saved_data["kv_heads"].toInt();
         const Tensor gradient = with_contiguous_last_dimension(gradients[0]);
-        std::vector<Tensor> parts =
-            rotary(rotated_heads(gradient, q_heads, kv_heads), saved[2], saved[3], layout_of(gradient),
-                   context->saved_data["pairing"].toStringRef(), /*conjugate=*/true);
+        std::vector<Tensor> parts = rotary(rotated_heads(gradient, q_heads, kv_heads), saved[2], saved[3],
+                                           {.layout = heads_layout_named(layout_of(gradient)),
+                                            .pairing = pairing_named(context->saved_data["pairing"].toStringRef()),
+                                            .conjugate = true});
         for (Tensor& part : parts) part = part.flatten(-2);
         const c10::SymInt head_dim = gradient.sym_size(-1) / (q_heads + 2 * kv_heads);
         parts.push_back(gradient.slice_symint(-1, (q_heads + kv_heads) * head_dim));
@@ -290,8 +292,9 @@ TORCH_LIBRARY_FRAGMENT(mrrope, library) {
 }
 
 Tensor qkv_rotary(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& positions,
-                  const Tensor& table, int64_t num_q_heads, int64_t num_kv_heads, std::string_view pairing) {
-    return dispatched<QkvRotary>().call(x, weight, bias, positions, table, num_q_heads, num_kv_heads, pairing);
+                  const Tensor& table, int64_t num_q_heads, int64_t num_kv_heads, const QkvRotaryOptions& options) {
+    return dispatched<QkvRotary>().call(x, weight, bias, positions, table, num_q_heads, num_kv_heads,
+                                        name_of(options.pairing));
 }
 
 }  // namespace mrrope

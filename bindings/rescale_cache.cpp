@@ -4,6 +4,7 @@
 
 #include "mrrope/rotation.h"
 #include "mrrope/torch_ops.h"
+#include "option_names.h"
 #include "registration.h"
 
 namespace mrrope {
@@ -194,8 +195,9 @@ TORCH_LIBRARY_FRAGMENT(mrrope, library) {
 }
 
 void rescale_cache_(TensorList keys, const Tensor& positions, const Tensor& tables, const Tensor& from,
-                    const Tensor& to, std::string_view layout, std::string_view pairing) {
-    dispatched<RescaleCache>().call(keys, positions, tables, from, to, layout, pairing);
+                    const Tensor& to, const RescaleCacheOptions& options) {
+    dispatched<RescaleCache>().call(keys, positions, tables, from, to, name_of(options.layout),
+                                    name_of(options.pairing));
 }
 
 }  // namespace mrrope

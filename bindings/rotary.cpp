@@ -1,6 +1,7 @@
 #include <ATen/Functions.h>
 
 #include "mrrope/torch_ops.h"
+#include "option_names.h"
 #include "registration.h"
 #include "rotary_args.h"
 
@@ -29,8 +30,11 @@ struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
         const auto saved = context->get_saved_variables();
         auto& data = context->saved_data;
         return backward_by_rotation(context, gradients, [&](TensorList heads) {
-            return rotary(heads, saved[0], saved[1], data["layout"].toStringRef(), data["pairing"].toStringRef(),
-                          !data["conjugate"].toBool(), saved[2].defined() ? OptionalTensor(saved[2]) : std::nullopt);
+            return rotary(heads, saved[0], saved[1],
+                          {.layout = heads_layout_named(data["layout"].toStringRef()),
+                           .pairing = pairing_named(data["pairing"].toStringRef()),
+                           .conjugate = !data["conjugate"].toBool(),
+                           .table_index = saved[2].defined() ? OptionalTensor(saved[2]) : std::nullopt});
         });
     }
 };
@@ -86,8 +90,11 @@ struct RotaryInPlace : RotaryTraits<void> {
         });
         // Fake and functionalized tensors have no data pointers, which check_writable compares.
         if (has_memory) check_writable(call);
-        const std::vector<Tensor> rotated =
-            rotary(call.heads, call.positions, call.table, call.layout, call.pairing, call.conjugate, call.table_index);
+        const std::vector<Tensor> rotated = rotary(call.heads, call.positions, call.table,
+                                                   {.layout = heads_layout_named(call.layout),
+                                                    .pairing = pairing_named(call.pairing),
+                                                    .conjugate = call.conjugate,
+                                                    .table_index = call.table_index});
         for (size_t i = 0; i < rotated.size(); ++i) call.heads[i].copy_(rotated[i]);
     }
 };
@@ -109,14 +116,15 @@ Tensor packed_tensor(const FrequencyTable& table, at::Device device) {
     return host.to(device);
 }
 
-std::vector<Tensor> rotary(TensorList heads, const Tensor& positions, const Tensor& table, std::string_view layout,
-                           std::string_view pairing, bool conjugate, const OptionalTensor& table_index) {
-    return dispatched<Rotary>().call(heads, positions, table, layout, pairing, conjugate, table_index);
+std::vector<Tensor> rotary(TensorList heads, const Tensor& positions, const Tensor& table,
+                           const RotaryOptions& options) {
+    return dispatched<Rotary>().call(heads, positions, table, name_of(options.layout), name_of(options.pairing),
+                                     options.conjugate, options.table_index);
 }
 
-void rotary_(TensorList heads, const Tensor& positions, const Tensor& table, std::string_view layout,
-             std::string_view pairing, bool conjugate, const OptionalTensor& table_index) {
-    dispatched<RotaryInPlace>().call(heads, positions, table, layout, pairing, conjugate, table_index);
+void rotary_(TensorList heads, const Tensor& positions, const Tensor& table, const RotaryOptions& options) {
+    dispatched<RotaryInPlace>().call(heads, positions, table, name_of(options.layout), name_of(options.pairing),
+                                     options.conjugate, options.table_index);
 }
 
 }  // namespace mrrope

@@ -1,5 +1,6 @@
 #include "cache_args.h"
 #include "mrrope/torch_ops.h"
+#include "option_names.h"
 #include "registration.h"
 
 namespace mrrope {
@@ -62,10 +63,11 @@ TORCH_LIBRARY_FRAGMENT(mrrope, library) {
 
 void rotary_and_cache_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions, const Tensor& table,
                        const Tensor& key_cache, const Tensor& value_cache, const Tensor& slots, bool paged,
-                       const CacheOptions& options, const OptionalTensor& q_out) {
+                       const RotaryAndCacheOptions& options, const OptionalTensor& q_out) {
     const auto call = [&](const auto& op, const auto&... heads) {
-        op.call(heads..., k, v, positions, table, key_cache, value_cache, slots, paged, options.layout,
-                options.cache_layout, options.pairing, options.key_scale, options.value_scale, options.table_index);
+        op.call(heads..., k, v, positions, table, key_cache, value_cache, slots, paged, name_of(options.layout),
+                name_of(options.cache_layout), name_of(options.pairing), options.key_scale, options.value_scale,
+                options.table_index);
     };
     if (q_out) return call(dispatched<RotaryAndCacheInto>(), q, *q_out);
     call(dispatched<RotaryAndCacheInPlace>(), q);

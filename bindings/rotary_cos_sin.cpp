@@ -1,6 +1,7 @@
 #include <ATen/Functions.h>
 
 #include "mrrope/torch_ops.h"
+#include "option_names.h"
 #include "registration.h"
 #include "rotary_args.h"
 
@@ -114,9 +115,11 @@ struct RotaryCosSinFunction : torch::autograd::Function<RotaryCosSinFunction> {
         const auto saved = context->get_saved_variables();
         auto& data = context->saved_data;
         return backward_by_rotation(context, gradients, [&](TensorList heads) {
-            return rotary_cos_sin(heads, saved[0], saved[1], data["layout"].toStringRef(),
-                                  data["pairing"].toStringRef(), data["rotary_dim"].toOptional<int64_t>(),
-                                  !data["conjugate"].toBool());
+            return rotary_cos_sin(heads, saved[0], saved[1],
+                                  {.layout = heads_layout_named(data["layout"].toStringRef()),
+                                   .pairing = pairing_named(data["pairing"].toStringRef()),
+                                   .rotary_dim = data["rotary_dim"].toOptional<int64_t>(),
+                                   .conjugate = !data["conjugate"].toBool()});
         });
     }
 };
@@ -160,9 +163,10 @@ TORCH_LIBRARY_FRAGMENT(MRROPE_NAMESPACE, library) {
                               "int? rotary_dim=None, bool conjugate=False) -> Tensor[]");
 }
 
-std::vector<Tensor> rotary_cos_sin(TensorList heads, const Tensor& cos, const Tensor& sin, std::string_view layout,
-                                   std::string_view pairing, std::optional<int64_t> rotary_dim, bool conjugate) {
-    return dispatched<RotaryCosSin>().call(heads, cos, sin, layout, pairing, rotary_dim, conjugate);
+std::vector<Tensor> rotary_cos_sin(TensorList heads, const Tensor& cos, const Tensor& sin,
+                                   const RotaryCosSinOptions& options) {
+    return dispatched<RotaryCosSin>().call(heads, cos, sin, name_of(options.layout), name_of(options.pairing),
+                                           options.rotary_dim, options.conjugate);
 }
 
 }  // namespace mrrope
