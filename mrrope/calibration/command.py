@@ -279,6 +279,7 @@ def calibrate(
         "weights": weights_fingerprint(model),
         "scale": options.scale,
         "original_max_position": trained.original_max_position,
+        "plain_rope": options.original_max_position is not None,
         "lengths": lengths,
         "chunk": options.chunk,
         "retrieval": options.retrieval,
