@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -61,8 +61,8 @@ def arguments(folder: Path, output: Path, texts: Iterable[str], *options: str, *
     return ["calibrate", str(folder / "model"), *repeated, *options, *as_arguments(given)]
 
 
-def reference(folder: Path, tables: Any, length: int | None = None) -> Callable[[str], float]:
-    """Return a function of a document's text: its loss, in the mean over the second halves of all lengths or of one."""
+def reference(folder: Path, tables: Any, lengths: Sequence[int] = LENGTHS) -> Callable[[str], float]:
+    """Return a function of a document's text: its loss, in the mean over the second halves of the lengths."""
     model = mrrope.patch(LlamaForCausalLM.from_pretrained(folder / "model").eval(), tables)
 
     def loss(text: str) -> float:
@@ -70,7 +70,6 @@ def reference(folder: Path, tables: Any, length: int | None = None) -> Callable[
         with torch.no_grad():
             logits = model(torch.tensor([tokens])).logits[0, :-1].double()
         losses = -logits.log_softmax(-1)[torch.arange(len(tokens) - 1), tokens[1:]]
-        lengths = LENGTHS if length is None else (length,)
         return fmean(losses[one // 2 - 1 : one - 1].mean().item() for one in lengths)
 
     return loss
@@ -82,7 +81,7 @@ def proofs(*numbers: int) -> list[str]:
 
 def test_a_search_reads_every_text_alike(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     others = ["--other-text", str(folder / "prose.txt"), "--other-text", str(folder / "tables.txt")]
-    settings = {"--retrieval": "0", "--documents": "8", "--budget": "0.08"}
+    settings = {"--retrieval": "0", "--documents": "8", "--lengths": "128"}
     given = arguments(folder, tmp_path / "out", ("proofs.txt", "code"), *others, **settings)
     assert main(given) == 0
     printed = capsys.readouterr().out
@@ -101,7 +100,7 @@ def test_a_search_reads_every_text_alike(folder: Path, tmp_path: Path, capsys: p
     # A text's documents together weigh half.
     finalists = data["calibration"]["finalists"]
     for found in finalists.values():
-        loss = reference(folder, mrrope.FrequencyTable.from_dict(found["table"]))
+        loss = reference(folder, mrrope.FrequencyTable.from_dict(found["table"]), (128,))
         for part, (first, second, code) in {"search": (1, 4, "a"), "decide": (2, 5, "b")}.items():
             one, other = map(loss, proofs(first, second))
             alone = loss(TEXTS[f"code/{code}.py"][0])
@@ -112,15 +111,14 @@ def test_a_search_reads_every_text_alike(folder: Path, tmp_path: Path, capsys: p
     chosen = mrrope.FrequencyTable.load(tmp_path / "out.table.json")
     part = data["parts"][OTHER_KINDS]
     assert part["texts"] == [{"name": "prose.txt", "documents": 3}, {"name": "tables.txt", "documents": 1}]
-    for length in LENGTHS:
-        loss = reference(folder, chosen, length)
-        for of, kinds in (
-            (data, (proofs(3, 6), TEXTS["code/c.py"])),
-            (part, (TEXTS["prose.txt"], TEXTS["tables.txt"])),
-        ):
-            figures = of["results"]["perplexity"]["calibrated"][str(length)]
-            expected = fmean(fmean(map(loss, kind)) for kind in kinds)
-            assert math.log(figures["second_half_perplexity"]) == pytest.approx(expected, rel=64 * FLOAT32_EPS)
+    loss = reference(folder, chosen, (128,))
+    for of, kinds in (
+        (data, (proofs(3, 6), TEXTS["code/c.py"])),
+        (part, (TEXTS["prose.txt"], TEXTS["tables.txt"])),
+    ):
+        figures = of["results"]["perplexity"]["calibrated"]["128"]
+        expected = fmean(fmean(map(loss, kind)) for kind in kinds)
+        assert math.log(figures["second_half_perplexity"]) == pytest.approx(expected, rel=64 * FLOAT32_EPS)
     # The same command resumes, one with other texts does not.
     before = (tmp_path / "out.journal").read_bytes()
     assert main(given) == 0
