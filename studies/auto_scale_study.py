@@ -1,4 +1,4 @@
-"""Perplexity of scale="auto": by length, beside fixed scales, and across a change of scale.
+"""Perplexity of scale="auto": by length, beside fixed scales and truncation, and across a change of scale.
 
     python studies/auto_scale_study.py lengths MODEL TEXTS [--documents 9] [--output benchmarks/results/NAME]
     python studies/auto_scale_study.py step MODEL TEXTS [--documents 1] [--output benchmarks/results/NAME]
@@ -22,8 +22,9 @@ from transformers import DynamicCache, StaticCache
 
 import mrrope
 from mrrope.evaluation import model_loading
-from mrrope.evaluation.documents import long_documents
+from mrrope.evaluation.documents import long_documents, opening_tokens
 from mrrope.evaluation.perplexity import document_losses, perplexity, token_losses
+from mrrope.evaluation.truncated import TRUNCATED, Truncation, native_length
 from mrrope.reporting import plotting
 from mrrope.reporting.machine import machine_name
 
@@ -45,14 +46,25 @@ def by_length(
     }
 
 
-def all_lengths(model: Any, documents: list[list[int]], lengths: list[int]) -> dict[str, dict[int, dict[str, float]]]:
-    """Every fixed scale, and scale="auto" with one pass per length."""
+def all_lengths(
+    model: Any, documents: list[list[int]], lengths: list[int], opening: int
+) -> dict[str, dict[int, dict[str, float]]]:
+    """Every fixed scale, scale="auto" with one pass per length, and the stock model over windows.
+
+    Args:
+        model: the stock model.
+        documents: as long as the longest length.
+        lengths: ascending.
+        opening: tokens at the beginning of every document that windows keep.
+    """
     rows = {}
     for scale in tqdm(SCALES, desc="fixed scales"):
         with mrrope.patched(model, METHOD, scale=scale):
             rows[f"scale {scale:g}"] = by_length(model, documents, lengths, chunk=lengths[-1])
     with mrrope.patched(model, METHOD, scale="auto", max_scale=SCALES[-1]):
         rows["auto"] = by_length(model, documents, lengths, chunk=lengths[-1], one_reading=False)
+    window = Truncation(native_length(model), opening)
+    rows[TRUNCATED] = by_length(model, documents, lengths, chunk=lengths[-1], reader=window.reader)
     return rows
 
 
@@ -123,7 +135,7 @@ def print_rows(rows: dict[str, dict[int, dict[str, float]]], figure: str) -> Non
 
 
 def plot(rows: dict[str, dict[int, dict[str, float]]], model: str, path: Path) -> None:
-    """Plot perplexity over length for the fixed scales and scale="auto"."""
+    """Plot perplexity over length for the fixed scales, scale="auto" and truncation."""
     from matplotlib import colormaps
 
     figure = plotting.new_figure(figsize=(7, 4.5))
@@ -136,6 +148,8 @@ def plot(rows: dict[str, dict[int, dict[str, float]]], model: str, path: Path) -
         axes.plot(lengths, shown, marker="o", color=colormaps["viridis"](i / len(SCALES)), label=f"scale {scale:g}")
     values = [rows["auto"][length]["second half"] for length in lengths]
     axes.plot(lengths, values, color="tab:red", linewidth=3, alpha=0.6, label="auto")
+    values = [rows[TRUNCATED][length]["second half"] for length in lengths]
+    axes.plot(lengths, values, **plotting.line(TRUNCATED))
     axes.set(xscale="log", xlabel="tokens", ylabel="perplexity of the second half", title=f"{model}, {METHOD}")
     axes.set_xticks(lengths, list(map(plotting.thousands, lengths)))
     axes.minorticks_off()
@@ -169,7 +183,8 @@ def main() -> None:
         "machine": machine_name("cuda" if torch.cuda.is_available() else "cpu"),
     }
     if options.part == "lengths":
-        record["perplexity"] = rows = all_lengths(model, documents, options.lengths)
+        opening = len(opening_tokens(tokenizer))
+        record["perplexity"] = rows = all_lengths(model, documents, options.lengths, opening)
         for figure in ("second half", "whole"):
             print_rows(rows, figure)
         plot(rows, record["model"], output.with_suffix(".png"))

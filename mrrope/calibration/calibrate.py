@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mrrope.calibration.document_sets import DocumentSets
+from mrrope.calibration.kinds import first_of_each_kind
 from mrrope.calibration.objective import Readings, Rung
 from mrrope.calibration.search import Point, descend, successive_halving
 from mrrope.calibration.spaces import KnotSpace, PowerSpace
@@ -57,9 +58,10 @@ class Calibration:
 
     def __post_init__(self) -> None:
         self.fixed = {method: resolve_table(self.trained, method, self.scale, {}) for method in FIXED_METHODS}
-        lengths, search = self.readings.lengths, self.documents.search
+        lengths, search = self.readings.lengths, list(self.documents.search)
+        some = first_of_each_kind(search)
         # The first rung has half the length, which is about a quarter of the work.
-        rungs = [Rung(search[:1], lengths[-2:][0]), Rung(search[:1], lengths[-1]), Rung(search, lengths[-1])]
+        rungs = [Rung(some, lengths[-2:][0]), Rung(some, lengths[-1]), Rung(search, lengths[-1])]
         self.rungs = [rung for i, rung in enumerate(rungs) if rung not in rungs[:i]]
 
     def loss(self, table: FrequencyTable, rung: int) -> float:

@@ -18,6 +18,7 @@ from mrrope.calibration.descent import LEARNING_RATE
 from mrrope.calibration.document_sets import DocumentSets, document_sets, lengths_up_to
 from mrrope.calibration.gradient import GradientCalibration
 from mrrope.calibration.journal import Journal, UnsavedJournal
+from mrrope.calibration.kinds import named_texts
 from mrrope.calibration.learnable_tables import SHARINGS
 from mrrope.calibration.objective import Readings, fingerprint, weights_fingerprint
 from mrrope.calibration.output_files import Files
@@ -48,20 +49,28 @@ from mrrope.tables.lookup import ModelTables, NativeRope, is_saved_table, load_t
 
 DEFAULT_BUDGET = 10.0
 DEFAULT_DOCUMENTS = 6
+DEFAULT_HELD_OUT = 3
 DEFAULT_RETRIEVAL = 0.1
 GRADIENT_DOCUMENTS = 64
 GRADIENT_RETRIEVAL = 0.4
 MAX_DECIDING = 4
-"""Validation documents of a search by gradient, which reads them five times and more; the others are for the search."""
+"""Validation documents of a search by gradient, which reads them five times and more; the others are for the search.
+More texts than that have one each."""
 BUDGET_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} s{postfix}"
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of ``mrrope calibrate``."""
     add = command.add_argument
-    add_model_and_text(command)
+    add_model_and_text(command, several="repeated for texts of several kinds, which get equal shares of the search")
     add("--held-out", metavar="FILE", help="another text, to report on (default: a third of the documents)")
-    add("--other-text", metavar="FILE", help="texts of other kinds, to report on in a column of their own")
+    add(
+        "--other-text",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a text of another kind, repeated for several, to report on in a column of their own",
+    )
     add("--scale", type=float, required=True, metavar="S", help="factor by which to extend the context")
     add("--per", metavar="PART", help=f"what gets a table of its own: {', '.join(SHARINGS)} (default: model)")
     add(
@@ -93,9 +102,15 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--documents",
         type=int,
         metavar="N",
-        help=f"at most N for search and validation (default: {DEFAULT_DOCUMENTS}; by gradient {GRADIENT_DOCUMENTS})",
+        help="at most N for search and validation, as many of each text (default: "
+        f"{DEFAULT_DOCUMENTS}; by gradient {GRADIENT_DOCUMENTS})",
     )
-    add("--held-out-documents", type=int, default=3, metavar="N", help="at most N to report on (default: %(default)s)")
+    add(
+        "--held-out-documents",
+        type=int,
+        metavar="N",
+        help=f"at most N to report on, as many of each text (default: {DEFAULT_HELD_OUT})",
+    )
     add("--join", action="store_true", help="concatenate documents that are too short")
     add(
         "--retrieval",
@@ -167,8 +182,13 @@ def check(options: argparse.Namespace) -> None:
     """Check the options before a model is loaded, and fill in the defaults that depend on others."""
     require("matplotlib")
     is_gradient = by_gradient(options)
+    texts = len(options.text)
+    reported_texts = texts if options.held_out is None else 1
     if options.documents is None:
-        options.documents = GRADIENT_DOCUMENTS if is_gradient else DEFAULT_DOCUMENTS
+        default = GRADIENT_DOCUMENTS if is_gradient else DEFAULT_DOCUMENTS
+        options.documents = texts * max(2, math.ceil(default / texts))
+    if options.held_out_documents is None:
+        options.held_out_documents = reported_texts * math.ceil(DEFAULT_HELD_OUT / reported_texts)
     if options.retrieval is None:
         options.retrieval = GRADIENT_RETRIEVAL if is_gradient else DEFAULT_RETRIEVAL
     if is_gradient and options.learning_rate is None:
@@ -182,17 +202,26 @@ def check(options: argparse.Namespace) -> None:
     if options.learning_rate is not None and not 0.0 < options.learning_rate < math.inf:
         raise ValueError(f"--learning-rate must be a positive number, got {options.learning_rate:g}")
     checked_original_max_position(options.original_max_position)
-    if options.documents < 2:
+    each = "" if texts == 1 else f" of each of {texts} texts"
+    if options.documents < 2 * texts:
         raise ValueError(
-            f"--documents must be at least 2, one to search and one to decide with, got {options.documents}"
+            f"--documents must be at least {2 * texts}, one to search and one to decide with{each}, got "
+            f"{options.documents}"
         )
     if options.lengths:
         checked_lengths(options.lengths)
     for option in ("held_out_documents", "chunk", "sweep"):
         checked_positive(f"--{option.replace('_', '-')}", getattr(options, option))
+    if options.held_out_documents < reported_texts:
+        raise ValueError(
+            f"--held-out-documents must be at least {reported_texts}, one{each}, got {options.held_out_documents}"
+        )
     checked_stem(options.output)
-    for text in filter(None, (options.text, options.held_out, options.other_text)):
-        text_files(text)
+    for option, paths in (("text", options.text), ("other-text", options.other_text)):
+        if repeated := [path for path in paths if paths.count(path) > 1]:
+            raise ValueError(f"--{option} must be another text each time, got {repeated[0]} {len(repeated)} times")
+    for path in (*options.text, *filter(None, [options.held_out]), *options.other_text):
+        text_files(path)
     if options.start and not is_saved_table(options.start) and options.start not in SCALE_ONLY_METHODS:
         raise ValueError(
             f"--start must be one of {', '.join(SCALE_ONLY_METHODS)}, a .json of tables or a shipped name "
@@ -240,12 +269,17 @@ def calibrate(
     trained = trained_with(model, options.original_max_position)
     lengths = chosen_lengths(options, trained)
     documents = chosen_documents(options, tokenizer, lengths)
-    others = long_documents(options.other_text, tokenizer, lengths[-1]) if options.other_text else []
+    others = [
+        replace(document, kind=name)
+        for name, path in named_texts(options.other_text).items()
+        for document in long_documents(path, tokenizer, lengths[-1])
+    ]
     about = {
         "model": model_loading.short_name(options.model),
         "weights": weights_fingerprint(model),
         "scale": options.scale,
         "original_max_position": trained.original_max_position,
+        "plain_rope": options.original_max_position is not None,
         "lengths": lengths,
         "chunk": options.chunk,
         "retrieval": options.retrieval,
@@ -253,6 +287,7 @@ def calibrate(
             name: [[document.name, fingerprint(document.tokens)] for document in getattr(documents, name)]
             for name in ("search", "decide", "held_out")
         },
+        "texts": documents.texts(),
         **gradient_settings(options, processes),
         **measured_with(model),
     }
@@ -334,15 +369,17 @@ def given_start(options: argparse.Namespace, trained: NativeRope) -> ModelTables
 def chosen_documents(options: argparse.Namespace, tokenizer: Any, lengths: list[int]) -> DocumentSets:
     """Three sets of documents as long as the longest length; by gradient those of the search are whole."""
     is_gradient = by_gradient(options)
+    texts = len(options.text)
+    count = options.documents // texts
     documents = document_sets(
         options.text,
         tokenizer,
         lengths[-1],
-        count=options.documents,
-        held_out_count=options.held_out_documents,
+        count=count,
+        held_out_count=options.held_out_documents // (texts if options.held_out is None else 1),
         held_out=options.held_out,
         join=options.join,
-        deciding_count=min(MAX_DECIDING, options.documents // 2) if is_gradient else None,
+        deciding_count=min(max(1, MAX_DECIDING // texts), count // 2) if is_gradient else None,
         whole_search=is_gradient,
     )
     if not options.retrieval:
@@ -461,6 +498,7 @@ def read_reports(
     found["held_out_geometric_means"] = report.geometric_means(results)
     if others:
         part = results.part(report.OTHER_KINDS)
+        part.data["texts"] = report.counted_texts(others)
         report.read_held_out(calibration.readings, tables, others, part)
         found["other_kinds_geometric_means"] = report.geometric_means(part)
     if sweep:

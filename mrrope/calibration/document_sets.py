@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mrrope.calibration.kinds import by_kind, named_texts
 from mrrope.calibration.objective import fingerprint
 from mrrope.calibration.pass_keys import with_keys
 from mrrope.evaluation.documents import Document, encode, long_documents, opening_tokens, read_texts
@@ -32,6 +33,19 @@ class DocumentSets:
         )
         return DocumentSets(search, decide, self.held_out)
 
+    def texts(self) -> list[dict[str, Any]]:
+        """The texts of the search: name, share of the search, and number of documents in every set."""
+        kinds = by_kind(self.search)
+        sets = {"search": self.search, "decide": self.decide, "held_out": self.held_out}
+        return [
+            {
+                "name": kind,
+                "share": 1 / len(kinds),
+                **{name: sum(one.kind == kind for one in some) for name, some in sets.items()},
+            }
+            for kind in kinds
+        ]
+
 
 class Deduplicator:
     """Accepts each document once; documents with equal tokens, up to the length used, are duplicates."""
@@ -52,12 +66,12 @@ class Deduplicator:
         """Warn about the duplicates of a file or folder."""
         if self.repeated:
             names = ", ".join(self.repeated)
-            warnings.warn(f"left out of {path}, for beginning as others that are used: {names}", stacklevel=3)
+            warnings.warn(f"left out of {path}, for beginning as others that are used: {names}", stacklevel=4)
             self.repeated = []
 
 
 def document_sets(
-    path: str | Path,
+    paths: Sequence[str | Path],
     tokenizer: Any,
     length: int,
     *,
@@ -68,16 +82,16 @@ def document_sets(
     deciding_count: int | None = None,
     whole_search: bool = False,
 ) -> DocumentSets:
-    """Deal the first documents of at least ``length`` tokens, cut to it, to the three sets round-robin.
+    """Deal the first documents of at least ``length`` tokens of every text, cut to it, to the three sets round-robin.
 
     Args:
-        path: a file or folder, as for ``mrrope eval``.
+        paths: files or folders, as for ``mrrope eval``; the documents of each are of one kind.
         tokenizer: the model's.
         length: in tokens.
-        count: maximum number of search and validation documents.
-        held_out_count: maximum number of held-out documents.
+        count: maximum number of search and validation documents of each text.
+        held_out_count: maximum number of held-out documents, of each text or of ``held_out``.
         held_out: another file or folder for the held-out documents.
-        join: concatenate documents that are too short.
+        join: concatenate documents of a text that are too short.
         deciding_count: maximum number of validation documents, of ``count``; by default half.
         whole_search: leave search documents whole instead of cutting them.
 
@@ -85,41 +99,86 @@ def document_sets(
         UserWarning: documents are skipped because their first ``length`` tokens equal those of another.
 
     Raises:
-        ValueError: there is no document for one of the sets.
+        ValueError: a text has no document for one of the sets.
     """
     deduplicate = Deduplicator()
-    find = joined_documents if join else long_documents
     deciding_count = count // 2 if deciding_count is None else deciding_count
-    sizes = [count - deciding_count, deciding_count, *([held_out_count] if held_out is None else [])]
-    is_cut = join or not whole_search
-    documents = (
-        find(path, tokenizer, length, sum(sizes), deduplicate)
-        if is_cut
-        else long_documents(path, tokenizer, length, sum(sizes), deduplicate, whole=True)
-    )
-    deduplicate.warn(path)
-    if len(documents) < len(sizes):
-        raise ValueError(
-            f"text must hold at least {len(sizes)} documents of {length} tokens, to search, decide and report on, and "
-            f"{path} has {len(documents)}" + ("" if join else "; --join puts shorter ones together")
+    sizes = [count - deciding_count, deciding_count, held_out_count if held_out is None else 0]
+    search: list[Document] = []
+    decide: list[Document] = []
+    reported: list[Document] = []
+    for kind, path in named_texts(paths).items():
+        documents = new_documents(
+            path,
+            tokenizer,
+            length,
+            sum(sizes),
+            deduplicate,
+            join=join,
+            whole=whole_search,
+            expected="text must hold documents that the texts before it do not" if search else "",
         )
+        dealt = dealt_documents(documents, sizes)
+        needed = sum(size > 0 for size in sizes)
+        if sum(map(bool, dealt)) < needed:
+            raise ValueError(
+                f"text must hold at least {needed} documents of {length} tokens, to search, decide and report on, and "
+                f"{path} has {len(documents)}" + ("" if join else "; --join puts shorter ones together")
+            )
+        search += [replace(one, kind=kind) for one in dealt[0]]
+        for some, found in ((decide, dealt[1]), (reported, dealt[2])):
+            some += [replace(one, kind=kind, tokens=one.tokens[:length]) for one in found]
+    if held_out is not None:
+        expected = "held_out must hold documents that text does not"
+        reported = new_documents(held_out, tokenizer, length, held_out_count, deduplicate, join=join, expected=expected)
+    return DocumentSets(search, decide, reported)
+
+
+def dealt_documents(documents: Sequence[Document], sizes: Sequence[int]) -> list[list[Document]]:
+    """Deal documents round-robin to sets of at most these sizes."""
     dealt: list[list[Document]] = [[] for _ in sizes]
     for document in documents:
         not_full = (one for one, size in zip(dealt, sizes, strict=True) if len(one) < size)
         min(not_full, key=len).append(document)
-    dealt[1:] = [[Document(one.name, one.tokens[:length]) for one in some] for some in dealt[1:]]
-    if held_out is None:
-        return DocumentSets(*dealt)
+    return dealt
+
+
+def new_documents(
+    path: str | Path,
+    tokenizer: Any,
+    length: int,
+    limit: int,
+    deduplicate: Deduplicator,
+    *,
+    join: bool,
+    whole: bool = False,
+    expected: str = "",
+) -> list[Document]:
+    """Documents of a text that were not read before, with a warning about those that were.
+
+    Args:
+        path: a file or folder.
+        tokenizer: the model's.
+        length: in tokens.
+        limit: maximum number of documents.
+        deduplicate: of this text and those before it.
+        join: concatenate documents that are too short.
+        whole: leave documents whole instead of cutting them, where they are not joined.
+        expected: how the error begins where all were read before; none for the first text.
+
+    Raises:
+        ValueError: there is no document.
+    """
     try:
-        return DocumentSets(dealt[0], dealt[1], find(held_out, tokenizer, length, held_out_count, deduplicate))
+        if join:
+            return joined_documents(path, tokenizer, length, limit, deduplicate)
+        return long_documents(path, tokenizer, length, limit, deduplicate, whole=whole)
     except ValueError:
-        if not deduplicate.repeated:
+        if not (expected and deduplicate.repeated):
             raise
-        raise ValueError(
-            f"held_out must hold documents that text does not, and {held_out} has none left of {length} tokens"
-        ) from None
+        raise ValueError(f"{expected}, and {path} has none left of {length} tokens") from None
     finally:
-        deduplicate.warn(held_out)
+        deduplicate.warn(path)
 
 
 def joined_documents(

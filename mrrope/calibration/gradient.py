@@ -11,6 +11,7 @@ import torch
 from mrrope.calibration.calibrate import FIXED_METHODS
 from mrrope.calibration.descent import LEARNING_RATE, Descent
 from mrrope.calibration.document_sets import DocumentSets
+from mrrope.calibration.kinds import first_of_each_kind, mean_over_kinds
 from mrrope.calibration.learnable_tables import LearnableTables, Sharing
 from mrrope.calibration.objective import Readings, Rung
 from mrrope.calibration.processes import ALONE, Processes
@@ -60,7 +61,7 @@ class GradientCalibration:
     tokenizer: Any
     state_path: Path
     start: ModelTables | None = None
-    """By default the fixed method with the lowest loss on a validation document."""
+    """By default the fixed method with the lowest loss on a validation document of every kind."""
     processes: Processes = ALONE
     peak_rate: float = LEARNING_RATE
 
@@ -92,10 +93,10 @@ class GradientCalibration:
         )
 
     def best_fixed(self) -> tuple[str, FrequencyTable]:
-        """The fixed method with the lowest loss on one validation document, which the first process reads."""
+        """The fixed method with the lowest loss on a validation document of every kind; the first process reads."""
         name = ""
         if self.processes.is_first:
-            lengths, some = self.readings.lengths, self.documents.decide[:1]
+            lengths, some = self.readings.lengths, first_of_each_kind(self.documents.decide)
             rungs = [Rung(some, length) for length in lengths[-2:]]
             name = successive_halving(
                 self.fixed, lambda method, rung: self.readings.loss(self.fixed[method], rungs[rung]), range(len(rungs))
@@ -106,8 +107,10 @@ class GradientCalibration:
     def validation_loss(self, tables: ModelTables) -> float:
         """The loss on the validation documents, which the processes deal out among themselves."""
         self.readings.restart_clock()
-        documents = self.documents.decide
-        mine = documents[self.processes.rank :: self.processes.size]
-        losses = [self.readings.loss(tables, Rung([one], self.readings.lengths[-1])) for one in mine]
-        total = torch.tensor([sum(losses)], dtype=torch.float64, device=next(self.readings.model.parameters()).device)
-        return float(self.processes.mean(total)) * self.processes.size / len(documents)
+        documents, longest = self.documents.decide, self.readings.lengths[-1]
+        device = next(self.readings.model.parameters()).device
+        losses = torch.zeros(len(documents), dtype=torch.float64, device=device)
+        for place in range(self.processes.rank, len(documents), self.processes.size):
+            losses[place] = self.readings.loss(tables, Rung([documents[place]], longest))
+        losses = self.processes.mean(losses) * self.processes.size
+        return mean_over_kinds(documents, losses.tolist())

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from mrrope.calibration.journal import Journal
+from mrrope.calibration.kinds import mean_over_kinds
 from mrrope.calibration.pass_keys import KeyedDocument
 from mrrope.calibration.search import BudgetSpentError
 from mrrope.evaluation.chunked_reader import Reader, ReaderMaker
@@ -94,11 +95,11 @@ class Readings:
     def parts(self, table: ModelTables, rung: Rung) -> tuple[float, float]:
         """The second-half loss, averaged over documents and lengths, and the share of forgotten keys.
 
-        The mean loss is the logarithm of the geometric mean of the perplexities.
+        The mean loss is the logarithm of the geometric mean of the perplexities. All kinds of text weigh the same.
         """
         found = [self.read(table, document, rung.length) for document in rung.documents]
-        text = fmean(figures.second_half for one in found for figures in one)
-        return text, fmean(one[-1].forgotten for one in found)
+        text = mean_over_kinds(rung.documents, [fmean(figures.second_half for figures in one) for one in found])
+        return text, mean_over_kinds(rung.documents, [one[-1].forgotten for one in found])
 
     def read(self, table: ModelTables | Truncation, document: Document, length: int) -> list[Figures]:
         """A document's figures at every length up to ``length``, with tables or of the truncated text."""

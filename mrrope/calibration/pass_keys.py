@@ -102,4 +102,5 @@ def insert(document: Document, insets: Sequence[Inset], opening: int) -> KeyedDo
         tokens += inset.tokens
     tokens += text
     whole = len(document.tokens)
-    return KeyedDocument(document.name, tokens[:whole], tuple(place for place in answers if place < whole))
+    asked = tuple(place for place in answers if place < whole)
+    return KeyedDocument(document.name, tokens[:whole], asked, kind=document.kind)

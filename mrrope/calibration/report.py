@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mrrope.calibration.calibrate import Calibration
+from mrrope.calibration.kinds import by_kind, mean_over_kinds
 from mrrope.calibration.objective import Readings, Rung
 from mrrope.calibration.spaces import PowerSpace, clamp
 from mrrope.evaluation.documents import Document
@@ -27,12 +29,13 @@ OTHER_KINDS = "other kinds"
 def read_held_out(
     readings: Readings, tables: Mapping[str, ModelTables | Truncation], documents: Sequence[Document], results: Results
 ) -> None:
-    """Measure perplexity of all rows on documents, in the format of ``mrrope eval``."""
+    """Measure perplexity of all rows on documents, in the format of ``mrrope eval``; all kinds weigh the same."""
     for method, one in progress_bar(tables.items(), desc="held-out documents", unit="table"):
         found = [readings.read(one, document, readings.lengths[-1]) for document in documents]
         for losses in zip(*found, strict=True):
             named = [(document.name, loss) for document, loss in zip(documents, losses, strict=True)]
-            results.put(PERPLEXITY, method, losses[0].length, perplexity_figures(named))
+            figures = perplexity_figures(named, partial(mean_over_kinds, documents))
+            results.put(PERPLEXITY, method, losses[0].length, figures)
 
 
 def geometric_means(results: Results) -> dict[str, float]:
@@ -47,7 +50,7 @@ def geometric_means(results: Results) -> dict[str, float]:
 
 
 def summary(data: dict[str, Any]) -> str:
-    """The chosen tables, and their perplexity relative to the best fixed method, also on texts of other kinds."""
+    """The chosen tables, their perplexity relative to the best fixed method, and the texts of the search."""
     found = data["calibration"]
     columns = {"held-out": found["held_out_geometric_means"]}
     if "other_kinds_geometric_means" in found:
@@ -73,7 +76,26 @@ def summary(data: dict[str, Any]) -> str:
         lines += truncation_advice(other, columns["other kinds"], "texts of other kinds")
     if "steps" in found:
         lines.append(f"search by gradient: {counted(found['steps'], 'step')} in {found['seconds']:.0f} s")
-    return "\n".join(lines)
+    return "\n".join([*lines, *searched_texts(data.get("texts", []))])
+
+
+def counted_texts(documents: Sequence[Document]) -> list[dict[str, Any]]:
+    """The texts of other kinds: their names and numbers of documents."""
+    return [{"name": kind, "documents": len(some)} for kind, some in by_kind(documents).items()]
+
+
+def searched_texts(texts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The texts of the search, their shares of it, and their documents."""
+    if not texts:
+        return []
+    width = max(len("documents of"), *(len(text["name"]) for text in texts))
+    columns = {"search": "search", "decide": "decision", "held_out": "held-out"}
+    header = "".join(f"{name:>10}" for name in ("share", *columns.values()))
+    rows = (
+        f"{text['name']:<{width}}{text['share']:>10.0%}" + "".join(f"{text[part]:>10}" for part in columns)
+        for text in texts
+    )
+    return ["", f"{'documents of':<{width}}{header}", *rows]
 
 
 def counted(count: int, thing: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mrrope.calibration.kinds import by_kind
 from mrrope.calibration.pass_keys import KeyedDocument, with_keys
 from mrrope.calibration.token_weights import length_weights, reading_lengths, token_weights
 from mrrope.evaluation.documents import Document, opening_tokens
@@ -31,6 +32,7 @@ class TrainingTexts:
 
     def __init__(self, documents: Sequence[Document], tokenizer: Any, lengths: Sequence[int], retrieval: float) -> None:
         self.documents = documents
+        self._kinds = list(by_kind(documents).values())
         self.tokenizer = tokenizer
         self.lengths = sorted(lengths)
         self.retrieval = retrieval
@@ -43,9 +45,15 @@ class TrainingTexts:
         return self._cycle[step % len(self._cycle)]
 
     def text(self, step: int, place: int = 0, of: int = 1) -> TrainingText:
-        """The text at a place of ``of`` in a step; every document comes once before any comes again."""
-        epoch, turn = divmod(step * of + place, len(self.documents))
-        document = random.Random(f"order {epoch}").sample(self.documents, len(self.documents))[turn]
+        """The text at a place of ``of`` in a step.
+
+        Every kind comes once before any comes again, and so does every document of a kind.
+        """
+        count, turn = divmod(step * of + place, len(self._kinds))
+        # In random order: a fixed one could read a kind at one length only, since lengths come in a cycle, too.
+        documents = random.Random(f"kinds {count}").sample(self._kinds, len(self._kinds))[turn]
+        epoch, turn = divmod(count, len(documents))
+        document = random.Random(f"order {epoch}").sample(documents, len(documents))[turn]
         rng = random.Random(f"text {step} {place}")
         keyed = self._window(document, self.length(step), rng)
         return TrainingText(

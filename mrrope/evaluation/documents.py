@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import lzma
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ class Document:
 
     name: str
     tokens: list[int]
+    kind: str = field(default="", kw_only=True)
+    """The text that it is from, where a calibration has several."""
 
 
 def text_files(path: str | Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -156,11 +156,13 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
-def perplexity_figures(losses: Sequence[tuple[str, DocumentLoss]]) -> dict[str, Any]:
+def perplexity_figures(
+    losses: Sequence[tuple[str, DocumentLoss]], mean: Callable[[Sequence[float]], float] = fmean
+) -> dict[str, Any]:
     """Perplexities of both protocols, and the losses of each document."""
     return {
-        "perplexity": perplexity([loss.whole for _, loss in losses]),
-        "second_half_perplexity": perplexity([loss.second_half for _, loss in losses]),
+        "perplexity": perplexity([loss.whole for _, loss in losses], mean),
+        "second_half_perplexity": perplexity([loss.second_half for _, loss in losses], mean),
         "documents": [
             {"name": name, "loss": loss.whole, "second_half_loss": loss.second_half} for name, loss in losses
         ],

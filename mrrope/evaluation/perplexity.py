@@ -8,7 +8,7 @@ the text, so every length takes its own pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -97,7 +97,7 @@ def document_losses(
                 yield loss_at(pending.pop(0), losses)
 
 
-def perplexity(losses: Sequence[float]) -> float:
+def perplexity(losses: Sequence[float], mean: Callable[[Sequence[float]], float] = fmean) -> float:
     """The perplexity of several documents: the exponential of their average mean loss."""
-    mean = fmean(losses)
-    return math.exp(mean) if mean < 700 else math.inf
+    average = mean(losses)
+    return math.exp(average) if average < 700 else math.inf

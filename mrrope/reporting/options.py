@@ -9,11 +9,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_CHUNK = 4096
 
 
-def add_model_and_text(command: argparse.ArgumentParser) -> None:
-    """``MODEL --text FILE``."""
+def add_model_and_text(command: argparse.ArgumentParser, several: str = "") -> None:
+    """``MODEL --text FILE``; with ``several``, which says what for, ``--text FILE --text FILE ...``, a list."""
     command.add_argument("model", metavar="MODEL", help="a model's folder, its name on the hub, or a .gguf file")
     command.add_argument(
-        "--text", required=True, metavar="FILE", help="a text (.xz too; NUL between documents), or a folder of them"
+        "--text",
+        required=True,
+        metavar="FILE",
+        action="append" if several else "store",
+        help=f"a text (.xz too; NUL between documents), or a folder of them{several and f'; {several}'}",
     )
 
 

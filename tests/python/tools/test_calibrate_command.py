@@ -391,6 +391,19 @@ def test_the_journal_of_other_weights_is_refused(folder: Path, tmp_path: Path, c
     assert "is of a run with another weights" in capsys.readouterr().err
 
 
+def test_the_journal_of_plain_rope_is_not_that_of_the_models_own(folder: Path, tmp_path: Path, capsys) -> None:
+    """Of one length: a model whose configuration extends it, and plain RoPE in its place."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    options = {"model": str(tmp_path / "model"), "--budget": "1e-9"}
+    assert main(arguments(folder, tmp_path / "out", **options)) == 2
+    assert "--budget must be above" in capsys.readouterr().err
+    assert main(arguments(folder, tmp_path / "out", **options, **{"--original-max-position": "32"})) == 2
+    assert "is of a run with another plain_rope" in capsys.readouterr().err
+
+
 def test_what_was_read_before_the_memory_was_full_is_kept(folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     model = LlamaForCausalLM.from_pretrained(folder / "model").eval()
     fails = OutOfMemory(room=100)

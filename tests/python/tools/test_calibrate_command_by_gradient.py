@@ -26,6 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gradient")
     save_byte_llama(folder / "model", 32, layers=2, heads=4, num_key_value_heads=2, initializer_range=0.5)
     (folder / "text.txt").write_text("\0".join(random_words(30, seed) for seed in range(6)))
+    (folder / "few.txt").write_text("\0".join(random_words(30, seed) for seed in (10, 11)))
     (folder / "other.txt").write_text("\0".join(random_words(24, seed) for seed in (7, 8)))
     table().save(folder / "yarn.json")
     random_set(3).save(folder / "set.json")
@@ -150,7 +151,9 @@ torch.save({"code": code}, folder / f"rank{os.environ['RANK']}")
 
 
 def test_the_command_with_torchrun(folder: Path, tmp_path: Path) -> None:
-    given = arguments(folder, tmp_path / "out", **{"--per": "head", "--other-text": str(folder / "text.txt")})
+    options = {"--per": "head", "--other-text": str(folder / "text.txt")}
+    options |= {"--start": str(folder / "yarn.json"), "--retrieval": "0"}
+    given = arguments(folder, tmp_path / "out", "--text", str(folder / "few.txt"), **options)
     (tmp_path / "arguments").write_text("\n".join(given))
     result = run_on_two_ranks(ON_TWO_RANKS, tmp_path)
     assert [result(f"rank{rank}")["code"] for rank in range(2)] == [0, 0]
@@ -161,3 +164,16 @@ def test_the_command_with_torchrun(folder: Path, tmp_path: Path) -> None:
     # Each step reads a document per process, each decision all documents.
     lines = [json.loads(line) for line in (tmp_path / "out.journal").read_text().splitlines()[1:]]
     assert all(len(line["documents"]) == 1 for line in lines if line["key"].startswith("step"))
+    # Two documents of one text and one of the other decide, dealt to two processes; the texts weigh the same.
+    names = [name for name, _ in data["documents"]["decide"]]
+    assert names == ["few.txt#2", "text.txt#2", "text.txt#4"]
+    model = mrrope.patch(byte_llama_of(folder), table())
+    losses = []
+    for seed in (11, 1, 3):
+        tokens = [0, *byte_tokenizer(adds_bos=False)(random_words(30, seed)).input_ids][:128]
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, :-1].double()
+        read = -logits.log_softmax(-1)[torch.arange(127), tokens[1:]]
+        losses.append(sum(read[length // 2 - 1 : length - 1].mean().item() for length in (32, 64, 128)) / 3)
+    expected = (losses[0] + (losses[1] + losses[2]) / 2) / 2
+    assert data["calibration"]["evaluations"][0]["loss"] == pytest.approx(expected, rel=1e-5)

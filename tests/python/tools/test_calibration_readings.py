@@ -235,7 +235,7 @@ def test_documents_are_dealt_out_in_turn(tmp_path: Path) -> None:
 
     def dealt(count: int, held_out_count: int, **options) -> list[list[str]]:
         sizes = {"count": count, "held_out_count": held_out_count}
-        sets = document_sets.document_sets(tmp_path / "text", tokenizer, 40, **sizes, **options)
+        sets = document_sets.document_sets([tmp_path / "text"], tokenizer, 40, **sizes, **options)
         return [[document.name[-2:] for document in one] for one in (sets.search, sets.decide, sets.held_out)]
 
     assert dealt(6, 3) == [["#1", "#4", "#7"], ["#2", "#5", "#8"], ["#3", "#6", "#9"]]
@@ -255,7 +255,7 @@ def test_what_was_searched_is_not_held_out(tmp_path: Path, join: bool) -> None:
 
     def names(held_out: Path | None, count: int) -> list[list[str]]:
         sets = document_sets.document_sets(
-            texts, tokenizer, 40, count=count, held_out_count=2, held_out=held_out, join=join
+            [texts], tokenizer, 40, count=count, held_out_count=2, held_out=held_out, join=join
         )
         return [[document.name for document in one] for one in (sets.search, sets.decide, sets.held_out)]
 

@@ -14,6 +14,7 @@ import mrrope
 from mrrope.calibration import document_sets, spaces
 from mrrope.calibration.calibrate import FIXED_METHODS, Calibration
 from mrrope.calibration.search import MIN_IMPROVEMENT, BudgetSpentError, descend, successive_halving
+from mrrope.evaluation.documents import Document
 from mrrope.tables.lookup import NativeRope
 
 # The search, on functions with a known minimum
@@ -177,19 +178,21 @@ class FormulaReadings:
         self.known: dict = {}
 
     def loss(self, table, rung) -> float:
-        for document in rung.documents:
-            if self.known.get((table, document), 0) < rung.length:
+        names = [document.name for document in rung.documents]
+        for name in names:
+            if self.known.get((table, name), 0) < rung.length:
                 if self.spent >= self.limit:
                     raise BudgetSpentError
                 self.spent += rung.length
-                self.known[table, document] = rung.length
-        return sum(self.formula(table, document, rung.length) for document in rung.documents) / len(rung.documents)
+                self.known[table, name] = rung.length
+        return sum(self.formula(table, name, rung.length) for name in names) / len(names)
 
     def parts(self, table, rung) -> tuple[float, float]:
         return self.loss(table, rung), 0.0
 
 
-SETS = document_sets.DocumentSets(("s1", "s2"), ("d1", "d2"), ("h1",))
+SEARCH, DECIDE, HELD_OUT = ([Document(name, []) for name in names.split()] for names in ("s1 s2", "d1 d2", "h1"))
+SETS = document_sets.DocumentSets(SEARCH, DECIDE, HELD_OUT)
 
 
 def calibration_of(formula: Callable, seconds: float = 1e9, **more) -> Calibration:

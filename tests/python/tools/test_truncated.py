@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import auto_scale_study
 import pytest
 import torch
 from byte_llama import byte_llama, byte_tokenizer, random_words
@@ -35,8 +36,9 @@ NATIVE, SHIFT = 64, 8  # of the tiny models
 
 def window_before(text: list[int], end: int, opening: int, native: int = NATIVE) -> list[int]:
     """What the model may see of ``text[:end]``: the opening and the fullest window that begins at a whole shift."""
-    moves = max(0, -(-8 * (end - native) // native))
-    return text[:opening] + text[opening + moves * native // 8 : end]
+    shift = native // 8
+    start = max(0, -(-(end - native) // shift)) * shift
+    return text[:opening] + text[opening + start : end]
 
 
 @torch.no_grad()
@@ -45,6 +47,7 @@ def reference_losses(model: nn.Module, text: list[int], opening: int, native: in
     windows = [window_before(text, end, opening, native) for end in range(1, len(text))]
     assert max(map(len, windows)) == native
     assert min(map(len, windows[native:])) == native - native // 8 + 1  # at least 7/8 full
+    assert min(map(len, windows[native:])) >= 7 * native / 8
     logits = torch.stack([model(input_ids=torch.tensor([one])).logits[0, -1] for one in windows]).double()
     return -logits.log_softmax(-1)[torch.arange(len(windows)), torch.tensor(text[1:])]
 
@@ -68,6 +71,12 @@ def test_losses_are_those_of_every_tokens_own_window(model_type: str, opening: i
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=6400 * FLOAT32_EPS)
         assert sum(read) == len(text) - 1
         assert max(read) <= chunk
+
+
+def test_a_native_length_that_is_no_multiple_of_8_moves_by_less() -> None:
+    model, text = tiny_model("llama"), tokens(1, 150, seed=3)[0].tolist()
+    found = losses_read(TruncatedReader(model, native_length=71, opening=1, chunk=20), text)
+    torch.testing.assert_close(found.double(), reference_losses(model, text, 1, 71), rtol=0, atol=6400 * FLOAT32_EPS)
 
 
 def test_up_to_the_native_length_it_is_the_stock_models_own_reading() -> None:
@@ -260,6 +269,14 @@ def test_a_stated_native_length_means_plain_rope(folder: Path, tmp_path: Path) -
     own = {method: by_length["300"]["perplexity"] for method, by_length in both["perplexity"].items()}
     assert own["truncated"] == pytest.approx(own["unpatched"])
     assert own["truncated"] != pytest.approx(figures["perplexity"], rel=1e-4)
+
+
+def test_the_study_of_automatic_scales_has_the_row(folder: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder / "model").eval()
+    documents = [byte_tokenizer(adds_bos=True)(random_words(80, seed)).input_ids for seed in (0, 1)]
+    row = auto_scale_study.all_lengths(model, documents, [128, 300], 1)["truncated"]
+    expected = pytest.approx(expected_figures(folder, 300, 128), rel=500 * FLOAT32_EPS)
+    assert (row[300]["whole"], row[300]["second half"]) == expected
 
 
 def test_retrieval_reads_the_end_of_the_prompt(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
