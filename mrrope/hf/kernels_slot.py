@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from mrrope import _core
+import mrrope._core as _core
 from mrrope.hf.conventions import is_fused
 from mrrope.hf.rotary_layer import RotaryPosEmb
 
