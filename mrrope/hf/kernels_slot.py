@@ -42,7 +42,7 @@ class InProcess:
 def register_kernels(*model_types: str) -> None:
     """Register ``rotary_cos_sin`` as the rotary kernel of transformers, for inference and training, CPUs and GPUs.
 
-    Models loaded with ``use_kernels=True`` from then on rotate by it. Others, and patched ones, do not change. A
+    Models loaded with ``use_kernels=True`` from then on rotate by it. Other models, and patched ones, do not change. A
     registered kernel stays for the process; calling this again has no effect.
 
     Args:
