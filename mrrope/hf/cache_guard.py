@@ -95,7 +95,7 @@ class CacheGuard:
         setattr(cache, FILLED_BY, self.key)
         if isinstance(cache, GuardedCache):
             setattr(cache, TAKES_NO_KEYS, False)
-        # Dynamo does not trace the set, so the unpatched model accepts a cache that only compiled code has filled.
+        # Dynamo does not trace this. A cache that only compiled code has filled is known to patched models alone.
         if not torch.compiler.is_compiling():
             self.filled.add(cache)
 
