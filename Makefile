@@ -1,4 +1,4 @@
-# make test    sets everything up, builds, runs all the tests and the linters
+# make test    sets everything up, builds, runs all the tests and the linters; says at its end how long it took
 # make quick   builds and runs a selection in less than 2 minutes: C++ tests, and the first case of every fast pytest test
 # make demo    sets up what it needs and shows the main job at work; without an NVIDIA driver it builds without CUDA
 # make docs    builds the documentation site into build/site
@@ -45,6 +45,9 @@ DEMO_PACKAGES := $(VENV)/$(if $(wildcard $(VENV)/.packages),.packages,.demo-pack
 COMPILED_AHEAD := $(if $(wildcard $(VENV)/.packages),,$(VENV)/.compiled-ahead)
 PIP_INSTALL_MRROPE = $(BIN)/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
 
+STARTED := $(shell date +%s)
+SAY_HOW_LONG = @echo "make $@ took $$(( ($$(date +%s) - $(STARTED)) / 60 )) minutes"
+
 SECONDS ?= 600
 DEVICE ?= cpu
 
@@ -74,11 +77,13 @@ test: cpp-tests
 	$(MAKE) vllm
 	$(MAKE) sglang
 	$(MAKE) lint
+	$(SAY_HOW_LONG)
 
 # Without consumer.*, which build a project of their own (13 s).
 quick: cpp-tests
 	ctest --test-dir $(BUILD) --output-on-failure --parallel 2 --exclude-regex '^consumer'
 	$(PYTEST) --quick
+	$(SAY_HOW_LONG)
 
 # One version after the other; `make vllm0.33` tests one alone. vLLM 0.33 needs Python 3.11.
 ifeq ($(TORCH),$(DEFAULT_TORCH))

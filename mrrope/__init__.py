@@ -1,4 +1,4 @@
-"""Mixed-radix rotary position embeddings: exact frequency tables, fused ops, and patches for transformers models."""
+"""Mixed-radix rotary position embeddings: frequency tables, fused ops, and patches for transformers models."""
 
 from pathlib import Path
 

@@ -62,7 +62,7 @@ def measured(scale: int, method: str, task: str) -> dict[str, Any]:
 
 
 def measured_row(method: str) -> Row:
-    """Return a method's figures, each length read with the smallest scale that covers it."""
+    """Return a method's figures, each length at the smallest scale that covers it."""
     stock = second_halves(measured(16, STOCK, "perplexity"))
     if method == STOCK:
         return Row(stock)  # its pass keys were tried with two prompts, too few to show
@@ -120,8 +120,8 @@ def context() -> list[str]:
     documents = len(measured(16, STOCK, "perplexity")[NATIVE]["documents"])
     text = (
         f"{name}, {quantization} weights, 8192 native tokens, {data['dtype']} on an {data['device']}: perplexity of "
-        f"the second half of each length in {documents} held-out documents of Proof-pile, and pass keys found. Every "
-        "length has the smallest scale that covers it."
+        f"the second half of each length in {documents} held-out documents of Proof-pile, and pass keys found (hidden "
+        "numbers, queried at the end). Every length has the smallest scale that covers it."
     )
     if TRUNCATED not in found:
         text += (
@@ -145,7 +145,7 @@ def digest() -> str:
 
 
 def is_current(picture: Path = PICTURE) -> bool:
-    """Whether the picture was drawn from the results as they are now."""
+    """Whether the picture was drawn from today's results."""
     return picture.exists() and digest().encode() in picture.read_bytes()
 
 

@@ -209,6 +209,19 @@ def model(file: str, mode: str) -> list[str]:
     )
 
 
+def build_times() -> list[str]:
+    """Return how long mrrope takes to compile."""
+    found = result("build_times.json")
+    if not found:
+        return NOT_MEASURED
+
+    def taken(row: Row) -> str:
+        return f"{row['seconds']:.0f} s" if "seconds" in row else f"{row['cpu_seconds'] / 60:.0f} CPU-minutes"
+
+    header = [f"build, on {found['machine']} ({found['measured']})", "takes"]
+    return table(header, [[row["name"], taken(row)] for row in found["rows"]])
+
+
 def serving() -> list[str]:
     """Return time and throughput of stock vLLM, and the throughput of the others relative to it."""
     rows = rows_of("serving_cuda.json")
@@ -294,7 +307,7 @@ OF_OPS = (
 )
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    **{function.__name__: function for function in (*OF_OPS, serving, end_to_end, fused_qk_norm)},
+    **{function.__name__: function for function in (*OF_OPS, build_times, serving, end_to_end, fused_qk_norm)},
     **{
         f"{name}_{mode}": partial(model, f"{name}_cuda.json", mode)
         for name in ("model", "model_qwen3", "model_deepseek", "model_gemma3")

@@ -62,7 +62,7 @@ def ours_by_index(heads: Heads) -> RotatedHeads:
 
 
 def ours_by_head(heads: Heads) -> RotatedHeads:
-    """By a table for each key head; query heads use their key head's."""
+    """Rotate by a table for each key head; query heads use their key head's."""
     shared = heads.shared
     torch.ops.mrrope.rotary_.default(
         [heads.q, heads.k], shared.positions, shared.head_tables, heads.layout, heads.case.pairing
@@ -89,7 +89,7 @@ def transformers_eager(heads: Heads) -> RotatedHeads:
 
 @functools.cache
 def _compiled() -> Callable[..., RotatedHeads]:
-    """Compiled on first use: importing torch's compiler takes seconds."""
+    """Return transformers' rotation, compiled. Made at the first call: importing torch's compiler takes seconds."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     compiled: Callable[..., RotatedHeads] = torch.compile(apply_rotary_pos_emb, dynamic=False)

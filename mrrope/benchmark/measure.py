@@ -30,7 +30,7 @@ def without_folders(text: str) -> str:
 
 
 def relative_error(case: Case, contender: Contender, device: str) -> float:
-    """Relative error of q against float64 with exact phases, over the last ``TOKENS_COMPARED`` tokens."""
+    """Relative error of q against float64 with 64-bit phases, over the last ``TOKENS_COMPARED`` tokens."""
     tokens = min(case.tokens, TOKENS_COMPARED)
     shared = Positions(replace(case, tokens=tokens), device, first=max(case.tokens, CONTEXT_BEFORE) - tokens)
     heads = Heads(shared.case, shared)

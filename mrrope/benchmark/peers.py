@@ -116,6 +116,6 @@ def installed(device: str) -> list[Contender]:
             found.append(Contender(peer.package, peer.make(), peer.takes))
         except ImportError:
             continue
-        except Exception as error:  # for example, built for another torch
+        except Exception as error:  # A package that was built for another torch raises what it likes.
             print(f"{peer.package} is installed but cannot be imported, and is left out: {error}", file=sys.stderr)
     return found

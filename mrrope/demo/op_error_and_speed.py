@@ -19,7 +19,7 @@ def extended_llama(method: str) -> FrequencyTable:
 
 
 def exact(x: torch.Tensor, positions: torch.Tensor, table: FrequencyTable) -> torch.Tensor:
-    """The rotation in float64 with exact phases."""
+    """The rotation in float64, with phases of 64-bit integers."""
     phases = baseline.exact_phases(positions, table)
     return baseline.exact_rotary(x.double(), phases.cos(), phases.sin()) * table.attention_factor
 

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-if "mrrope" not in sys.modules:  # run by its path, and not as a module of the package
+if "mrrope" not in sys.modules:  # Python runs this folder by its path, so that the package is not imported.
     package = ModuleType("mrrope")
     package.__path__ = [str(Path(__file__).resolve().parents[1])]
     sys.modules["mrrope"] = package
-    del sys.path[0]  # this folder, whose modules are not top-level ones
+    del sys.path[0]  # Python put this folder there, whose modules would hide others of the same names.
 
 try:
     from mrrope.environment import command

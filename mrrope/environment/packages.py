@@ -34,6 +34,7 @@ OPTIONAL_PACKAGES = (
     OptionalPackage("tqdm", "tqdm", "progress bars", "eval"),
     OptionalPackage("lm_eval", "lm_eval", "tasks of lm-evaluation-harness", "harness"),
     OptionalPackage("vllm", "vllm", "the plugin of vLLM", "vllm"),
+    OptionalPackage("sglang", "sglang", "the plugin of SGLang", "sglang"),
     OptionalPackage("kernels", "kernels", "use_kernels=True of transformers"),
     OptionalPackage("liger-kernel", "liger_kernel", "peer in mrrope bench"),
     OptionalPackage("flash-attn", "flash_attn", "peer in mrrope bench"),

@@ -92,7 +92,7 @@ class Reader:
         return self.answers([prompt], count, end_token=end_token)[0]
 
     def answers(self, prompts: Sequence[Sequence[int]], count: int, *, end_token: int | None = None) -> list[list[int]]:
-        """The same for a batch."""
+        """Answer a batch of prompts of one length, as :meth:`answer` does one prompt."""
         answers: list[list[int]] = [[] for _ in prompts]
         unfinished = set(range(len(answers)))
         unread = torch.tensor(prompts)

@@ -69,7 +69,7 @@ def tokenizer_faults(tokenizer: Any, file: GgufFile) -> list[str]:
             f"it splits {len(split)} of {len(words)} words that are one token in the file, such as {split[0]!r}"
         )
     first = file.value("tokenizer.ggml.bos_token_id")
-    # llama.cpp's default is to begin texts with it in SentencePiece models.
+    # Where the file does not say it, llama.cpp begins texts with the BOS token in SentencePiece models only.
     begins = file.value("tokenizer.ggml.add_bos_token", file.value("tokenizer.ggml.model") == "llama")
     if begins and first is not None and tokenizer("").input_ids[:1] != [first]:
         faults.append(f"it does not begin texts with {tokens[first]!r}")

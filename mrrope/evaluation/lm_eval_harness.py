@@ -90,7 +90,7 @@ def keeping_opening(model: Any, tokenizer: Any, reader: Any) -> Iterator[None]:
     def begin(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         cache = named.get("past_key_values")
         if cache is not None and cache.get_seq_length():
-            return positional, named  # a later token of an answer
+            return positional, named  # The call continues an answer, and has no beginning of a text.
         ids = positional[0] if positional else named["input_ids"]
         ids = ids.clone()
         ids[:, 0] = opening

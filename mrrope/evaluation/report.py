@@ -48,7 +48,7 @@ def partly_read(data: dict[str, Any], by_method: dict[str, dict[str, Any]]) -> d
         for length, figures in by_length.items()
         if "documents" in figures
     }
-    # Calibration reads all documents of its report before it stores a figure.
+    # In a calibration's file `documents` are those of its search; its report has all documents in every figure.
     expected = len(data["documents"]) if isinstance(data.get("documents"), list) else max(counts.values(), default=0)
     return {
         place: f"{count} of {expected} documents"

@@ -67,11 +67,10 @@ def export_config(
         scale: Factor by which a method extends the context; required with one that extends. Ready tables have their
             own.
         engine: The program that reads the configuration. ``transformers`` exports one of mrrope's own rope types,
-            short and readable, for programs that call :func:`mrrope.register_rope_types`; ready tables, and methods
-            that are no rope type, are exported whole, under ``rope_type`` ``mrrope``; Phi-3, whose configuration
+            short and readable, for programs that call :func:`mrrope.register_rope_types`. Ready tables, and methods
+            that are no rope type, are exported whole, under ``rope_type`` ``mrrope``. Phi-3, whose configuration
             accepts no other type, gets ``longrope``. ``transformers-longrope``, ``vllm`` and ``sglang`` export
-            ``longrope`` and do not need mrrope;
-            they have one table for all layers and heads.
+            ``longrope``, which needs no mrrope and holds one table for all layers and heads.
         local_layers: Whether to extend layers that attend to a window only and have their own RoPE.
         **options: More arguments of ``frequency_table``.
 
@@ -88,7 +87,7 @@ def export_config(
     """
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-    # Configurations with these types are read and written here; outside, transformers stays as it was.
+    # For this call only: afterwards transformers knows mrrope's types no more than before.
     with types_registered():
         return _exported(config, method, scale, engine, local_layers, options)
 
@@ -410,7 +409,7 @@ def _with_rope(
     section[text.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = length
     section["rope_parameters"] = copy.deepcopy(parameters)
     if "rope_type" not in parameters:
-        return exported  # one per layer type, which transformers 4 does not support
+        return exported  # These are parameters by layer type, which transformers 4 does not support.
     if hasattr(text, "original_max_position_embeddings"):
         section["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
     if legacy:

@@ -115,7 +115,7 @@ class CacheGuards:
         key = _key_of(list(tables.values()))
         callers = [caller for rotary in tables for caller in callers_of(model, rotary)]
         owners = dict.fromkeys(caller for caller in callers if CACHE in inspect.signature(caller.forward).parameters)
-        # A guard on a part would end the call of the whole.
+        # One guard per call: that of a part of the model would act in the middle of a call of the whole model.
         parts = {part for owner in owners for part in owner.modules() if part is not owner}
         for owner in owners:
             if owner not in parts:

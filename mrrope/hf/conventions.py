@@ -78,7 +78,7 @@ class Convention:
         rotated: list[torch.Tensor] = torch.ops.mrrope.learnable_rotary.default(
             heads, positions, frequencies.contiguous(), table[:, -1].contiguous(), layout, self.pairing
         )
-        return rotated[:-1]  # without the packed tables
+        return rotated[:-1]  # The last one holds the packed tables.
 
 
 def own_code(function: Apply) -> Apply:
@@ -157,7 +157,8 @@ def fused(original: Apply, form: CallForm, convention: Convention, *, by_token: 
         if not handoff.is_packed(embedding):
             return original(*args, **kwargs)
         heads = [x for x in (form.argument(name, args, kwargs) for name in form.heads) if x is not None]
-        is_one_sequence = by_token and heads[0].dim() == 3  # its tokens were selected, without a batch dimension
+        # Attention that selects tokens of one sequence passes heads without a batch dimension.
+        is_one_sequence = by_token and heads[0].dim() == 3
         if is_one_sequence:
             heads = [x[None] for x in heads]
         layout = convention.layout

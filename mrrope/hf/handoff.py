@@ -136,7 +136,7 @@ def is_by_layer(table: torch.Tensor) -> bool:
 
 
 def of_layer(embedding: Any, layer: int, *, in_one_tensor: bool) -> Any:
-    """Return the embedding of one layer, given that of all; other embeddings as they are."""
+    """Return the embedding of one layer, given that of all; other embeddings are returned unchanged."""
     if isinstance(embedding, dict):  # by layer type, of which the attention takes one
         return {key: of_layer(value, layer, in_one_tensor=in_one_tensor) for key, value in embedding.items()}
     is_pair = isinstance(embedding, (tuple, list)) and len(embedding) == 2

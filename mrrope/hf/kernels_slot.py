@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from mrrope import _core
+import mrrope._core as _core
 from mrrope.hf.conventions import is_fused
 from mrrope.hf.rotary_layer import RotaryPosEmb
 
@@ -42,7 +42,7 @@ class InProcess:
 def register_kernels(*model_types: str) -> None:
     """Register ``rotary_cos_sin`` as the rotary kernel of transformers, for inference and training, CPUs and GPUs.
 
-    Models loaded with ``use_kernels=True`` from then on rotate by it. Others, and patched ones, do not change. A
+    Models loaded with ``use_kernels=True`` from then on rotate by it. Other models, and patched ones, do not change. A
     registered kernel stays for the process; calling this again has no effect.
 
     Args:

@@ -33,7 +33,7 @@ class PairSources:
 
     @property
     def are_rotations(self) -> bool:
-        """Whether both components of every pair turn by the same angle. HunYuan-VL's do not."""
+        """Whether both components of every pair rotate by the same angle. HunYuan-VL's do not."""
         return torch.equal(self.row, self.row_of_second_component)
 
 

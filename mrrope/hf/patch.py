@@ -86,15 +86,14 @@ def patch(
             ``"smollm2-135m-4x"`` and so on.
             A set has an entry for every layer of the model. Entries of layers without RoPE or without keys of their
             own, and of local layers without ``local_layers=True``, are ignored.
-        scale: by how much to extend the length that the model reads without the patch. A method's name needs it, but
-            for ``"rope"``, which extends nothing; a ready table has its own, which may be stated. Scale 1 leaves the
-            logits as they are. With ``"auto"`` every sequence is read with the smallest scale that covers its length: 1
-            (the model's own table), 2, 4, and so on. The cached keys of a sequence that outgrows its scale are
-            re-rotated to the next.
-        max_scale: the largest scale of ``scale="auto"``; by default the one that covers 16 times the length that the
-            unpatched model reads. Of a shipped ladder, the tables up to this scale are used.
+        scale: by how much to extend the unpatched model's context length. A method's name needs it, but for ``"rope"``,
+            which extends nothing; a ready table has its own, which may be stated. Scale 1 changes logits by rounding
+            only. With ``"auto"`` every sequence gets the smallest scale that covers its length: 1 (the model's own
+            table), 2, 4, and so on. The cached keys of a sequence that outgrows its scale are re-rotated to the next.
+        max_scale: the largest scale of ``scale="auto"``; by default the one that covers 16 times the unpatched model's
+            context length. Of a shipped ladder, the tables up to this scale are used.
         reserve: with ``scale="auto"``, the number of new tokens for which ``generate`` chooses a scale in advance; by
-            default all that it may write. A text that grows longer moves to the next scale then.
+            default all that it may write. A text that gets longer than that moves to the next scale as it grows.
         local_layers: whether to extend layers with a sliding window and a RoPE of their own, too.
         fuse_norms: whether to replace the RMSNorms by fused kernels in eager mode, too: torch's, or for norms by
             1 + weight that of ``qk_norm_rotary``. They round once, so that the logits differ in their last bits. Norms
@@ -168,13 +167,17 @@ def is_patched(model: nn.Module) -> bool:
 def patch_of(model: nn.Module) -> PatchRecord | None:
     """Return the method, the scale and the tables that :func:`patch` gave to a model; None where it is not patched.
 
-    Of a model whose parts were patched one by one it is the patch of the first.
+    Where parts of a model were patched one by one, the record is that of the first.
     """
     return record_in(_checked(model))
 
 
 def unpatch(model: Model) -> Model:
-    """Restore a patched model exactly, and return it."""
+    """Give a patched model its own modules and functions back, and return it.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
     changes = changes_in(_checked(model), PATCHES)
     if not changes:
         raise ValueError(f"model must be a patched one, and this {type(model).__name__} is not")
@@ -184,7 +187,7 @@ def unpatch(model: Model) -> Model:
 
 @contextlib.contextmanager
 def patched(model: Model, method: Step | Sequence[Step], **options: Any) -> Iterator[Model]:
-    """:func:`patch` a model for a ``with`` block; afterwards it is as before, patched or not."""
+    """:func:`patch` a model for a ``with`` block, and restore its former patch, or none, afterwards."""
     before = changes_in(_checked(model), PATCHES)
     patch(model, method, **options)
     try:
@@ -214,7 +217,7 @@ def _check_arguments(model: nn.Module, scale: float | Literal["auto"] | None, ma
 
 
 def _stock_settings(model: nn.Module) -> dict[nn.Module, Settings]:
-    """Read the rotary embeddings of a model as they are without a patch."""
+    """Return the settings that the rotary embeddings of a model have without a patch."""
     rotaries = list(rope_config.rotary_embeddings(model))
     if not rotaries:
         raise ValueError(

@@ -50,7 +50,7 @@ def patch_as_configured(model: nn.Module) -> None:
     With mrrope's other rope types the model keeps its cache where its class would drop it
     (:mod:`mrrope.hf.kept_cache`): their frequencies do not change with the length.
 
-    A model on the meta device stays as it is: ``from_pretrained`` builds those, and patches them once they are loaded.
+    A model on the meta device is not patched: ``from_pretrained`` builds such models, and patches them once loaded.
     """
     config: Any = model.config
     if _parameters_of(config, (*ROPE_TYPES, TABLE_TYPE)) and kept_cache.drops_cache(model):

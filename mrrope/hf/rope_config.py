@@ -1,4 +1,4 @@
-"""RoPE of a transformers model as it is: its rotary embeddings, and the settings of each layer type."""
+"""RoPE of a stock transformers model: its rotary embeddings, and the settings of each layer type."""
 
 from __future__ import annotations
 
@@ -63,10 +63,11 @@ class RopeSettings(NativeRope):
             packed = [self.packed(table) for table in tables]
             return torch.stack(packed) if self.sources is None else torch.cat(packed)
         layers = next((len(table) for table in tables if isinstance(table, tuple)), None)
-        rungs = [table if isinstance(table, tuple) else (table,) * (layers or 1) for table in tables]
-        heads = max(len(_tables_in(table)) for rung in rungs for table in rung)
+        by_scale = [table if isinstance(table, tuple) else (table,) * (layers or 1) for table in tables]
+        heads = max(len(_tables_in(table)) for of_scale in by_scale for table in of_scale)
         by_layer = [
-            torch.cat([self._packed_heads(table, heads) for table in of_layer]) for of_layer in zip(*rungs, strict=True)
+            torch.cat([self._packed_heads(table, heads) for table in of_layer])
+            for of_layer in zip(*by_scale, strict=True)
         ]
         return by_layer[0] if layers is None else torch.stack(by_layer)
 

@@ -99,11 +99,11 @@ class TableRotaryEmbedding(nn.Module):
             # Integer buffers are not affected by casts of the model to another dtype.
             self.register_buffer(rope_config.attribute(layer_type, "packed_table"), packed.to(device), persistent=False)
             if len(of_layers) > 1 and packed.dim() >= 4:
-                # rescale_cache_ takes the layers of one rung side by side: [rungs, layers, H, W] or, with rows of
-                # positions, [rungs, layers, 2, H, W].
+                # rescale_cache_ takes the layers of one scale side by side: [scales, layers, H, W] or, with rows of
+                # positions, [scales, layers, 2, H, W].
                 by_layer = packed if handoff.is_by_layer(packed) else packed[None]
-                by_rung = by_layer.transpose(0, 1).squeeze(2).contiguous().to(device)
-                self.register_buffer(rope_config.attribute(layer_type, "table_by_rung"), by_rung, persistent=False)
+                by_scale = by_layer.transpose(0, 1).squeeze(2).contiguous().to(device)
+                self.register_buffer(rope_config.attribute(layer_type, "table_by_scale"), by_scale, persistent=False)
         self.train(original.training)
 
     @property
@@ -142,12 +142,12 @@ class TableRotaryEmbedding(nn.Module):
         table: torch.Tensor = getattr(self, rope_config.attribute(layer_type, "packed_table")).to(positions.device)
         if len(self.tables[layer_type]) == 1:
             return table
-        rungs = 1 if handoff.is_by_layer(table) else 0
+        scales_dim = 1 if handoff.is_by_layer(table) else 0
         if self.follower is None:
-            return table.narrow(rungs, 0, 1)
-        by_rung = getattr(self, rope_config.attribute(layer_type, "table_by_rung")) if table.dim() >= 4 else table
-        index = self.follower.choose(positions, by_rung.to(positions.device), layer_type)
-        return table.index_select(rungs, index)
+            return table.narrow(scales_dim, 0, 1)
+        by_scale = getattr(self, rope_config.attribute(layer_type, "table_by_scale")) if table.dim() >= 4 else table
+        index = self.follower.choose(positions, by_scale.to(positions.device), layer_type)
+        return table.index_select(scales_dim, index)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -207,7 +207,7 @@ class InstalledFunctions:
         finally:
             self._is_installing = False
             self._restore_unused()
-        # A patched model may be dropped without unpatch.
+        # A model that is deleted while it is patched must not leave the module's function wrapped.
         if user not in self._with_finalizer:
             weakref.finalize(user, self._restore_unused).atexit = False
             self._with_finalizer.add(user)
@@ -219,7 +219,8 @@ class InstalledFunctions:
             is_here = (function.module, function.name) == (module, found.name)
             if is_here and function.fused is conventions.fused_in(original):
                 return function
-        if CallForm.of(original) != found.form:  # an unpickled model, in another version of transformers
+        # A model that was pickled under another version of transformers has the form of that version's function.
+        if CallForm.of(original) != found.form:
             raise ValueError(
                 f"the model must be patched anew: {found.module}.{found.name} takes other arguments by now"
             )

@@ -76,7 +76,8 @@ def _follows(own: type, use: ColumnUse) -> bool:
         heads = list(torch.randn(2, 1, 2, 3, head_dim, generator=random, device="cpu", dtype=torch.float32))
         try:
             want = own.forward(None, *heads, cos, sin)  # type: ignore[attr-defined]
-        except Exception:  # its own code takes neither these columns nor, where heads are wider, partial rotation
+        except Exception:
+            # The family's own code may refuse these columns, or heads wider than they are: only the latter is a match.
             return head_dim > 8
         got = use.rotate(heads, cos, sin, "bhsd")
         if not all(w.shape == g.shape and torch.allclose(w, g, atol=1e-5) for w, g in zip(want, got, strict=True)):

@@ -28,8 +28,9 @@ def learnable_rotary(
         frequencies: Float32 or float64 on q's device, radians per position: ``[tables, rotary_dim / 2]``. The number
             of tables divides the heads of q and of k: one for each key head, or one for all. Query heads use the table
             of their key head. Components past ``rotary_dim`` are copied. A frequency that is not finite gives NaN.
-        attention_factor: Of the same dtype, multiplied into the rotated q and k: ``[tables]``. Where one of the two
-            has a single table, all tables of the other share it. A negative factor gives NaN: no packed table holds it.
+        attention_factor: Multiplied into the rotated q and k: ``[tables]``, of the dtype of ``frequencies``. Where one
+            of these two has a single table, all tables of the other share it. A negative factor gives NaN: no packed
+            table holds it.
         layout: As in ``rotary``.
         pairing: As in ``rotary``.
 

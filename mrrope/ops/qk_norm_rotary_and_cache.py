@@ -54,7 +54,7 @@ def qk_norm_rotary_and_cache_(
         eps: Added to the mean square; needed with a weight.
         weight_offset: As in ``qk_norm_rotary``: 1 for Gemma, Qwen3-Next and Qwen3.5.
         over: As in ``qk_norm_rotary``.
-        cache_positions: As in ``rotary_and_cache_``; needed for a static cache and positions with rows.
+        cache_positions: As in ``rotary_and_cache_``; needed for a static cache where tokens have several positions.
         layout: Layout of q, k, v and gate, as in ``rotary``.
         cache_layout: As in ``rotary_and_cache_``.
         pairing: As in ``rotary``.

@@ -22,6 +22,14 @@ STYLES: dict[str, tuple[str, str]] = {
     "su": ("#882255", "-."),
     "calibrated": ("#CC79A7", "-"),
     "evolved": ("#CC79A7", "--"),
+    # Rows of the study of table sets; `shipped` is the calibrated table of its scale.
+    "shipped": ("#CC79A7", "-"),
+    "layer_search": ("#999933", "-."),
+    "model": ("#56B4E9", "-"),
+    "layer": ("#332288", "-"),
+    "head": ("#AA4499", "-"),
+    "head, all pairs": ("#AA4499", "--"),
+    "ladder": ("#000000", "-"),
 }
 
 

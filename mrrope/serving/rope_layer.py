@@ -1,4 +1,4 @@
-"""The rope layer that an engine's models get for one of mrrope's rope types: exact angles, several tables, our ops."""
+"""The rope layer that an engine's models get for one of mrrope's rope types: 64-bit phases, several tables, our ops."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ServedRotaryEmbedding(nn.Module):
             key_heads: Number of key heads that have a table each; 1 where one table rotates all heads.
         """
         own = copy.copy(self)
-        own._buffers = dict(self._buffers)  # which a copy of a module shares
+        own._buffers = dict(self._buffers)  # copy.copy of a module shares the dict of buffers.
         own.ladder = replace(self.ladder, tables=tuple(tables))
         own.tables = self._packed(tables, key_heads)
         return own
@@ -175,7 +175,7 @@ class ServedRotaryEmbedding(nn.Module):
     def cos_sin_cache(self) -> torch.Tensor:
         """Cosines and sines of all positions, ``[max_position, rotary_dim]``, for models whose own kernels read them.
 
-        Computed at the first access from exact phases, times the attention factor, and rounded once.
+        Computed at the first access from 64-bit phases, times the attention factor, and rounded once.
 
         Raises:
             NotImplementedError: There are several tables.

@@ -177,7 +177,7 @@ def _factor(factor: Any, table: Any, tables: Sequence[dict[str, Any]]) -> float 
     if factor == "auto" or (factor is None and is_ladder):
         return "auto"
     if table is not None and not is_ladder and factor == tables[0]["scale"]:
-        return None  # as export_config states it beside a table
+        return None  # export_config writes the table's own scale as factor beside it.
     if table is not None and factor is not None:
         expected = "'auto' or left out with a list of tables" if is_ladder else "'auto' or left out with a ready table"
         raise ValueError(f"rope_parameters: factor must be {expected}, got {factor!r}")

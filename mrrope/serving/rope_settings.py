@@ -64,7 +64,7 @@ class ServedRope:
 
     @property
     def native_length(self) -> float:
-        """Number of tokens that the model reads as it is."""
+        """The context length of the stock model, in tokens."""
         return length_read(dict(self.native), self.stated_length) or self.stated_length
 
     @cached_property

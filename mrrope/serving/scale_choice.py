@@ -39,7 +39,7 @@ class ScaleSteps:
             served: The RoPE of the layers that attend to the whole text.
             max_model_len: Maximum length of a request in this engine.
         """
-        ladder = served.ladder(served.some_rotary_dim)  # neither lengths nor scales depend on it
+        ladder = served.ladder(served.some_rotary_dim)  # Lengths and scales are the same for every rotary_dim.
         if not served.is_auto:
             return ScaleSteps((max_model_len,), (ladder.tables[0].scale,), 0)
         scales = (1.0, *(table.scale for table in ladder.tables[1:]))

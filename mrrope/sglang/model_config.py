@@ -35,7 +35,7 @@ def get_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     parameters = getattr(config.get_text_config(), "rope_parameters", None)
     if given is None and not names_mrrope(parameters):
         return config
-    config = copy.deepcopy(config)  # SGLang caches it
+    config = copy.deepcopy(config)  # SGLang caches the one that it returned.
     model = Path(call.arguments["model"])
     merge_file(config, model if model.is_dir() else None)
     if given is not None:

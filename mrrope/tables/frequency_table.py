@@ -445,7 +445,7 @@ def frequency_table(
             rotations keep their frequency, pairs with fewer than ``alpha`` are slowed by the full scale. ``llama3``
             calls them ``low_freq_factor`` and ``high_freq_factor``, and its models set them to 1 and 4.
         bounds: the same bounds as pair indices ``(d_l, d_h)``; overrides ``alpha`` and ``beta``.
-        power: for ``mrrope_pow``, any real number: radix factor j has a share of the scale proportional to
+        power: for ``mrrope_pow``, any real number: the logarithm of radix factor j is proportional to
             ``(j - d_l + 1) ** power``. 0 is ``mrrope_uni``, 1 is ``mrrope_pro``.
         factors: for ``radix`` the ``rotary_dim / 2 - 1`` radix factors, for ``longrope`` the ``rotary_dim / 2``
             cumulative scales.

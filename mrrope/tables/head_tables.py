@@ -29,8 +29,8 @@ def require_agreement(argument: str, tables: Sequence[Any]) -> None:
 class HeadTables(OpTable):
     """One table per key head; a query head uses the table of its key head. Immutable.
 
-    Taken wherever a :class:`FrequencyTable` is. A tensor whose number of heads is a multiple of the number of tables
-    uses each table for as many neighbouring heads.
+    Ops and ``patch`` take it in place of a :class:`FrequencyTable`. A tensor with n times as many heads as there are
+    tables uses each table for n neighbouring heads.
     """
 
     def __init__(self, tables: Iterable[FrequencyTable]) -> None:

@@ -43,7 +43,7 @@ class TableSet:
             TypeError: ``layers`` holds something else.
             ValueError: ``layers`` is empty, or two of them do not agree.
         """
-        # Head tables are iterable too, but a table for each head is not one for each layer.
+        # HeadTables are iterable too, but hold a table for each head, not for each layer.
         if not isinstance(layers, Iterable) or isinstance(layers, HeadTables):
             raise TypeError(f"layers must be the tables of every layer, got {type(layers).__name__}")
         self._layers = tuple(layers)

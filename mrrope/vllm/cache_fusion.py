@@ -46,7 +46,7 @@ def compile_fused(compile_graph: Any, backend: Any, graph: fx.GraphModule, examp
     is_split = "vllm::unified_kv_cache_update" in splitting_ops
     if is_split and _attention_is_supported(backend.vllm_config) and fuse(graph.graph):
         graph.recompile()
-    # Not only where this call fused: the graph that vLLM keeps for its next start is fused already.
+    # Also where this call fused nothing: a graph that vLLM kept from an earlier start is fused already.
     if f"vllm::{OP}" not in splitting_ops and any(_calls(graph.graph, f"vllm.{OP}")):
         splitting_ops.append(f"vllm::{OP}")
     return compile_graph(backend, graph, example_inputs)
@@ -56,7 +56,7 @@ def fuse(graph: fx.Graph) -> int:
     """Replace every rotation whose keys only go to the cache and to attention; return how many there were."""
     count = sum(_fuse_one(graph, write) for write in list(_calls(graph, "vllm.unified_kv_cache_update")))
     if count:
-        # Only what is known to be pure: torch.fx takes attention, which writes to an argument, for dead code.
+        # Only views and rotations are pure: torch.fx would delete attention, which writes to an argument, as dead code.
         graph.eliminate_dead_code(is_impure_node=lambda node: not _is_view(node) and node.target is not ROTARY)
         graph.lint()  # type: ignore[no-untyped-call, unused-ignore]
     return count

@@ -67,7 +67,7 @@ def _grow(scheduler: Any, request: Request, steps: ScaleSteps) -> None:
     table = next((table for table, reach in enumerate(steps.reaches) if reach > request.num_tokens), last)
     scheduler.running.remove(request)
     scheduler._preempt_request(request, time.monotonic())
-    # It may resume in this very step: workers are to take its tokens anew.
+    # The request may resume in this very step; workers must not take it for one that went on.
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     request.sampling_params = with_table(request.sampling_params, table)
     request.cache_salt = salted(unsalted(request.cache_salt), table)

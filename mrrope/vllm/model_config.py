@@ -49,7 +49,7 @@ class _OverrideFunction:
         text = config.get_text_config()
         given = getattr(config, "rope_parameters", None)
         if text is not config and names_mrrope(given):
-            config.rope_parameters = None  # meant for the text model
+            config.rope_parameters = None  # Overrides at the top are meant for the text model.
         else:
             given = getattr(text, "rope_parameters", None)
         # vLLM also calls the function for a dummy, which has no RoPE.

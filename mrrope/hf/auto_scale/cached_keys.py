@@ -104,8 +104,8 @@ def rescale_parts(
         cache: The cache that holds the parts.
         key: Selects the recorded positions.
         parts: Parts and their layers, from ``CachedKeys.held_by``.
-        tables: Packed tables of the ladder: ``[rungs, W]``, or ``[rungs, layers of the model or 1, heads, W]``; with
-            M-RoPE's rows of positions ``[rungs, 2, W]`` or ``[rungs, layers of the model or 1, 2, heads, W]``.
+        tables: Packed tables of the ladder: ``[scales, W]``, or ``[scales, layers of the model or 1, heads, W]``; with
+            M-RoPE's rows of positions ``[scales, 2, W]`` or ``[scales, layers of the model or 1, 2, heads, W]``.
         old: Index of the table that each sequence's keys are rotated by, ``[batch]``.
         new: Index of the table to re-rotate to.
     """
@@ -134,7 +134,7 @@ def rescale_parts(
 
 
 def _of_layers(tables: torch.Tensor, layers: list[int]) -> torch.Tensor:
-    """Return the tables of some layers; those that all layers share as they are."""
+    """Return the tables of some layers; tables that all layers share are returned unchanged."""
     if tables.dim() < 4 or tables.shape[1] == 1 or layers == list(range(tables.shape[1])):
         return tables
     # No index tensor: its copy to the device would synchronize.

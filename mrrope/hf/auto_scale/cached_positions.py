@@ -38,7 +38,7 @@ def record_positions(cache: Any, key: LadderKey, layers: list[Any], new: torch.T
             # Index by the layer's own tensor: a Python integer would be a constant of the CUDA graph.
             at = torch.arange(new.shape[-1], device=recorded.device) + layer.cumulative_length.to(recorded.device)
             recorded.index_copy_(-1, at, new)
-        else:  # empty, or a sliding window
+        else:  # The layer is empty, or its window slides: the buffer keeps the last positions.
             window = torch.cat([recorded if length >= slots else recorded[..., :length], new], dim=-1)[..., -slots:]
             recorded[..., : window.shape[-1]].copy_(window)
 

@@ -1,4 +1,4 @@
-"""A scale per sequence: each is read with the smallest scale of a ladder that covers its length.
+"""A scale per sequence: each gets the smallest scale of a ladder that covers its length.
 
 A patched model's rotary embedding sees the positions of all tokens before any layer runs. The follower takes the length
 of every sequence from them and picks its table. Where a sequence has outgrown the table of its cached keys, it
@@ -163,7 +163,8 @@ class Follower(nn.Module):
         limits = getattr(self, rope_config.attribute(layer_type, "limits")).to(positions.device)
         wanted: torch.Tensor = (self._sequence_lengths(positions)[:, None] > limits).sum(-1, dtype=torch.int32)
         if self.tokens is not None:
-            positions = positions[..., -self.tokens :]  # some models embed those of the cached tokens too
+            # Some models call the rotary embedding with the positions of cached tokens, too.
+            positions = positions[..., -self.tokens :]
         positions = positions.expand(*positions.shape[:-2], self.batch, -1)
         if self.cache is not None:
             wanted = self._follow_cache(self.cache, positions, tables, wanted, layer_type)
@@ -214,7 +215,7 @@ class Follower(nn.Module):
             if isinstance(length, torch.Tensor):
                 # A static cache may have been reset for another text.
                 old = torch.where(length.to(old.device) > 0, old, wanted)
-            # Never back to a smaller scale: the sequence's last answer was read with the larger one.
+            # A sequence never returns to a smaller scale: its last answer was computed with the larger one.
             wanted = torch.maximum(old, wanted)
             complete_records(cache, key, [layer for _, layer in parts], positions, self.attention_mask)
             rescale_parts(cache, key, parts, tables, old, wanted)

@@ -65,7 +65,7 @@ def ladder_for(
             name of a ladder that comes with the package.
         max_scale: The largest scale of a method or of a shipped ladder; by default a method reaches 16 native lengths.
         options: More arguments of ``frequency_table``.
-        resolve: ``resolve_table``, or ``resolve_tables`` where head tables and sets can be read with.
+        resolve: ``resolve_table``, or ``resolve_tables`` where head tables and sets are allowed.
 
     Raises:
         ValueError: The native length is unknown, an argument is invalid, or no step reaches past the native length.

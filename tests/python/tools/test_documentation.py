@@ -25,7 +25,8 @@ from tiny_models import tiny_model
 ROOT = Path(__file__).parents[3]
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE_BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-SHELL = re.compile(r"^```(?:sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCES = ("```", "```sh")
+"""The lines that open a block of commands."""
 COMMANDS = ("mrrope", "make", "pip", "python", "pytest", "git", "torchrun", "cmake", "vllm", "curl")
 """Programs whose lines in a page's blocks without a language are commands; other lines are output or pseudo-code."""
 PAGES = [
@@ -123,8 +124,10 @@ def test_readme_is_short() -> None:
 
 def commands_in(text: str) -> Iterator[list[str]]:
     """Yield the words of every command in a page's shell blocks, one list for each part of ``a && b``."""
-    for block in SHELL.finditer(text):
-        for line in block[1].replace("\\\n", " ").splitlines():
+    # Blocks of every kind, one after the other: the end of one would pass for the beginning of a block of commands.
+    for block in CODE_BLOCK.finditer(text):
+        fence, *lines = block[0].replace("\\\n", " ").splitlines()
+        for line in lines if fence in FENCES else ():
             if line.split(" ")[0] not in COMMANDS:
                 continue
             command: list[str] = []
@@ -179,7 +182,7 @@ def test_commands_are_valid(page: Path) -> None:
 
 def test_commands_that_are_not_valid_are_found() -> None:
     lines = "make nothing", "pip install '.[none]' && mrrope evaluate M", "mrrope eval M --txt F \\", "    --lengths 1"
-    page = "\n".join(["```", *lines, "```", ""])
+    page = "\n".join(["```python", "pass", "```", "", "```", *lines, "```", ""])
     assert [problem_of(command) for command in commands_in(page)] == [
         "no target nothing",
         "no extra none",
@@ -195,6 +198,14 @@ def test_install_is_run_in_a_fresh_environment() -> None:
     assert lines
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text().partition("\n  install:")[2]
     assert "- run: make install-test\n" in workflow
+
+
+def test_first_comparisons_include_truncation() -> None:
+    """Pages that tell a reader to compare with the row ``truncated`` print a command that has it."""
+    for name in ("README.md", "docs/getting-started.md", "docs/evaluation.md"):
+        page = ROOT / name
+        command = next(words for words in commands_in(page.read_text()) if words[:2] == ["mrrope", "eval"])
+        assert "truncated" in command[command.index("--methods") + 1].split(","), name
 
 
 def test_pages_about_methods_name_a_scale() -> None:

@@ -223,6 +223,14 @@ def test_modules_import_downwards() -> None:
     assert sorted(upward) == []
 
 
+def test_modules_below_the_public_names_do_not_import_them() -> None:
+    """``from mrrope import _core`` names mrrope/__init__.py, although it gets a module beside it."""
+    files = module_files()
+    below = [name for name in files if layer_of(name) < PACKAGE_LAYERS.index({"mrrope"})]
+    assert "mrrope.hf.patch" in below
+    assert [name for name in below if any(module == "mrrope" for module, _ in imported_names(files[name], name))] == []
+
+
 @pytest.mark.parametrize("plugin", ["mrrope.vllm", "mrrope.sglang"])
 def test_no_module_imports_a_plugin(plugin: str) -> None:
     outside = {name: others for name, others in package_imports().items() if not name.startswith(plugin)}

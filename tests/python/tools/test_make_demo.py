@@ -1,6 +1,7 @@
-"""What `make demo` and `make test` build in one environment, by the commands that make would run."""
+"""What `make demo` and `make test` build in one environment, and what they say, by the commands that make would run."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -100,6 +101,16 @@ def test_after_a_demo_the_tests_have_their_packages_and_the_kernels(checkout: Pa
     assert ALL_PACKAGES in made
     assert made.index("rm -f .venv/.mrrope-without-cuda") < made.index(TESTED)
     assert WITHOUT_CUDA not in made
+
+
+def test_the_tests_say_how_long_they_took(checkout: Path) -> None:
+    stamp(checkout, ".packages", ".mrrope")
+    last = commands(checkout, "quick").splitlines()[-1]
+    said = subprocess.run(["sh", "-c", last], capture_output=True, text=True, check=True).stdout
+    assert re.fullmatch(r"make quick took \d+ minutes\n", said)
+    recipe = re.search(r"^test: cpp-tests\n((?:\t.*\n)+)", (checkout / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    assert recipe[1].endswith("\t$(SAY_HOW_LONG)\n")
 
 
 def test_after_the_tests_the_demo_takes_their_build(checkout: Path) -> None:

@@ -19,6 +19,12 @@ def test_every_public_name_is_on_one_api_page() -> None:
     assert sorted(documented) == sorted(mrrope.__all__)
 
 
+def test_the_overview_lists_every_public_name() -> None:
+    rows = re.findall(r"^\| \[.*$", (ROOT / "docs" / "api" / "index.md").read_text(), re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted({*mrrope.__all__} - {"__version__"})
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").rglob("*.md"):

@@ -33,6 +33,7 @@ from mrrope.evaluation import model_loading
 from mrrope.evaluation.documents import Document
 from mrrope.evaluation.results import Results
 from mrrope.evaluation.retrieval_tasks import TASKS
+from mrrope.reporting import plotting
 from mrrope.tables.lookup import NativeRope
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet_transformers")]
@@ -285,6 +286,14 @@ def test_results_of_something_else_are_not_gone_on_with(folder: Path, whole: tup
     about = {"weights": whole[0]["weights"], "torch": "other", "model": "other"}
     with pytest.raises(ValueError, match=r"--output must be .*study\.json is of a run with another model, torch$"):
         Results.resumed(whole[1].with_suffix(".json"), about)
+
+
+def test_rows_of_the_picture_of_table_sets_can_be_told_apart() -> None:
+    """Rows without a style would get matplotlib's colours, two of which are near those of fixed methods."""
+    rows = measurements.result(study_tables.table_sets_file(16))["results"]["perplexity"]
+    styles = [plotting.line(row) for row in rows]
+    assert all("color" in style for style in styles), list(rows)
+    assert len({(style["color"], str(style["linestyle"])) for style in styles}) == len(rows)
 
 
 def test_tables_show_what_the_study_found(whole: tuple[dict, Path], monkeypatch: pytest.MonkeyPatch) -> None:
