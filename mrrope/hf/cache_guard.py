@@ -90,11 +90,13 @@ class CacheGuard:
         return _cache_of_keys(given.get(CACHE))
 
     def _record(self, cache: Any) -> None:
-        if self.key is None:
+        if self.key is None and getattr(cache, FILLED_BY, None) is None:
             return
         setattr(cache, FILLED_BY, self.key)
         if isinstance(cache, GuardedCache):
             setattr(cache, TAKES_NO_KEYS, False)
+        if self.key is None:
+            return
         # Dynamo does not trace this. A cache that only compiled code has filled is known to patched models alone.
         if not torch.compiler.is_compiling():
             self.filled.add(cache)

@@ -116,6 +116,21 @@ def test_an_emptied_cache_is_free(then, kind):
     read(model, TEXT[:, :1], cache)
 
 
+def test_an_emptied_copy_is_free_for_the_models_own_tables():
+    """A copy that no model knows is marked on itself alone."""
+    model = as_patched(tiny_model("llama"), "scale 4")
+    copied = copy.deepcopy(filled(model))
+    copied.crop(-16)
+    mrrope.patch(model, "rope")
+    want = read(model, TEXT).logits
+    read(model, TEXT[:, :16], copied)
+    got = read(model, TEXT[:, 16:], copied).logits
+    whole = lambda model: read(model, TEXT).logits  # noqa: E731
+    assert relative(got, want[:, 16:]) < tolerance(model, whole)
+    with pytest.raises(ValueError, match=REFUSED):
+        read(as_patched(model, "scale 4"), TEXT[:, :1], filled(as_patched(tiny_model("llama"), "scale 2")))
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 def test_copies_of_a_cache(copied):
     model = as_patched(tiny_model("llama"), "scale 4")
