@@ -308,19 +308,14 @@ def _warn_of_extensions(
 def _warn_of_windows(name: str, settings: dict[nn.Module, Settings], ladders: dict[nn.Module, Ladders]) -> None:
     """Say where a model is extended past the window that all its layers have, under one RoPE."""
     for rotary, by_layer in ladders.items():
-        window = rope_config.window_of_all_layers(rotary.config)
         ladder, own = by_layer.get(None), settings[rotary].get(None)
-        if window is None or ladder is None or own is None or own.original_max_position is None:
+        if ladder is None or own is None:
             continue
         tables = [table for step in ladder.tables for table in (step if isinstance(step, tuple) else (step,))]
         reach = max(table.original_max_position * table.scale for table in tables)
-        if reach > max(window, own.original_max_position):
-            warnings.warn(
-                f"{name} reads {reach:.15g} tokens so, but no layer sees further back than its sliding window of "
-                f"{window}: sliding_window and layer_types in the configuration say which layers see the whole text",
-                UserWarning,
-                stacklevel=3,
-            )
+        warning = rope_config.window_warning(name, rotary.config, own.original_max_position, reach)
+        if warning is not None:
+            warnings.warn(warning, UserWarning, stacklevel=3)
             return
 
 
