@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,8 @@ from mrrope.tables.table_set import OfOneLayer
 
 FREQUENCIES = "inv_freq"
 UNTRAINED = ("yarn", "dynamic")
-"""Values of ``rope_type`` that users add to a configuration without training. ``longrope`` is one where its short and
-long factors are the same, as in exports of mrrope: those that models are trained with differ."""
+"""Values of ``rope_type`` that users add to a configuration without training. ``longrope`` is one, too, where it
+:func:`has_equal_factors`: those that models are trained with differ."""
 
 RotaryTable = OfOneLayer | tuple[OfOneLayer, ...]
 """What a patched rotary embedding hands to its layers: the same for all, or a tuple with one per layer of the model."""
@@ -226,7 +226,7 @@ def settings(module: nn.Module, layer_type: str | None, length: int | None = Non
     )
     is_plain = bool((factors == 1.0).all()) and table.attention_factor == 1.0
     extension, factor = parameters.get("rope_type"), parameters.get("factor") or 1.0
-    is_of_one_table = extension == "longrope" and parameters.get("short_factor") == parameters.get("long_factor")
+    is_of_one_table = has_equal_factors(parameters)
     if is_of_one_table and stated is not None and (trained_length or 0) >= stated:
         trained_length = stated / factor  # exports say a length that no text exceeds, so that nothing switches there
     is_added = extension in (*UNTRAINED, *ROPE_TYPES, TABLE_TYPE) or is_of_one_table
@@ -243,6 +243,11 @@ def settings(module: nn.Module, layer_type: str | None, length: int | None = Non
         changes_with_length=not torch.equal(for_short_texts.double().cpu(), frequencies),
         untrained_extension=f"{extension} with factor {factor:g}" if is_untrained else None,
     )
+
+
+def has_equal_factors(parameters: Mapping[str, Any]) -> bool:
+    """Whether ``rope_parameters`` are a ``longrope`` that never switches its factors, as in exports of mrrope."""
+    return parameters.get("rope_type") == "longrope" and parameters.get("short_factor") == parameters.get("long_factor")
 
 
 def length_read(parameters: dict[str, Any], stated: float | None) -> float | None:
