@@ -104,6 +104,7 @@ def _source(name: str | Path) -> tuple[str, dict[str, str]]:
         raise ValueError(f"model must be a folder, a name on the hub or a .gguf file, got the file {path}")
     # Names on the hub are OWNER/MODEL or MODEL.
     is_hub_name = not path.is_absolute() and len(path.parts) <= 2 and str(name)[:1] not in (".", "~")
+    is_hub_name = is_hub_name and not str(name).endswith(os.sep)
     if not path.exists() and not is_hub_name:
         raise ValueError(f"model must be a folder, a name on the hub or a .gguf file, and there is no folder {path}")
     return str(name), {}

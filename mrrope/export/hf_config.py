@@ -78,7 +78,8 @@ def export_config(
         The configuration as a dict for ``config.json``.
 
     Warns:
-        UserWarning: The configuration names an extension that may be meant to be replaced instead of extended.
+        UserWarning: The configuration names an extension that may be meant to be replaced instead of extended; or no
+            layer sees past its sliding window.
 
     Raises:
         ValueError: An argument is invalid, or the engine cannot express the result; the message says why.
@@ -109,6 +110,7 @@ def _exported(
     served = ServedLayers.of(model, next(rope_config.rotary_embeddings(model)))
     starts_over = not options.keys().isdisjoint(PLAIN_ROPE_OPTIONS)
     extension_warnings: list[str] = []
+    window_warnings: list[str] = []
     from_plain: dict[str | None, bool] = {}
     extended: dict[str | None, ModelTables] = {}
     for layer_type in rope_config.layer_types(rotary):
@@ -130,9 +132,14 @@ def _exported(
         warning = own.extension_warning(text.model_type, scale)
         if warning is not None and not starts_over:
             extension_warnings.append(warning)
+        reach = table.original_max_position * table.scale
+        if layer_type is None and (
+            warning := rope_config.window_warning(text.model_type, text, own.original_max_position, reach)
+        ):
+            window_warnings.append(warning)
         from_plain[layer_type] = starts_over or own.native is None
 
-    for warning in extension_warnings[:1]:
+    for warning in [*extension_warnings[:1], *window_warnings]:
         warnings.warn(warning, UserWarning, stacklevel=3)
     if not extended:
         raise ValueError(f"all layers of {text.model_type} see a window only; local_layers=True extends them too")
@@ -185,8 +192,9 @@ def _with_rope_types(
         if as_longrope and "original_max_position_embeddings" in old:
             # Attention may depend on it too, as in Ministral 3. Short and long factors are equal, so both lengths work.
             new["original_max_position_embeddings"] = old["original_max_position_embeddings"]
-        if text.model_type in MSCALES_READ and isinstance(table, FrequencyTable):
-            new |= _mscales(table.attention_factor)
+        if text.model_type in MSCALES_READ:
+            # Without its tables per layer or head a model is plain RoPE.
+            new |= _mscales(table.attention_factor if isinstance(table, FrequencyTable) else 1.0)
         if layer_type is None:
             return new
         parameters[layer_type] = new

@@ -4,12 +4,16 @@ Cached keys are rotated. Keys of one table attended to by queries of another giv
 patched model records on a cache which tables fill it, and refuses a cache that others have filled. The unpatched model
 runs no code of mrrope: when a patch is undone, the caches that it filled swap their class for one that takes no keys.
 Until then they are stock: code that runs single layers, appends keys itself or tests the class is not disturbed.
+
+Keys without a record are those of a learned prefix, which no table rotates, or of the unpatched model. ``scale="auto"``
+takes them for the latter and re-rotates them; at a fixed scale a warning says which are right.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -39,10 +43,13 @@ TablesKey = int
 class CacheGuard:
     """Hooks of a module that records which tables fill its cache, and refuses a cache that others have filled."""
 
-    def __init__(self, owner: nn.Module, key: TablesKey | None) -> None:
+    def __init__(self, owner: nn.Module, key: TablesKey | None, *, rotates_again: bool) -> None:
         self.parameters_of_owner = tuple(inspect.signature(owner.forward).parameters)
         self.key = key
         """None where the tables are the model's own: keys are as the unpatched model caches them."""
+        self.rotates_again = rotates_again
+        """Whether keys of the unpatched model are re-rotated, as with ``scale="auto"``."""
+        self.has_warned = False
         self.filled: weakref.WeakSet[Any] = weakref.WeakSet()
         """The caches that calls of the module filled."""
         self.hooks: tuple[RemovableHandle, ...] = ()
@@ -72,9 +79,24 @@ class CacheGuard:
         cache = self._given(args, kwargs)
         if cache is None:
             return
-        if getattr(cache, FILLED_BY, None) not in (None, self.key):
+        filled_by = getattr(cache, FILLED_BY, None)
+        if filled_by not in (None, self.key):
             _expect_empty(cache)
+        elif filled_by is None and self.key is not None and not self.rotates_again:
+            self._warn_of_keys(module, cache)
         self._record(cache)
+
+    def _warn_of_keys(self, module: nn.Module, cache: Any) -> None:
+        """Warn once where a cache without a record holds keys."""
+        if torch.compiler.is_compiling() or self.has_warned or not _holds_keys(cache):
+            return
+        self.has_warned = True
+        warnings.warn(
+            f"past_key_values holds keys that the tables of this {type(module).__name__} have not rotated: right for a "
+            "learned prefix, and wrong for a text that the unpatched model has read, which must be read again",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record the tables on a cache that the model created during the call."""
@@ -90,11 +112,13 @@ class CacheGuard:
         return _cache_of_keys(given.get(CACHE))
 
     def _record(self, cache: Any) -> None:
-        if self.key is None:
+        if self.key is None and getattr(cache, FILLED_BY, None) is None:
             return
         setattr(cache, FILLED_BY, self.key)
         if isinstance(cache, GuardedCache):
             setattr(cache, TAKES_NO_KEYS, False)
+        if self.key is None:
+            return
         # Dynamo does not trace this. A cache that only compiled code has filled is known to patched models alone.
         if not torch.compiler.is_compiling():
             self.filled.add(cache)
@@ -113,13 +137,14 @@ class CacheGuards:
         """Yield the modules that take a cache, with a guard for the tables of the whole model."""
         tables = {module: found for module in model.modules() if (found := _tables_of(module)) is not None}
         key = _key_of(list(tables.values()))
+        rotates_again = any(len(of_type) > 1 for each in tables.values() for of_type in each.by_layer_type.values())
         callers = [caller for rotary in tables for caller in callers_of(model, rotary)]
         owners = dict.fromkeys(caller for caller in callers if CACHE in inspect.signature(caller.forward).parameters)
         # One guard per call: that of a part of the model would act in the middle of a call of the whole model.
         parts = {part for owner in owners for part in owner.modules() if part is not owner}
         for owner in owners:
             if owner not in parts:
-                yield owner, CacheGuard(owner, key)
+                yield owner, CacheGuard(owner, key, rotates_again=rotates_again)
 
     def apply(self, module: nn.Module, state: CacheGuard) -> None:
         """Attach the guard of a module."""
@@ -179,9 +204,13 @@ def _expect_empty(cache: Any) -> None:
     """Raise ValueError where a cache holds keys."""
     if torch.compiler.is_compiling():
         raise ValueError(REFUSED)
-    lengths = (layer.get_seq_length() for layer in cache.layers if hasattr(layer, "keys") and layer.is_initialized)
-    if any(int(length) > 0 for length in lengths):
+    if _holds_keys(cache):
         raise ValueError(f"{REFUSED}, got keys that a patch of mrrope with other tables has rotated")
+
+
+def _holds_keys(cache: Any) -> bool:
+    lengths = (layer.get_seq_length() for layer in cache.layers if hasattr(layer, "keys") and layer.is_initialized)
+    return any(int(length) > 0 for length in lengths)
 
 
 def _tables_of(module: nn.Module) -> RotaryTables | None:

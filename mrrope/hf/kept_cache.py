@@ -9,11 +9,13 @@ that do not depend on the length the cache stays.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
+from mrrope.hf.rope_types import ROPE_TYPES, TABLE_TYPE
 from mrrope.hf.rotary_embedding import TableRotaryEmbedding
 from mrrope.hf.swapped_table import SwappedTable
 
@@ -76,6 +78,22 @@ class KeptCache:
 def drops_cache(model: nn.Module) -> bool:
     """Whether the class of a model drops its cache at a length that its configuration states."""
     return _class_that_drops_cache(type(model)) is not None
+
+
+def whole_that_drops_cache(model: nn.Module) -> str | None:
+    """Return the name of the class that a base model is a part of where that drops the cache, or None.
+
+    Such as Phi3ForCausalLM for Phi3Model, from which it cannot be reached. With mrrope's rope types it keeps its cache
+    (:mod:`mrrope.hf.registration`).
+    """
+    modeling = sys.modules.get(type(model).__module__)
+    parameters = getattr(getattr(model, "config", None), "rope_parameters", None) or {}
+    is_base_model = getattr(model, "base_model", None) is model
+    if modeling is None or not is_base_model or parameters.get("rope_type") in (*ROPE_TYPES, TABLE_TYPE):
+        return None
+    classes = [each for each in vars(modeling).values() if isinstance(each, type)]
+    own = [each for each in classes if each.__module__ == modeling.__name__]
+    return next((each.__name__ for each in own if _class_that_drops_cache(each) is not None), None)
 
 
 def _class_that_drops_cache(model_class: type) -> type | None:

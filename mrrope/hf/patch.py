@@ -28,7 +28,7 @@ from mrrope.hf.auto_scale.ladder import Ladder, Step, ladder_for
 from mrrope.hf.auto_scale.module_patch import AnnouncedLengths, AutoScale
 from mrrope.hf.cache_guard import CacheGuards
 from mrrope.hf.fusion.rms_norm import FusedNorms
-from mrrope.hf.kept_cache import KeptCache
+from mrrope.hf.kept_cache import KeptCache, whole_that_drops_cache
 from mrrope.hf.layer_tables import LayerTables
 from mrrope.hf.model_layers import ServedLayers
 from mrrope.hf.module_patch import ModulePatch, apply_all, changes_in, restore, undo_all
@@ -105,7 +105,7 @@ def patch(
     Warns:
         UserWarning: where the op cannot be fused: the model's own code then rotates by the new table; where the
             configuration names an extension that may be meant to be replaced instead of extended; where no layer sees
-            past its sliding window.
+            past its sliding window; where the whole that a base model is a part of drops its cache (Phi-3).
 
     Raises:
         ValueError, TypeError: naming the argument; the model is then unchanged.
@@ -133,6 +133,13 @@ def patch(
     if options.keys().isdisjoint(PLAIN_ROPE_OPTIONS) and is_extended_by_scale:
         _warn_of_extensions(type(model).__name__, settings.values(), scale, local_layers)
     _warn_of_windows(type(model).__name__, settings, ladders)
+    if (whole := whole_that_drops_cache(model)) is not None:
+        warnings.warn(
+            f"{type(model).__name__} is patched without {whole}, which drops its cache where it generates past its "
+            f"native length, and then reads one token alone: patch the {whole} if the model is a part of one",
+            UserWarning,
+            stacklevel=2,
+        )
 
     before = changes_in(model, PATCHES)
     try:
@@ -304,19 +311,14 @@ def _warn_of_extensions(
 def _warn_of_windows(name: str, settings: dict[nn.Module, Settings], ladders: dict[nn.Module, Ladders]) -> None:
     """Say where a model is extended past the window that all its layers have, under one RoPE."""
     for rotary, by_layer in ladders.items():
-        window = rope_config.window_of_all_layers(rotary.config)
         ladder, own = by_layer.get(None), settings[rotary].get(None)
-        if window is None or ladder is None or own is None or own.original_max_position is None:
+        if ladder is None or own is None:
             continue
         tables = [table for step in ladder.tables for table in (step if isinstance(step, tuple) else (step,))]
         reach = max(table.original_max_position * table.scale for table in tables)
-        if reach > max(window, own.original_max_position):
-            warnings.warn(
-                f"{name} reads {reach:.15g} tokens so, but no layer sees further back than its sliding window of "
-                f"{window}: sliding_window and layer_types in the configuration say which layers see the whole text",
-                UserWarning,
-                stacklevel=3,
-            )
+        warning = rope_config.window_warning(name, rotary.config, own.original_max_position, reach)
+        if warning is not None:
+            warnings.warn(warning, UserWarning, stacklevel=3)
             return
 
 

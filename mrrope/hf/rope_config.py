@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,8 @@ from mrrope.tables.table_set import OfOneLayer
 
 FREQUENCIES = "inv_freq"
 UNTRAINED = ("yarn", "dynamic")
-"""Values of ``rope_type`` that users add to a configuration without training."""
+"""Values of ``rope_type`` that users add to a configuration without training. ``longrope`` is one, too, where it
+:func:`has_equal_factors`: those that models are trained with differ."""
 
 RotaryTable = OfOneLayer | tuple[OfOneLayer, ...]
 """What a patched rotary embedding hands to its layers: the same for all, or a tuple with one per layer of the model."""
@@ -159,6 +160,24 @@ def window_of_all_layers(config: Any) -> int | None:
     return None if getattr(config, "use_sliding_window", None) is False else window
 
 
+def window_warning(name: str, config: Any, native_length: float | None, reach: float) -> str | None:
+    """Return what to warn of where a model is extended past the window that all its layers have; else None.
+
+    Args:
+        name: the model's.
+        config: its configuration.
+        native_length: how far the model reads without the extension.
+        reach: how far it reads with it.
+    """
+    window = window_of_all_layers(config)
+    if window is None or native_length is None or reach <= max(window, native_length):
+        return None
+    return (
+        f"{name} reads {reach:.15g} tokens so, but no layer sees further back than its sliding window of {window}: "
+        "sliding_window and layer_types in the configuration say which layers see the whole text"
+    )
+
+
 def attribute(layer_type: str | None, name: str) -> str:
     """Return the name of a rotary embedding's attribute for one layer type."""
     return name if layer_type is None else f"{layer_type}_{name}"
@@ -208,7 +227,11 @@ def settings(module: nn.Module, layer_type: str | None, length: int | None = Non
     )
     is_plain = bool((factors == 1.0).all()) and table.attention_factor == 1.0
     extension, factor = parameters.get("rope_type"), parameters.get("factor") or 1.0
-    is_untrained = extension in (*UNTRAINED, *ROPE_TYPES, TABLE_TYPE) and factor > 1.0 and embedded is None
+    is_of_one_table = has_equal_factors(parameters)
+    if is_of_one_table and stated is not None and (trained_length or 0) >= stated:
+        trained_length = stated / factor  # exports say a length that no text exceeds, so that nothing switches there
+    is_added = extension in (*UNTRAINED, *ROPE_TYPES, TABLE_TYPE) or is_of_one_table
+    is_untrained = is_added and factor > 1.0 and embedded is None
     return RopeSettings(
         rotary_dim,
         base,
@@ -221,6 +244,11 @@ def settings(module: nn.Module, layer_type: str | None, length: int | None = Non
         changes_with_length=not torch.equal(for_short_texts.double().cpu(), frequencies),
         untrained_extension=f"{extension} with factor {factor:g}" if is_untrained else None,
     )
+
+
+def has_equal_factors(parameters: Mapping[str, Any]) -> bool:
+    """Whether ``rope_parameters`` are a ``longrope`` that never switches its factors, as in exports of mrrope."""
+    return parameters.get("rope_type") == "longrope" and parameters.get("short_factor") == parameters.get("long_factor")
 
 
 def length_read(parameters: dict[str, Any], stated: float | None) -> float | None:

@@ -13,7 +13,7 @@ import torch
 
 from mrrope.export.hf_config import REPLACED
 from mrrope.hf.auto_scale.ladder import Ladder, ladder_for
-from mrrope.hf.rope_config import UNTRAINED, RopeSettings, is_local, length_read, settings
+from mrrope.hf.rope_config import UNTRAINED, RopeSettings, has_equal_factors, is_local, length_read, settings
 from mrrope.hf.rope_types import OPTIONS as TYPE_OPTIONS
 from mrrope.hf.rope_types import ROPE_TYPES, register_types
 from mrrope.serving.mark import KEY
@@ -164,7 +164,8 @@ class ServedRope:
     def untrained_extension(self) -> str | None:
         """The extension in the model's configuration, if it is one that needs no training and is extended further."""
         rope_type, factor = self.native["rope_type"], self.native.get("factor") or 1.0
-        if rope_type in (*UNTRAINED, *ROPE_TYPES) and factor > 1.0 and not self.request.starts_over:
+        is_added = rope_type in (*UNTRAINED, *ROPE_TYPES) or has_equal_factors(self.native)
+        if is_added and factor > 1.0 and not self.request.starts_over:
             return f"{rope_type} with factor {factor:g}"
         return None
 

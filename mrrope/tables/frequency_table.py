@@ -45,7 +45,7 @@ def _integer(argument: str, value: SupportsIndex, bits: int = 31) -> int:
 
 
 def _real(argument: str, value: SupportsFloat) -> float:
-    if isinstance(value, str):
+    if isinstance(value, str | bool):
         raise TypeError(f"{argument} must be a number, got {value!r}")
     try:
         return float(value)

@@ -1,5 +1,6 @@
 """Fixtures for devices and golden tables, hypothesis profiles, and the selection of ``pytest --quick``."""
 
+import importlib
 import json
 import os
 from collections.abc import Iterator
@@ -81,6 +82,7 @@ def rope_types() -> None:
 @pytest.fixture
 def dynamo() -> Iterator[Any]:
     """Reset TorchDynamo before and after the test."""
+    importlib.import_module("torch._dynamo.testing")  # which torch._dynamo does not import
     torch._dynamo.reset()
     yield torch._dynamo
     torch._dynamo.reset()

@@ -204,6 +204,15 @@ def test_an_override_of_such_a_file_extends_it_further(given, native_length, max
         assert rope.untrained_extension == "mrrope_pro with factor 4"
 
 
+def test_an_override_of_an_exported_longrope_extends_it_further():
+    """Both of its factors are the same; those of a trained one are not."""
+    given = {"rope_type": "mrrope_uni", "factor": 2}
+    exported = LONGROPE | {"short_factor": LONGROPE["long_factor"]}
+    assert served(given, exported).untrained_extension == "longrope with factor 4"
+    assert served(given | {"original_max_position_embeddings": 1024}, exported).untrained_extension is None
+    assert served(given, LONGROPE).untrained_extension is None
+
+
 def test_an_override_replaces_what_a_file_says_about_serving():
     of_file = merged({"rope_type": "mrrope_pro", "factor": "auto", "rope_theta": BASE}, None, 4096)
     rope = served({"rope_type": "mrrope_uni", "factor": 4}, of_file)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -75,12 +76,25 @@ def test_the_same_tables_continue_it(patch, kind):
     assert relative(got, want) < tolerance(model, whole)
 
 
-def test_a_prefix_that_is_not_of_a_patch():
-    """As a prefix that was learned: such keys are not rotated by any table."""
-    model = tiny_model("llama")
-    cache = filled(model)
-    for patch in ("scale 4", "auto"):
-        read(as_patched(model, patch), TEXT[:, 16:], copy.deepcopy(cache))
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_keys_without_a_record(kind):
+    """As a prefix that was learned, which no table rotates; or of the unpatched model, for which only auto is right."""
+    cache = filled(tiny_model("llama"), kind)
+    model = as_patched(tiny_model("llama"), "scale 4")
+    with pytest.warns(UserWarning, match="past_key_values holds keys that the tables of this LlamaModel have not rot"):
+        read(model, TEXT[:, 16:], copy.deepcopy(cache))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read(model, TEXT[:, 16:], copy.deepcopy(cache))
+        whole = lambda model: read(model, TEXT).logits[:, 16:]  # noqa: E731
+        want = whole(as_patched(model, "auto"))
+        assert relative(read(model, TEXT[:, 16:], copy.deepcopy(cache)).logits, want) < tolerance(model, whole)
+        mrrope.patch(model, "rope")
+        assert relative(read(model, TEXT[:, 16:], copy.deepcopy(cache)).logits, want) < tolerance(model, whole)
+        mrrope.patch(model, "mrrope_pro", scale=4.0)
+        again = filled(model, kind)
+        read(model, TEXT[:, 16:17], copy.deepcopy(again))
+        read(copy.deepcopy(model), TEXT[:, 16:17], again)
 
 
 def test_tables_that_are_the_models_own():
@@ -114,6 +128,21 @@ def test_an_emptied_cache_is_free(then, kind):
     whole = lambda model: read(model, TEXT).logits  # noqa: E731
     assert relative(read(model, TEXT, cache).logits, want) < tolerance(model, whole)
     read(model, TEXT[:, :1], cache)
+
+
+def test_an_emptied_copy_is_free_for_the_models_own_tables():
+    """A copy that no model knows is marked on itself alone."""
+    model = as_patched(tiny_model("llama"), "scale 4")
+    copied = copy.deepcopy(filled(model))
+    copied.crop(-16)
+    mrrope.patch(model, "rope")
+    want = read(model, TEXT).logits
+    read(model, TEXT[:, :16], copied)
+    got = read(model, TEXT[:, 16:], copied).logits
+    whole = lambda model: read(model, TEXT).logits  # noqa: E731
+    assert relative(got, want[:, 16:]) < tolerance(model, whole)
+    with pytest.raises(ValueError, match=REFUSED):
+        read(as_patched(model, "scale 4"), TEXT[:, :1], filled(as_patched(tiny_model("llama"), "scale 2")))
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])

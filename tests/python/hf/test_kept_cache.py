@@ -1,6 +1,7 @@
 """Phi-3 and its relatives drop their cache at a length that the configuration states; patched, they keep it."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ pytest.importorskip("transformers")
 
 from model_tolerance import relative, tolerance
 from patched_models import Snapshot
-from tiny_models import LENGTH, random_model, tiny_config_of, tokens
+from tiny_models import LENGTH, random_model, tiny_config_of, tiny_model, tokens
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 FAMILIES = ("phi3", "phimoe", "phi4_multimodal")
@@ -53,6 +54,20 @@ def test_generating_across_the_native_length(family, scale):
     before.assert_untouched()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_part_that_is_patched_without_the_whole_warns(family):
+    """The part cannot reach the whole, whose generation would be wrong."""
+    model = random_model(config_of(family))
+    said = rf"{type(model.base_model).__name__} is patched without {type(model).__name__}, which drops its cache"
+    with pytest.warns(UserWarning, match=said):
+        mrrope.patch(model.base_model, "mrrope_pro", scale=4.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mrrope.patch(model, "mrrope_pro", scale=4.0)
+        mrrope.patch(tiny_model("llama").base_model, "mrrope_pro", scale=4.0)
+    assert_generates_as_one_forward(model)
+
+
 def test_a_table_that_is_not_fused():
     model = random_model(config_of("phi3"))
     attention = type(model.model.layers[0].self_attn)
@@ -91,6 +106,20 @@ def test_a_registered_rope_type(family):
     assert_generates_as_one_forward(model)
     mrrope.patch(model, "mrrope_uni", scale=2.0, original_max_position=LENGTH)
     mrrope.unpatch(model)
+    assert_generates_as_one_forward(model)
+
+
+def test_tables_in_the_configuration():
+    """The model is patched part by part while it is built."""
+    config = config_of("phimoe")
+    table = mrrope.frequency_table("mrrope_pro", rotary_dim=16, base=1e6, original_max_position=LENGTH, scale=4.0)
+    config.rope_parameters["rope_theta"] = 1e6
+    tables = mrrope.HeadTables([table] * config.num_key_value_heads)
+    exported = mrrope.export_config(config, tables, engine="transformers")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is patched without")
+        model = random_model(AutoConfig.for_model(**exported))
+    assert mrrope.is_patched(model)
     assert_generates_as_one_forward(model)
 
 

@@ -140,3 +140,52 @@ def test_trainer_and_peft(llama, tmp_path: Path):
     mrrope.patch(adapted, "mrrope_pro", scale=4.0)
     with pytest.warns(UserWarning, match="writes PeftModel without its patch"):
         adapted.save_pretrained(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("tuned", ["layers", "prompt"])
+def test_an_adapter_of_a_model_that_was_patched_before(llama, tmp_path: Path, tuned: str):
+    """PEFT's own ``save_pretrained`` saves it, also from Trainer."""
+    peft = pytest.importorskip("peft")
+    configs = {
+        "layers": lambda: peft.LoraConfig(target_modules=["q_proj"]),
+        "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    }
+    before = Snapshot(llama)
+    mrrope.patch(llama, "mrrope_pro", scale=4.0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without its patch")
+        llama.state_dict()
+        adapted = peft.get_peft_model(llama, configs[tuned]())
+    said = r"PEFT writes LlamaForCausalLM without its patch: mrrope\.patch\(model, 'mrrope_pro', scale=4\.0\) after"
+    with pytest.warns(UserWarning, match=said) as caught:
+        adapted.save_pretrained(tmp_path / "adapter")
+    assert len([each for each in caught if "without its patch" in str(each.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without its patch")
+        adapted.save_pretrained(tmp_path / "adapter")
+        with mrrope.patched(llama, "mrrope_pro", scale=2.0):
+            pass
+        adapted.save_pretrained(tmp_path / "adapter")
+    mrrope.patch(llama, "mrrope_pro", scale=2.0)
+    arguments = TrainingArguments(output_dir=tmp_path, report_to=[], use_cpu=True)
+    with pytest.warns(UserWarning, match=r"a checkpoint of PEFT writes .*scale=2\.0\) after from_pretrained"):
+        Trainer(adapted, arguments).save_model(tmp_path / "trained")
+    mrrope.unpatch(llama)
+    assert not llama._state_dict_pre_hooks
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without its patch")
+        adapted.save_pretrained(tmp_path / "adapter")
+    if tuned == "prompt":  # which leaves the layers alone
+        before.assert_untouched()
+
+
+def test_copies_of_a_patched_model_warn_for_themselves(llama, tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    mrrope.patch(llama, "mrrope_pro", scale=4.0)
+    for copied in (copy.deepcopy(llama), pickle.loads(pickle.dumps(llama))):
+        adapted = peft.get_peft_model(copied, peft.LoraConfig(target_modules=["q_proj"]))
+        with pytest.warns(UserWarning, match="a checkpoint of PEFT writes"):
+            adapted.save_pretrained(tmp_path)
+        mrrope.unpatch(copied)
+        assert not copied._state_dict_pre_hooks
+    assert llama._state_dict_pre_hooks

@@ -263,6 +263,8 @@ REQUESTS = {
     "base a word": ({"base": "theta"}, TypeError, ["base must be a number", "got 'theta'"]),
     "base beyond floats": ({"base": 10**400}, ValueError, ["base must be within the range of a float"]),
     "scale none": ({"scale": None}, TypeError, ["scale must be a number", "got None"]),
+    "scale true": ({"scale": True}, TypeError, ["scale must be a number", "got True"]),
+    "attention_factor true": ({"attention_factor": True}, TypeError, ["attention_factor must be a number", "got True"]),
     "alpha above beta": ({"alpha": 40.0}, ValueError, ["alpha must not be above beta", "alpha 40", "beta 32"]),
     "bounds reversed": ({"bounds": (3, 2)}, ValueError, ["bounds must be (d_l, d_h) with 0 <= d_l <= d_h", "(3, 2)"]),
     "bounds negative": ({"bounds": (-1, 2)}, ValueError, ["bounds must be", "(-1, 2)"]),

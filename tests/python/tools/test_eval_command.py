@@ -242,6 +242,10 @@ def test_a_missing_folder_that_may_be_a_name_on_the_hub(folder: Path, monkeypatc
     assert evaluate(folder, model="models/mine") == 2
     said = "mrrope eval: model models/mine, which is no folder here, cannot be loaded: We couldn't connect to the hub"
     assert said in capsys.readouterr().err
+    for name in ("mine/", "./mine", "my/models/mine"):  # which are no names on the hub
+        assert evaluate(folder, model=name) == 2
+        said = "mrrope eval: model must be a folder, a name on the hub or a .gguf file, and there is no folder "
+        assert said in capsys.readouterr().err
 
 
 def test_what_transformers_says_of_a_model_is_not_cut_off_after_a_line(folder: Path, monkeypatch, capsys) -> None:

@@ -167,6 +167,42 @@ def test_an_extended_configuration_is_extended_with_the_warning_of_patch():
             mrrope.export_config(tiny("llama"), "yarn", scale=4.0, engine=engine)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+@pytest.mark.parametrize("engine", hf_config.ENGINES)
+def test_an_exported_configuration_is_extended_with_the_warning(model_type, engine):
+    """Both factors of an exported longrope are the same; Phi-3's and SGLang's state a length past all texts."""
+    config = tiny(model_type, **FAMILIES[model_type])
+    exported = mrrope.export_config(config, "mrrope_pro", scale=SCALE, engine=engine)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**exported))
+    said = rf"is extended .*with factor 4\): scale=2.0 extends the {4 * ORIGINAL} .*original_max_position={ORIGINAL} "
+    with pytest.warns(UserWarning, match=said):
+        mrrope.patch(model, "mrrope_pro", scale=2.0)
+    with pytest.warns(UserWarning, match=said):
+        again = mrrope.export_config(exported, "mrrope_pro", scale=2.0, engine=engine)
+    assert again["max_position_embeddings"] == 8 * ORIGINAL
+
+
+def test_trained_factors_of_longrope_do_not_warn():
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": ORIGINAL}
+    rope = {"rope_type": "longrope", "rope_theta": 50_000.0, "factor": 2.0, **factors}
+    config = transformers.LlamaConfig(**TINY | {"max_position_embeddings": 2 * ORIGINAL}, rope_parameters=rope)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mrrope.export_config(config, "pi", scale=2.0)
+        mrrope.patch(transformers.AutoModelForCausalLM.from_config(config), "pi", scale=2.0)
+
+
+@pytest.mark.parametrize("engine", hf_config.ENGINES)
+def test_a_window_of_all_layers_is_exported_with_the_warning_of_patch(engine):
+    said = r"mistral reads 256 tokens so, but no layer sees further back than its sliding window of 8: sliding_window"
+    with pytest.warns(UserWarning, match=said):
+        mrrope.export_config(tiny("mistral", sliding_window=8), "mrrope_pro", scale=SCALE, engine=engine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mrrope.export_config(tiny("mistral", sliding_window=None), "mrrope_pro", scale=SCALE, engine=engine)
+        mrrope.export_config(tiny("mistral", sliding_window=8), "rope", engine="transformers")
+
+
 @pytest.mark.parametrize(
     "options", [{"alpha": 2.0, "beta": 16.0}, {"bounds": (1, 9)}, {"attention_factor": 1.25}, {"power": 0.5}]
 )
@@ -246,6 +282,7 @@ DEEPSEEK |= {"mscale": 1.0, "mscale_all_dim": 1.0}
         (lambda: transformers.GPT2Config(), {}, ValueError, "rotary position embeddings, and gpt2 has none"),
         (lambda: tiny("llama"), {"method": "mrope"}, ValueError, "method must be one of"),
         (lambda: tiny("llama"), {"scale": -1.0}, ValueError, "scale"),
+        (lambda: tiny("llama"), {"scale": True}, TypeError, "scale must be a number, got True"),
         (lambda: tiny("llama"), {"method": other_base(), "scale": 1.0}, ValueError, "rotary_dim 32"),
         (lambda: tiny("llama"), {"method": other_base()}, ValueError, "ready table, which leaves no room for"),
         (lambda: tiny("llama"), {"method": relative(), "scale": 1.0}, ValueError, "a table with cumulative scales"),
