@@ -1,5 +1,6 @@
 """Fixtures for devices and golden tables, hypothesis profiles, and the selection of ``pytest --quick``."""
 
+import gc
 import importlib
 import json
 import os
@@ -81,7 +82,11 @@ def rope_types() -> None:
 
 @pytest.fixture
 def dynamo() -> Iterator[Any]:
-    """Reset TorchDynamo before and after the test."""
+    """Reset TorchDynamo before and after the test.
+
+    Patched models of other tests are collected first: during compilation, their functions would change under it.
+    """
+    gc.collect()
     importlib.import_module("torch._dynamo.testing")  # which torch._dynamo does not import
     torch._dynamo.reset()
     yield torch._dynamo

@@ -6,7 +6,6 @@ thing on this machine, the reference fails first, and the test is skipped with i
 
 import contextlib
 import copy
-import gc
 import importlib.util
 import pickle
 from collections.abc import Callable, Iterator
@@ -200,7 +199,6 @@ def test_compiled_in_one_graph(family: str, dynamo: Any) -> None:
 
 
 def test_compiled_before_it_is_patched(dynamo: Any) -> None:
-    gc.collect()  # patched models of other tests: collected during compilation, their function would change under it
     model = tiny_model("llama")
     plain = logits(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)

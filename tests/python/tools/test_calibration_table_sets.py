@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(folder: Path, output: Path, *given: str):
     texts = [str(folder / name) for name in ("model", "texts", "held", "other")]
-    always = ["--scale", "4", "--documents", "2", "--trials", "0", "--budget", "0.03", "--output", str(output)]
+    always = ["--scale", "4", "--documents", "2", "--trials", "0", "--budget", "0.05", "--output", str(output)]
     found = study.parser().parse_args([*texts, *always, *given])
     found.found = dict(found.found)
     return found
