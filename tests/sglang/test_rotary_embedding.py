@@ -1,13 +1,14 @@
 """Where rope layers are built, and which attention layers may call them."""
 
 import pytest
+import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import get_rope
 from torch import nn
 
 from mrrope.serving.rope_layer import ServedRotaryEmbedding
 from mrrope.serving.rope_settings import merged
-from mrrope.sglang.rotary_embedding import require_served
+from mrrope.sglang.rotary_embedding import LOADED_MODEL, require_served
 
 BASE = 10_000.0
 OURS = merged({"rope_type": "mrrope_uni", "factor": 2}, {"rope_type": "default", "rope_theta": BASE}, 64)
@@ -24,6 +25,28 @@ def test_equal_layers_of_a_process_are_ours():
     assert isinstance(layer, ServedRotaryEmbedding)
     assert layer.rotary_dim == layer.head_size == 16
     assert not isinstance(rope({"rope_type": "default", "rope_theta": BASE}), ServedRotaryEmbedding)
+
+
+class Config:
+    """Stands for the model that is being loaded."""
+
+
+@pytest.fixture
+def loaded_model():
+    config = Config()
+    token = LOADED_MODEL.set(config)
+    yield config
+    LOADED_MODEL.reset(token)
+
+
+def test_a_model_of_the_meta_device_shares_no_layer(loaded_model):
+    """SGLang builds one for the names of sharded weights, and kernels do nothing with tables of that device."""
+    with torch.device("meta"):
+        of_shapes = rope()
+    layer = rope()
+    assert of_shapes.tables.is_meta
+    assert rope() is layer
+    assert torch.equal(layer.tables[:-1], layer.ladder.tables[0].turns)
 
 
 @pytest.mark.parametrize("more", [{"rotary_dim": 8}, {"partial_rotary_factor": 0.5}])
