@@ -59,6 +59,8 @@ def test_a_part_of_a_head_rotates_as_the_model_says(more):
     [
         ({"base": 500.0}, "base must be the rope_theta of rope_parameters, 10000.0, got 500.0"),
         ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config must be None"),
+        ({"parameters": OURS | {"video_rope": True}}, "rope_parameters' video_rope must be off .* got True"),
+        ({"parameters": OURS | {"mrope_interleaved_glm": True}}, "mrope_interleaved_glm must be off .* got True"),
     ],
 )
 def test_a_rotation_that_no_table_describes_is_refused(more, message):
@@ -99,6 +101,10 @@ class WithOwnKernel(Attention):
         return self.rotary_emb.cos_sin_cache
 
 
+class WithInheritedKernel(WithOwnKernel):
+    """Has the kernel of the class that it inherits from."""
+
+
 STOCK = {"rope_type": "default", "rope_theta": BASE}
 
 
@@ -120,6 +126,7 @@ def test_no_kernel_writes_the_cache_too():
     ("modules", "message"),
     [
         (lambda: [WithOwnKernel(rope())], r"0, a WithOwnKernel, calls a kernel of its own \(cos_sin_cache\)"),
+        (lambda: [WithInheritedKernel(rope())], r"0, a WithInheritedKernel, calls a kernel of its own"),
         (lambda: [Attention(rope()), Attention(rope(STOCK))], "1 of Sequential holds no rotary embedding of mrrope"),
         (lambda: [Attention(None)], "0 of Sequential holds no rotary embedding of mrrope"),
         (lambda: [Attention(rope(STOCK), window=32)], "but Sequential holds no rotary embedding of mrrope"),
