@@ -35,9 +35,11 @@ def load_model(original: Callable[..., None], runner: Any, *args: Any, **kwargs:
 
 def _max_step_tokens(runner: Any) -> int:
     """Return an upper bound of the tokens of a step: a budget of prompts, of which the last may exceed it."""
-    server = runner.server_args
-    prompts: int = server.max_prefill_tokens + runner.model_config.context_len
-    return max(prompts, server.chunked_prefill_size or 0)
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    options = resolving_view(runner.server_args)
+    prompts: int = options.max_prefill_tokens + runner.model_config.context_len
+    return max(prompts, options.chunked_prefill_size or 0)
 
 
 def _fill_before_forward(model: Any, tables: TokenTables) -> None:
