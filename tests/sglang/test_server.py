@@ -228,6 +228,8 @@ def test_requests_are_counted_by_scale(server):
     before = counted()
     server.generate(random_tokens(200), random_tokens(210))
     assert counted() == before | {"4": before["4"] + 2}
+    server.get("/health_generate")
+    assert counted() == before | {"4": before["4"] + 2}, "a health check is no request"
 
 
 def test_the_log_names_the_scales(server):
