@@ -25,12 +25,26 @@ def load_model(original: Callable[..., None], runner: Any, *args: Any, **kwargs:
         original(runner, *args, **kwargs)
     finally:
         LOADED_MODEL.reset(token)
+        require_own_implementation(runner.model_config)  # transformers fails, too, but names no reason
     require_served(runner.model)
     with torch.device(runner.device):
         give_tables_of_layers(runner.model)
     runner.mrrope_tables = attach(runner.model, _max_step_tokens(runner), torch.device(runner.device))
     if runner.mrrope_tables is not None:
         _fill_before_forward(runner.model, runner.mrrope_tables)
+
+
+def require_own_implementation(model_config: Any) -> None:
+    """Raise ValueError for a model that SGLang has no implementation of, and loads by that of transformers."""
+    from sglang.srt.configs.model_config import ModelImpl
+    from sglang.srt.model_loader.utils import get_resolved_model_impl
+
+    if (found := get_resolved_model_impl(model_config)) != ModelImpl.SGLANG:
+        raise ValueError(
+            "rope_parameters of mrrope must be served by an implementation of SGLang, got "
+            f"{', '.join(model_config.hf_config.architectures or ())} with model_impl {found.value!r}: that backend "
+            "rotates by the model's own code"
+        )
 
 
 def _max_step_tokens(runner: Any) -> int:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from sglang.srt.arg_groups.overrides import declare_resolution
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_config import ModelConfig, ModelImpl
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.server_args import ServerArgs
 from tiny_server import NATIVE_LENGTH, save_model
@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mrrope
 from mrrope.serving.rope_layer import ServedRotaryEmbedding
+from mrrope.sglang.model_runner import require_own_implementation
 
 UNI = {"rope_type": "mrrope_uni", "factor": 4}
 AUTO = {"rope_type": "mrrope_uni", "factor": "auto", "max_factor": 4}
@@ -177,6 +178,15 @@ def test_the_rust_front_end_is_refused_at_start(folder, monkeypatch, value):
     with pytest.raises(ValueError, match="SGLANG_RUST_SERVER must be off"):
         configured(folder, {"rope_parameters": AUTO})
     assert configured(folder, {"rope_parameters": UNI})
+
+
+def test_a_model_that_transformers_runs_is_refused_at_start(folder):
+    config = configured(folder, {"rope_parameters": UNI})
+    config._resolved_model_impl = ModelImpl.SGLANG  # as SGLang notes it where it loads a model
+    require_own_implementation(config)
+    config._resolved_model_impl = ModelImpl.TRANSFORMERS
+    with pytest.raises(ValueError, match="got LlamaForCausalLM with model_impl 'transformers': that backend rotates"):
+        require_own_implementation(config)
 
 
 @pytest.mark.parametrize(("options", "message"), ALWAYS)
