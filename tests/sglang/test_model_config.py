@@ -9,7 +9,7 @@ from sglang.srt.configs.model_config import ModelConfig, ModelImpl
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.server_args import ServerArgs
 from tiny_server import NATIVE_LENGTH, save_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV3Config, LlamaConfig, LlamaForCausalLM
 
 import mrrope
 from mrrope.serving.rope_layer import ServedRotaryEmbedding
@@ -170,6 +170,12 @@ def test_options_that_sglang_resolves_are_refused_too(folder):
     declare_resolution(arguments, "a handler of SGLang", speculative_algorithm="NGRAM")
     with pytest.raises(ValueError, match="speculative_algorithm must be None, got 'NGRAM'"):
         ModelConfig.from_server_args(arguments)
+
+
+def test_latent_attention_is_refused_at_start(tmp_path):
+    DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="got deepseek_v3 with multi-head latent attention"):
+        configured(tmp_path, {"rope_parameters": UNI})
 
 
 @pytest.mark.parametrize("value", ["1", "yes"])
