@@ -71,9 +71,11 @@ class Server:
     def __init__(
         self, model: Path, log: Path, *options: str, overrides: dict[str, Any] | None = None, plugins: str = "mrrope"
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        # Held until the end, so that no other process gets the port before the server, whose socket reuses the address.
+        self._port = socket.socket()
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._port.getsockname()[1]}"
         self.log = log
         self._is_up = False
         with log.open("w") as output:
@@ -96,6 +98,7 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._port.close()
 
     def post(self, path: str, body: dict[str, Any]) -> requests.Response:
         """Send a request."""
