@@ -258,7 +258,9 @@ def rope_layer(
     is_neox_style: bool,
     dtype: torch.dtype,
 ) -> ServedRotaryEmbedding:
-    """Return the layer of merged ``rope_parameters``. Equal settings of one model share a layer.
+    """Return the layer of merged ``rope_parameters``. Equal settings of one model and device share a layer.
+
+    Engines also build a model on the meta device, to see its shapes: kernels do nothing with tables of that device.
 
     Args:
         config: The engine's configuration, which stands for the model; None where nothing is shared.
@@ -271,7 +273,8 @@ def rope_layer(
     Raises:
         ValueError: The parameters do not fit the model.
     """
-    key = (head_size, max_position, is_neox_style, dtype, json.dumps(rope_parameters, sort_keys=True))
+    device = torch.get_default_device()
+    key = (head_size, max_position, is_neox_style, dtype, device, json.dumps(rope_parameters, sort_keys=True))
     layer = None if config is None else _layers_of(config).get(key)
     if layer is None:
         layer = _new_layer(rope_parameters, head_size, max_position, is_neox_style, dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,57 +32,70 @@ def conflicts(server_args: Any, model_config: Any) -> Iterator[str]:
     """Yield a sentence for each option that mrrope, as configured, cannot serve.
 
     Args:
-        server_args: The ``ServerArgs``; some values are resolved later, and are looked at again by every process.
+        server_args: The ``ServerArgs``, looked at again by every process: SGLang resolves some values later.
         model_config: The ``ModelConfig``.
     """
+    from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.configs.model_config import AttentionArch
 
     served = served_rope(model_config.hf_config)
     if served is None:
         return
-    if str(server_args.model_impl) == "transformers":
+    options = resolving_view(server_args)
+    if str(options.model_impl) == "transformers":
         yield "model_impl must not be 'transformers': that backend rotates by the model's own code in transformers"
-    if model_config.attention_arch == AttentionArch.MLA:
+    # DeepSeek-V4 counts as MHA there, and rotates a part of each head by its own kernels likewise.
+    text = model_config.hf_text_config
+    if model_config.attention_arch == AttentionArch.MLA or getattr(text, "qk_rope_head_dim", None):
         yield (
-            f"the model must rotate by its rope_parameters, got {model_config.hf_text_config.model_type} with "
+            f"the model must rotate by its rope_parameters, got {text.model_type} with "
             "multi-head latent attention: its implementation in SGLang has kernels of its own"
         )
     for option in OTHER_KERNELS:
-        if getattr(server_args, option):
+        if getattr(options, option):
             yield f"{option} must be off: its kernels rotate by themselves"
-    if server_args.tokenizer_worker_num > 1:
+    if options.weight_cache_mode != "off":
         yield (
-            f"tokenizer_worker_num must be 1, got {server_args.tokenizer_worker_num}: SGLang loads no plugin in the "
+            f"weight_cache_mode must be 'off', got {options.weight_cache_mode!r}: SGLang loads no plugin in the "
+            "daemon that holds the weights"
+        )
+    if options.load_format == "layered":
+        yield "load_format must not be 'layered': it empties all buffers of a model, which hold its tables"
+    if options.tokenizer_worker_num > 1:
+        yield (
+            f"tokenizer_worker_num must be 1, got {options.tokenizer_worker_num}: SGLang loads no plugin in the "
             "workers of its HTTP server"
         )
     if served.is_auto:
-        yield from _conflicts_of_auto(server_args, model_config)
+        yield from _conflicts_of_auto(options, model_config)
 
 
-def _conflicts_of_auto(server_args: Any, model_config: Any) -> Iterator[str]:
+def _conflicts_of_auto(options: Any, model_config: Any) -> Iterator[str]:
     """Yield the conflicts of a table per request: the table of a token is known by its place in the whole batch."""
-    if server_args.speculative_algorithm is not None:
+    from sglang.srt.environ import envs
+
+    if options.speculative_algorithm is not None:
         yield (
-            f"speculative_algorithm must be None, got {server_args.speculative_algorithm!r}: drafted tokens are tokens "
+            f"speculative_algorithm must be None, got {options.speculative_algorithm!r}: drafted tokens are tokens "
             "of a step, and a draft model runs on others"
         )
-    if server_args.dllm_algorithm is not None:
-        yield f"dllm_algorithm must be None, got {server_args.dllm_algorithm!r}: a step holds blocks of tokens"
-    if server_args.disaggregation_mode != "null":
+    if options.dllm_algorithm is not None:
+        yield f"dllm_algorithm must be None, got {options.dllm_algorithm!r}: a step holds blocks of tokens"
+    if options.disaggregation_mode != "null":
         yield (
-            f"disaggregation_mode must be 'null', got {server_args.disaggregation_mode!r}: another engine may have "
+            f"disaggregation_mode must be 'null', got {options.disaggregation_mode!r}: another engine may have "
             "chosen another table for the same text"
         )
     for option in SHARED_CACHES:
-        if value := getattr(server_args, option):
+        if value := getattr(options, option):
             yield f"{option} must be off, got {value!r}: another engine may have chosen another table for the same text"
     for option, reason in PARTS_OF_A_STEP.items():
-        if getattr(server_args, option):
+        if getattr(options, option):
             yield f"{option} must be off: {reason}"
     for option in OTHER_FRONT_ENDS:
-        if getattr(server_args, option):
+        if getattr(options, option):
             yield f"{option} must be off: its front end runs no hook that chooses a table"
-    if os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true"):
+    if envs.SGLANG_RUST_SERVER.get():
         yield "SGLANG_RUST_SERVER must be off: its front end runs no hook that chooses a table"
     if model_config.is_encoder_decoder:
         yield "the model must not be an encoder-decoder: its table is chosen by the length of one text"

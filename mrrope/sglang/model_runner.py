@@ -25,6 +25,7 @@ def load_model(original: Callable[..., None], runner: Any, *args: Any, **kwargs:
         original(runner, *args, **kwargs)
     finally:
         LOADED_MODEL.reset(token)
+        require_own_implementation(runner.model_config)  # transformers fails, too, but names no reason
     require_served(runner.model)
     with torch.device(runner.device):
         give_tables_of_layers(runner.model)
@@ -33,11 +34,26 @@ def load_model(original: Callable[..., None], runner: Any, *args: Any, **kwargs:
         _fill_before_forward(runner.model, runner.mrrope_tables)
 
 
+def require_own_implementation(model_config: Any) -> None:
+    """Raise ValueError for a model that SGLang has no implementation of, and loads by that of transformers."""
+    from sglang.srt.configs.model_config import ModelImpl
+    from sglang.srt.model_loader.utils import get_resolved_model_impl
+
+    if (found := get_resolved_model_impl(model_config)) != ModelImpl.SGLANG:
+        raise ValueError(
+            "rope_parameters of mrrope must be served by an implementation of SGLang, got "
+            f"{', '.join(model_config.hf_config.architectures or ())} with model_impl {found.value!r}: that backend "
+            "rotates by the model's own code"
+        )
+
+
 def _max_step_tokens(runner: Any) -> int:
     """Return an upper bound of the tokens of a step: a budget of prompts, of which the last may exceed it."""
-    server = runner.server_args
-    prompts: int = server.max_prefill_tokens + runner.model_config.context_len
-    return max(prompts, server.chunked_prefill_size or 0)
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    options = resolving_view(runner.server_args)
+    prompts: int = options.max_prefill_tokens + runner.model_config.context_len
+    return max(prompts, options.chunked_prefill_size or 0)
 
 
 def _fill_before_forward(model: Any, tables: TokenTables) -> None:

@@ -64,7 +64,7 @@ class Admission:
             if scale is not None:
                 parsed_scale(self.steps, scale)
             return
-        _require_whole_text(source, scale)
+        _require_whole_text(source, params.beam_width, scale)
         max_tokens = self.max_model_len if params.max_new_tokens is None else params.max_new_tokens
         prompt = request.input_ids if request.input_embeds is None else request.input_embeds
         choice = choose(
@@ -82,20 +82,21 @@ class Admission:
         request.extra_key = salted(request.extra_key, choice.table)
         named = f"{self.steps.scales[choice.table]:g}"
         logger.debug("mrrope: request %s at scale %s, max_new_tokens %s", request.rid, named, params.max_new_tokens)
-        request_counter().labels(self.model_name, named).inc()
+        if source.log_metrics:  # not of SGLang's health checks
+            request_counter().labels(self.model_name, named).inc()
 
 
-def _require_whole_text(source: GenerateReqInput, scale: object) -> None:
+def _require_whole_text(source: GenerateReqInput, beam_width: int | None, scale: object) -> None:
     """Raise ValueError where the number of tokens does not tell how far positions reach."""
     if source.session_params:
         raise ValueError(
             "session_params cannot be served with rope_parameters' factor 'auto': the table is chosen by the length of "
             "the whole text, of which a session sends a part"
         )
-    if (source.sampling_params.get("beam_width") or 1) > 1:
+    if (beam_width or 1) > 1:
         raise ValueError(
-            f"beam_width must be 1 with rope_parameters' factor 'auto', got {source.sampling_params['beam_width']}: "
-            "beams are tokens of a step that belong to no request"
+            f"beam_width must be 1 with rope_parameters' factor 'auto', got {beam_width}: beams are tokens of a step "
+            "that belong to no request"
         )
     if source.video_data and scale is None:
         raise ValueError(

@@ -19,6 +19,9 @@ FUSED_KERNELS = ("use_fused_qk_norm_rope", "use_fused_qk_norm_rope_cpu", "use_fu
 LOADED_MODEL: contextvars.ContextVar[Any] = contextvars.ContextVar("loaded_model", default=None)
 """The configuration of the model that is being loaded, whose layers of equal settings are one."""
 
+OTHER_POSITIONS = ("video_rope", "mrope_interleaved_glm")
+"""Keys of ``rope_parameters`` by which SGLang assigns pairs to rows of positions as no table of ours does."""
+
 OWN_ROTATION = ("cos_sin_cache", "try_bf16_rope_store", "create_fused_set_kv_buffer_arg")
 """Names in the code of attention modules that rotate by their own kernels."""
 
@@ -53,6 +56,12 @@ def get_rope(
     for name, value in {"dual_chunk_attention_config": dual_chunk_attention_config, **unknown}.items():
         if value is not None:
             raise ValueError(f"get_rope's {name} must be None with a rope type of mrrope, got {value!r}")
+    for name in OTHER_POSITIONS:
+        if rope_scaling.get(name):
+            raise ValueError(
+                f"rope_parameters' {name} must be off with a rope type of mrrope, got {rope_scaling[name]!r}: its "
+                "order of positions is not served"
+            )
     stated = rope_scaling.get("rope_theta", base)
     if base != stated:
         raise ValueError(
@@ -115,7 +124,7 @@ def _require_unfused(name: str, module: nn.Module) -> None:
         for flag in found:
             setattr(module, flag, False)
         return
-    source = inspect.getsource(type(module))
+    source = _source(type(module))
     if "enable_fused_set_kv_buffer" in source:  # which is write_cache_apart now
         source = source.replace("create_fused_set_kv_buffer_arg", "")
     if read := [word for word in OWN_ROTATION if word in source]:
@@ -123,3 +132,9 @@ def _require_unfused(name: str, module: nn.Module) -> None:
             f"attention layers must rotate by their rope layer alone, but {name}, a {type(module).__name__}, calls a "
             f"kernel of its own ({', '.join(read)}): it cannot be served with mrrope"
         )
+
+
+def _source(kind: type[nn.Module]) -> str:
+    """Return the code of a class and of those it inherits from, up to PyTorch's."""
+    others = ("torch", "builtins", "abc", "typing")
+    return "".join(inspect.getsource(base) for base in kind.__mro__ if base.__module__.partition(".")[0] not in others)

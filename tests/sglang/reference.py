@@ -34,3 +34,12 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference of log-probabilities."""
     assert found.shape == expected.shape
     return (found - expected).abs().max().item()
+
+
+@torch.no_grad()
+def shortfall(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+    """Return by how much the log-probability of new tokens is below that of the likeliest: 0 where greedy."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    scores = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    chosen = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return (scores.max(-1).values - chosen).max().item()

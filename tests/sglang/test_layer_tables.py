@@ -1,8 +1,8 @@
 """Tables per layer and key head on the real server, with a scale per request."""
 
 import pytest
-from reference import TOLERANCE, difference, logprobs, patched, random_tokens
-from tiny_server import NATIVE_LENGTH, Server, save_model
+from reference import TOLERANCE, difference, logprobs, patched, random_tokens, shortfall
+from tiny_server import GREEDY, NATIVE_LENGTH, Server, save_model
 
 import mrrope
 
@@ -32,7 +32,9 @@ def stock(folder):
 def server(folder, stock):
     tables = [table_set(scale).to_dict() for scale in (2.0, 4.0)]
     overrides = {"rope_parameters": {"rope_type": "mrrope", "table": tables, "reserve": 8}}
-    with Server(folder / "model", folder / "log", "--max-total-tokens", "1024", overrides=overrides) as server:
+    # SGLang mixes decoding into prefills of requests without log-probabilities only.
+    options = "--max-total-tokens 1024 --chunked-prefill-size 64 --enable-mixed-chunk"
+    with Server(folder / "model", folder / "log", *options.split(), overrides=overrides) as server:
         yield server
 
 
@@ -43,3 +45,15 @@ def test_layers_and_heads_rotate_by_their_own_tables(server, stock):
         model = stock if scale == 1.0 else patched(stock, table_set(scale))
         assert difference(answer.prompt_logprobs, logprobs(model, prompt)) < TOLERANCE
         assert difference(answer.prompt_logprobs, logprobs(patched(stock, table(4.0, 0.5)), prompt)) > 0.1
+
+
+def test_a_step_of_prompts_and_decoding_has_the_tables_of_both(server, stock):
+    """The short requests decode beside the chunks of the long prompt."""
+    prompts = {1.0: random_tokens(20, seed=5), 2.0: random_tokens(90, seed=6), 4.0: random_tokens(230, seed=7)}
+    body = {"input_ids": list(prompts.values()), "sampling_params": GREEDY | {"max_new_tokens": 12}}
+    response = server.post("/generate", body)
+    assert response.status_code == 200, response.text
+    for (scale, prompt), answer in zip(prompts.items(), response.json(), strict=True):
+        model = stock if scale == 1.0 else patched(stock, table_set(scale))
+        assert shortfall(model, prompt, answer["output_ids"]) < TOLERANCE
+        assert shortfall(patched(stock, table(4.0, 0.5)), prompt, answer["output_ids"]) > 0.1

@@ -4,14 +4,16 @@ import json
 
 import pytest
 import torch
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.configs.model_config import ModelConfig, ModelImpl
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.server_args import ServerArgs
 from tiny_server import NATIVE_LENGTH, save_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV3Config, LlamaConfig, LlamaForCausalLM
 
 import mrrope
 from mrrope.serving.rope_layer import ServedRotaryEmbedding
+from mrrope.sglang.model_runner import require_own_implementation
 
 UNI = {"rope_type": "mrrope_uni", "factor": 4}
 AUTO = {"rope_type": "mrrope_uni", "factor": "auto", "max_factor": 4}
@@ -75,6 +77,17 @@ def test_the_layer_has_the_table_of_a_patched_model(folder, given):
     assert table.attention_factor == expected.attention_factor
 
 
+def test_the_layer_has_the_tables_of_a_patched_model_with_a_scale_per_sequence(folder):
+    layer = rope_of(configured(folder, {"rope_parameters": AUTO}))
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    mrrope.patch(model, "mrrope_uni", scale="auto", max_scale=4.0)
+    expected = mrrope.patch_of(model).tables
+    assert [table.scale for table in layer.ladder.tables] == [1.0, 2.0, 4.0]
+    for table, other in zip(layer.ladder.tables, expected, strict=True):
+        assert torch.equal(table.turns, other.turns)
+        assert table.attention_factor == other.attention_factor
+
+
 def test_a_ready_table_is_read_from_the_folder_of_a_file(folder, tmp_path):
     own = mrrope.frequency_table("mrrope_pro", rotary_dim=16, base=BASE, original_max_position=64, scale=2.0)
     own.save(tmp_path / "own.json")
@@ -125,6 +138,8 @@ ALWAYS = [
     ({"model_impl": "transformers"}, "model_impl must not be 'transformers'"),
     ({"tokenizer_worker_num": 2}, "tokenizer_worker_num must be 1, got 2"),
     ({"enable_nvidia_megakernel": True}, "enable_nvidia_megakernel must be off"),
+    ({"weight_cache_mode": "client"}, "weight_cache_mode must be 'off', got 'client'"),
+    ({"load_format": "layered"}, "load_format must not be 'layered'"),
 ]
 OF_AUTO = [
     ({"speculative_algorithm": "NGRAM"}, "speculative_algorithm must be None, got 'NGRAM'"),
@@ -146,6 +161,38 @@ def test_options_that_cannot_be_served_are_refused_at_start(folder, options, mes
     with pytest.raises(ValueError, match=f"rope_parameters of mrrope with the following cannot be served: {message}"):
         configured(folder, {"rope_parameters": AUTO}, **options)
     assert configured(folder, **options)
+
+
+def test_options_that_sglang_resolves_are_refused_too(folder):
+    arguments = ServerArgs(
+        model_path=str(folder), device="cpu", json_model_override_args=json.dumps({"rope_parameters": AUTO})
+    )
+    declare_resolution(arguments, "a handler of SGLang", speculative_algorithm="NGRAM")
+    with pytest.raises(ValueError, match="speculative_algorithm must be None, got 'NGRAM'"):
+        ModelConfig.from_server_args(arguments)
+
+
+def test_latent_attention_is_refused_at_start(tmp_path):
+    DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="got deepseek_v3 with multi-head latent attention"):
+        configured(tmp_path, {"rope_parameters": UNI})
+
+
+@pytest.mark.parametrize("value", ["1", "yes"])
+def test_the_rust_front_end_is_refused_at_start(folder, monkeypatch, value):
+    monkeypatch.setenv("SGLANG_RUST_SERVER", value)
+    with pytest.raises(ValueError, match="SGLANG_RUST_SERVER must be off"):
+        configured(folder, {"rope_parameters": AUTO})
+    assert configured(folder, {"rope_parameters": UNI})
+
+
+def test_a_model_that_transformers_runs_is_refused_at_start(folder):
+    config = configured(folder, {"rope_parameters": UNI})
+    config._resolved_model_impl = ModelImpl.SGLANG  # as SGLang notes it where it loads a model
+    require_own_implementation(config)
+    config._resolved_model_impl = ModelImpl.TRANSFORMERS
+    with pytest.raises(ValueError, match="got LlamaForCausalLM with model_impl 'transformers': that backend rotates"):
+        require_own_implementation(config)
 
 
 @pytest.mark.parametrize(("options", "message"), ALWAYS)

@@ -1,5 +1,6 @@
 """A scale per request on the real server: log-probabilities, cache, admission, chunks and retraction."""
 
+import json
 import re
 
 import pytest
@@ -159,6 +160,17 @@ def test_a_bad_scale_is_http_400(server, path):
     assert server.post(path, with_custom_params(path, named(8))).status_code == 200
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_bad_scale_of_a_stream_is_told(server, path):
+    """SGLang validates streams of the OpenAI API before it answers, those of its own after."""
+    response = server.post(path, with_custom_params(path, named(3)) | {"stream": True})
+    assert response.status_code == (200 if path == "/generate" else 400)
+    (body,) = re.findall(r"^(?:data: )?(\{.*\})$", response.text, re.MULTILINE)
+    error = json.loads(body)
+    assert error.get("error", error)["code"] == 400
+    assert "mrrope_scale must be one of 1, 2, 4, 8, got 3" in error.get("error", error)["message"]
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -228,9 +240,14 @@ def test_requests_are_counted_by_scale(server):
     before = counted()
     server.generate(random_tokens(200), random_tokens(210))
     assert counted() == before | {"4": before["4"] + 2}
+    server.get("/health_generate")
+    assert counted() == before | {"4": before["4"] + 2}, "a health check is no request"
 
 
 def test_the_log_names_the_scales(server):
     server.generate(random_tokens(10))
     steps = "64 tokens at scale 1, 128 tokens at scale 2, 256 tokens at scale 4, 512 tokens at scale 8"
-    assert f"mrrope chooses a table for each request: {steps}" in server.log.read_text()
+    log = server.log.read_text()
+    assert f"mrrope chooses a table for each request: {steps}" in log
+    assert "TokenizerManager._create_tokenized_object" in log, "hooks that test_export.py finds in no other log"
+    assert re.search(r"disable_overlap_schedule['\"]?[=:] ?False", log)

@@ -19,7 +19,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 NATIVE_LENGTH = 64
-SECONDS_TO_START = 240
+SECONDS_TO_START = 600
+"""A server starts in 50 s on two cores; three start at a time, on a machine that may have more to do."""
+SECONDS_TO_ANSWER = 600
 STAND_IN = Path(__file__).parent / "stand_in"
 
 
@@ -69,21 +71,24 @@ class Server:
     def __init__(
         self, model: Path, log: Path, *options: str, overrides: dict[str, Any] | None = None, plugins: str = "mrrope"
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        # Held until the end, so that no other process gets the port before the server, whose socket reuses the address.
+        self._port = socket.socket()
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._port.getsockname()[1]}"
         self.log = log
         self._is_up = False
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", *_ARGUMENTS, "--model-path", str(model), *options]
-            + ["--port", self.url.rpartition(":")[2]]
-            + (["--json-model-override-args", json.dumps(overrides)] if overrides else []),
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-            cwd=Path(__file__).parent,  # not the checkout, whose package need not be compiled
-            env=environment(SGLANG_PLUGINS=plugins),
-            start_new_session=True,
-        )
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sglang.launch_server", *_ARGUMENTS, "--model-path", str(model), *options]
+                + ["--port", self.url.rpartition(":")[2]]
+                + (["--json-model-override-args", json.dumps(overrides)] if overrides else []),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=Path(__file__).parent,  # not the checkout, whose package need not be compiled
+                env=environment(SGLANG_PLUGINS=plugins),
+                start_new_session=True,
+            )
 
     def __enter__(self) -> "Server":
         return self
@@ -93,16 +98,17 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._port.close()
 
     def post(self, path: str, body: dict[str, Any]) -> requests.Response:
         """Send a request."""
         self.wait()
-        return requests.post(self.url + path, json=body, timeout=120)
+        return requests.post(self.url + path, json=body, timeout=SECONDS_TO_ANSWER)
 
     def get(self, path: str) -> requests.Response:
         """Send a request without a body."""
         self.wait()
-        return requests.get(self.url + path, timeout=120)
+        return requests.get(self.url + path, timeout=SECONDS_TO_ANSWER)
 
     def generate(self, *prompts: Sequence[int], scored: bool = False, **params: Any) -> list[Answer]:
         """Send prompts at once.
@@ -132,9 +138,10 @@ class Server:
         while not self._is_up:
             assert self._process.poll() is None, self.log.read_text()[-5000:]
             assert time.monotonic() < limit, self.log.read_text()[-5000:]
-            try:
-                self._is_up = requests.get(f"{self.url}/health", timeout=5).status_code == 200
-            except requests.RequestException:
+            # Answers once the scheduler has generated a token.
+            with contextlib.suppress(requests.RequestException):
+                self._is_up = requests.get(f"{self.url}/health", timeout=30).status_code == 200
+            if not self._is_up:
                 time.sleep(0.5)
 
 
