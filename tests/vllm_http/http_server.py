@@ -136,6 +136,11 @@ class Server:
         return sum(float(line.rpartition(" ")[2]) for line in kept)
 
 
+def prompt_logprobs(choice: Any) -> list[float]:
+    """Return the log-probability of every token of a prompt but the first: that of the token is the first entry."""
+    return [next(iter(entry.values()))["logprob"] for entry in choice.prompt_logprobs[1:]]
+
+
 def _held_port() -> socket.socket:
     """Return a socket that is bound to a free port, which nothing but a server with SO_REUSEADDR gets meanwhile."""
     holder = socket.socket()

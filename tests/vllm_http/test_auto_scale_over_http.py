@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from http_server import ANSWER_TIMEOUT, Server
+from http_server import ANSWER_TIMEOUT, Server, prompt_logprobs
 from openai import APIError, BadRequestError
 from tiny_model import AUTO, TOLERANCE, is_greedy, of_next_tokens, parts_by_scale, random_tokens
 
@@ -26,11 +26,6 @@ IDLE_TIMEOUT = 60
 def server(model: Path, start: Callable[..., Server]) -> Server:
     options = ("--max-num-seqs=8", "--max-num-batched-tokens=256", f"--num-gpu-blocks-override={BLOCKS}")
     return start(model, *options, "--enable-prompt-tokens-details", rope_parameters=AUTO).wait()
-
-
-def prompt_logprobs(choice: Any) -> list[float]:
-    """Return the log-probability of every token of a prompt but the first: that of the token is the first entry."""
-    return [next(iter(entry.values()))["logprob"] for entry in choice.prompt_logprobs[1:]]
 
 
 def largest_error(prompt: Sequence[int], choice: Any, scale: float) -> float:
