@@ -16,6 +16,8 @@ DRAFTERS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 """Speculative methods that run no model but the target, which sees the drafted tokens as tokens of the step."""
 CONNECTORS_OF_ONE_ENGINE = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 """KV connectors that keep blocks in this engine's host memory, under their salted hashes."""
+CONNECTORS_WITH_SALT = ("LMCacheMPConnector",)
+"""KV connectors of a cache that engines share, which look up, store and load blocks under the salt of a request."""
 
 OWN_ROPE_TYPES = ("gpt_oss",)
 """Model types whose implementation in vLLM reads ``rope_parameters`` as those of YaRN, whatever their type."""
@@ -132,11 +134,11 @@ def _conflicts_of_auto(vllm_config: VllmConfig) -> Iterator[str]:
             f"prefill_context_parallel_size must be 1, got {parallel.prefill_context_parallel_size}: each rank runs on "
             "a part of the step's tokens"
         )
-    if transfer is not None and not _stays_in_engine(transfer):
+    if transfer is not None and not _separates_tables(transfer):
+        known = ", ".join((*CONNECTORS_OF_ONE_ENGINE, *CONNECTORS_WITH_SALT))
         yield (
-            f"kv_transfer_config must have a kv_connector of {', '.join(CONNECTORS_OF_ONE_ENGINE)} without spec_name, "
-            f"got {transfer.kv_connector!r} with {transfer.kv_connector_extra_config}: another engine may have chosen "
-            "another table for the same text"
+            f"kv_transfer_config must have a kv_connector of {known} without spec_name, got {transfer.kv_connector!r} "
+            f"with {transfer.kv_connector_extra_config}: another engine may have chosen another table for the same text"
         )
     if model.is_encoder_decoder:
         yield "the model must not be an encoder-decoder: its table is chosen by the length of one text"
@@ -144,11 +146,11 @@ def _conflicts_of_auto(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"runner must be 'generate', got {model.runner_type!r}: a table is chosen for prompt and new tokens"
 
 
-def _stays_in_engine(transfer: Any) -> bool:
-    is_local = transfer.kv_connector in (None, *CONNECTORS_OF_ONE_ENGINE)
+def _separates_tables(transfer: Any) -> bool:
+    is_known = transfer.kv_connector in (None, *CONNECTORS_OF_ONE_ENGINE, *CONNECTORS_WITH_SALT)
     # Other specs of the OffloadingConnector have tiers that engines share.
     spec = transfer.kv_connector_extra_config.get("spec_name", "CPUOffloadingSpec")
-    return is_local and spec == "CPUOffloadingSpec"
+    return is_known and spec == "CPUOffloadingSpec"
 
 
 def can_grow(vllm_config: VllmConfig) -> bool:

@@ -12,6 +12,9 @@ from mrrope.vllm.request_scale import ADMITTED_SCALES
 HEADER = "x-mrrope-scale"
 """Header of an answer with the scale of its prompt, or of its prompts in their order, separated by commas."""
 
+ARGUMENTS = "vllm_xargs"
+"""Field of a request with arguments that vLLM hands on to the engine."""
+
 Message = MutableMapping[str, Any]
 
 
@@ -64,9 +67,10 @@ def build_app(original: Callable[..., Any], args: Any, *more: Any, **kwargs: Any
 async def create_messages(
     original: Callable[..., Awaitable[Any]], messages: Any, request: Any, raw_request: Any = None, **kwargs: Any
 ) -> Any:
-    """Answer ``/v1/messages``; refuse a scale, which vLLM's protocol of this path drops before it is seen."""
+    """Answer ``/v1/messages``; refuse a scale that vLLM's protocol of this path drops before it is admitted."""
     body = {} if raw_request is None else await raw_request.json()
-    if SCALE_KEY in body or SCALE_KEY in (body.get("vllm_xargs") or {}):
-        error = f"{SCALE_KEY} must not be given to /v1/messages, which has no vllm_xargs: use /v1/chat/completions"
-        return messages.create_error_response(ValueError(error))
+    hands_on = ARGUMENTS in type(request).model_fields  # since 0.29
+    if SCALE_KEY in body or (not hands_on and SCALE_KEY in (body.get(ARGUMENTS) or {})):
+        where = f"in {ARGUMENTS}" if hands_on else f"to /v1/chat/completions: /v1/messages has no {ARGUMENTS}"
+        return messages.create_error_response(ValueError(f"{SCALE_KEY} must be given {where}"))
     return await original(messages, request, raw_request, **kwargs)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 from running_version import VERSION
 from tiny_engine import AUTO, engine_config
 from vllm.config import KVTransferConfig, VllmConfig
@@ -81,6 +82,21 @@ def test_one_table_allows(tmp_path: Path, rope_parameters: dict[str, Any] | None
 def test_auto_allows(tmp_path: Path, options: dict[str, Any]) -> None:
     config = engine_config(tmp_path, AUTO, **options)
     assert list(conflicts(config)) == []
+
+
+def test_auto_allows_a_shared_cache_that_keeps_salts_apart(tmp_path: Path) -> None:
+    """Set afterwards, since vLLM imports a connector where it is configured, and this one needs LMCache."""
+    config = engine_config(tmp_path, AUTO)
+    config.kv_transfer_config = transfer("LMCacheMPConnector")
+    assert list(conflicts(config)) == []
+    config.kv_transfer_config = transfer("LMCacheConnectorV1")
+    (reason,) = conflicts(config)
+    assert "got 'LMCacheConnectorV1'" in reason
+    # Lookups, stores and loads: requests' salts, which tests/vllm/test_request_scale.py shows to be those of a scale.
+    folder = Path(vllm.__file__).parent / "distributed/kv_transfer/kv_connector/v1"
+    source = (folder / "lmcache_mp_connector.py").read_text()
+    assert "self.cache_salt: str = request.cache_salt" in source
+    assert source.count("cache_salt=tracker.cache_salt") == 3
 
 
 def test_auto_refuses_a_draft_model(tmp_path: Path) -> None:

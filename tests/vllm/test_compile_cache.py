@@ -16,12 +16,13 @@ def test_the_key_changes_with_the_package_where_it_serves(rope_parameters, monke
 
 
 def test_the_hash_is_of_passes_and_ops(monkeypatch, tmp_path):
-    for folder in ("ops", "vllm"):
+    folders = ("ops", "serving", "vllm")
+    for folder in folders:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "fusion.py").write_text("1")
     monkeypatch.setattr(compile_cache.mrrope, "__file__", str(tmp_path / "__init__.py"))
     hashes = {compile_cache.sources_hash.__wrapped__()}
-    for folder in ("ops", "vllm"):
+    for folder in folders:
         (tmp_path / folder / "fusion.py").write_text("2")
         hashes.add(compile_cache.sources_hash.__wrapped__())
-    assert len(hashes) == 3
+    assert len(hashes) == 1 + len(folders)

@@ -4,6 +4,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+from running_version import VERSION
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.api_server import build_app
 
 from mrrope.vllm.hooks import WRAPPED
@@ -39,21 +41,32 @@ def test_an_answer_without_prompts_has_no_scale() -> None:
     assert answer([])[0]["headers"] == [(b"a", b"b")]
 
 
-def test_messages_refuse_a_scale() -> None:
-    async def ask(body: dict[str, Any]) -> Any:
-        async def json() -> dict[str, Any]:
-            return body
+def answer_of_messages(**arguments: Any) -> Any:
+    """Return the answer of ``/v1/messages``, of a server whose answers are the arguments that its protocol kept."""
+    body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "a"}], **arguments}
 
-        async def original(*args: Any) -> str:
-            return "answered"
+    async def json() -> dict[str, Any]:
+        return body
 
-        return await create_messages(
-            original, SimpleNamespace(create_error_response=str), None, SimpleNamespace(json=json)
-        )
+    async def original(messages: Any, request: Any, raw_request: Any) -> Any:
+        return getattr(request, "vllm_xargs", None)
 
-    assert asyncio.run(ask({"vllm_xargs": {"other": 1}})) == "answered"
-    for body in ({"mrrope_scale": 4}, {"vllm_xargs": {"mrrope_scale": 4}}):
-        assert asyncio.run(ask(body)).startswith("mrrope_scale must not be given to /v1/messages")
+    messages = SimpleNamespace(create_error_response=str)
+    request = AnthropicMessagesRequest(**body)
+    return asyncio.run(create_messages(original, messages, request, SimpleNamespace(json=json)))
+
+
+def test_messages_hand_a_scale_on_or_refuse_it() -> None:
+    hands_on = VERSION >= (0, 29)
+    other, scale = {"other": 1}, {"mrrope_scale": 4}
+    assert answer_of_messages() is None
+    assert answer_of_messages(vllm_xargs=other) == (other if hands_on else None)
+    refused = "mrrope_scale must be given to /v1/chat/completions: /v1/messages has no vllm_xargs"
+    assert answer_of_messages(vllm_xargs=scale) == (scale if hands_on else refused)
+
+
+def test_messages_refuse_a_scale_beside_their_arguments() -> None:
+    assert answer_of_messages(mrrope_scale=4).startswith("mrrope_scale must be given ")
 
 
 def test_the_server_is_hooked() -> None:

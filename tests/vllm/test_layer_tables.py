@@ -331,6 +331,28 @@ def test_layers_without_keys_take_the_tables_of_the_keys(tmp_path):
             assert module.rotary_emb.ladder.tables == (tables[number],)
 
 
+def test_hybrids_count_layers_without_attention(tmp_path):
+    """As ``mrrope.patch`` does, in LFM2, where every other layer is a convolution."""
+    kinds = ["conv", "full_attention", "conv", "full_attention"]
+    config = {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        **SIZES,
+        "conv_dim": SIZES["hidden_size"],
+        "block_dim": SIZES["hidden_size"],
+        "num_hidden_layers": len(kinds),
+        "layer_types": kinds,
+        "rope_theta": BASE,
+    }
+    tables = mrrope.TableSet(heads(4.0, 0.1 * layer, 3.0) for layer in range(len(kinds)))
+    reference = mrrope.patch(reference_of(tmp_path, config), tables)
+    modules = [module for module in reference.modules() if type(module).__name__ == "Lfm2Attention"]
+    assert [LayerTables().state_of(module).layer for module in modules] == [1, 3]
+    model = built(tmp_path, tables, config)
+    served = [module for module in model.modules() if type(module).__name__ == "Lfm2Attention"]
+    assert [module.rotary_emb.ladder.tables for module in served] == [(tables[1],), (tables[3],)]
+
+
 # --- the layer ---
 
 

@@ -1,5 +1,6 @@
 """Fixtures of the tests over HTTP: a model on disk, and servers whose output failing tests show."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
     """Starts servers, which end with the module."""
-    servers: list[Server] = []
+    # Ends every server, also where one does not end in time.
+    with contextlib.ExitStack() as servers:
 
-    def start_server(*args: Any, **kwargs: Any) -> Server:
-        log = tmp_path_factory.mktemp("server") / "log.txt"
-        servers.append(Server(args[0], log, *args[1:], **kwargs))
-        return servers[-1]
+        def start_server(*args: Any, **kwargs: Any) -> Server:
+            log = tmp_path_factory.mktemp("server") / "log.txt"
+            return servers.enter_context(Server(args[0], log, *args[1:], **kwargs))
 
-    yield start_server
-    for server in servers:
-        server.end()
+        yield start_server
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,8 +14,10 @@ from typing import Any
 
 from openai import OpenAI
 
-START_TIMEOUT = 300
-END_TIMEOUT = 60
+# A machine may have other work to do: two workers of pytest start up to three servers at once.
+START_TIMEOUT = 600
+ANSWER_TIMEOUT = 600
+END_TIMEOUT = 120
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -58,21 +60,21 @@ class Server:
             environment: More environment variables.
         """
         self.log = log
-        self.port = _free_port()
-        overrides = (
-            () if rope_parameters is None else ("--hf-overrides", json.dumps({"rope_parameters": rope_parameters}))
-        )
+        self._port_holder = _held_port()
+        self.port = int(self._port_holder.getsockname()[1])
+        if rope_parameters is not None:
+            options = (*options, f"--hf-overrides={json.dumps({'rope_parameters': rope_parameters})}")
         command = [Path(sys.executable).parent / "vllm", "serve", model, f"--port={self.port}", *OPTIONS, *options]
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                [*command, f"--hf-overrides={json.dumps(overrides)}"],
+                command,
                 env={**os.environ, **ENVIRONMENT, **(environment or {})},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=log.parent,  # vLLM inspects models in a process that imports from there first
                 start_new_session=True,
             )
-        self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+        self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=ANSWER_TIMEOUT)
 
     def __enter__(self) -> "Server":
         return self
@@ -105,12 +107,14 @@ class Server:
 
     def end(self) -> int:
         """End the server and all its processes; return its exit status."""
+        self._port_holder.close()
         self._process.terminate()
         try:
             return self._process.wait(END_TIMEOUT)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def complete(self, prompt: Any, *, scale: Any = None, **parameters: Any) -> Any:
         """Return the answer of ``/v1/completions``: greedy, past the end of text, with its tokens."""
@@ -123,14 +127,23 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return a metric: the sum over all that have the labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=ANSWER_TIMEOUT) as answer:
             lines = answer.read().decode().splitlines()
+        if not any(line.startswith(f"# TYPE {name} ") for line in lines):
+            raise KeyError(f"name must be a metric of the server, got {name}")
         found = [line for line in lines if line.startswith(f"{name}{{")]
         kept = [line for line in found if all(f'{key}="{value}"' in line for key, value in labels.items())]
         return sum(float(line.rpartition(" ")[2]) for line in kept)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def prompt_logprobs(choice: Any) -> list[float]:
+    """Return the log-probability of every token of a prompt but the first: that of the token is the first entry."""
+    return [next(iter(entry.values()))["logprob"] for entry in choice.prompt_logprobs[1:]]
+
+
+def _held_port() -> socket.socket:
+    """Return a socket that is bound to a free port, which nothing but a server with SO_REUSEADDR gets meanwhile."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from http_server import Server
+from http_server import ANSWER_TIMEOUT, Server, prompt_logprobs
 from openai import APIError, BadRequestError
 from tiny_model import AUTO, TOLERANCE, is_greedy, of_next_tokens, parts_by_scale, random_tokens
 
@@ -19,17 +19,13 @@ SCALES = (1, 2, 4, 8, 16)
 BLOCK = 32
 BLOCKS = 40
 """Of the KV cache: one request of the whole context length takes 32."""
+IDLE_TIMEOUT = 60
 
 
 @pytest.fixture(scope="module")
 def server(model: Path, start: Callable[..., Server]) -> Server:
     options = ("--max-num-seqs=8", "--max-num-batched-tokens=256", f"--num-gpu-blocks-override={BLOCKS}")
     return start(model, *options, "--enable-prompt-tokens-details", rope_parameters=AUTO).wait()
-
-
-def prompt_logprobs(choice: Any) -> list[float]:
-    """Return the log-probability of every token of a prompt but the first: that of the token is the first entry."""
-    return [next(iter(entry.values()))["logprob"] for entry in choice.prompt_logprobs[1:]]
 
 
 def largest_error(prompt: Sequence[int], choice: Any, scale: float) -> float:
@@ -46,12 +42,13 @@ def scale_of(server: Server, prompt: Any, **parameters: Any) -> str | None:
 
 def is_idle(server: Server) -> bool:
     """Whether the engine holds neither a request nor a block, soon."""
-    for _ in range(50):
-        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-        if all(server.metric(name) == 0 for name in names):
-            return True
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    deadline = time.monotonic() + IDLE_TIMEOUT
+    while any(server.metric(name) > 0 for name in names):
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.1)
-    return False
+    return True
 
 
 @pytest.mark.parametrize(("length", "max_tokens", "scale"), [(10, 54, 1), (10, 55, 2), (200, 56, 4), (60, 900, 16)])
@@ -104,7 +101,7 @@ def test_text_and_chat(server: Server) -> None:
 def _bytes_as_tokens(server: Server, text: str) -> list[int]:
     body = json.dumps({"model": "tiny", "prompt": text, "add_special_tokens": False}).encode()
     request = urllib.request.Request(f"{server.url}/tokenize", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT) as answer:
         return json.load(answer)["tokens"]
 
 
@@ -162,7 +159,7 @@ def test_messages_refuse_a_scale(server: Server) -> None:
         data = json.dumps({**body, **more}).encode()
         request = urllib.request.Request(f"{server.url}/v1/messages", data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()

@@ -5,26 +5,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_server import Server
+from http_server import Server, prompt_logprobs
 from openai import BadRequestError
 from tiny_model import METHOD, TOLERANCE, is_greedy, log_probabilities, random_tokens
 
 SHORT = ("--max-num-seqs=4", "--max-num-batched-tokens=256")
+PROMPTS = [random_tokens(length, seed=length) for length in (5, 20, 40)]
 
 
-def answers(server: Server) -> list[tuple[list[int], list[float], list[float]]]:
-    """Return tokens and log-probabilities of several requests, some at once."""
-    prompts = [random_tokens(length, seed=length) for length in (5, 20, 40)]
-    choices = [server.complete(prompt, max_tokens=20, logprobs=1).choices[0] for prompt in prompts]
-    choices += server.complete(prompts, max_tokens=24, logprobs=1, extra_body={"prompt_logprobs": 0}).choices
-    return [(choice.token_ids, choice.logprobs.token_logprobs, choice.prompt_logprobs) for choice in choices]
+def answers_one_by_one(server: Server) -> list[tuple[list[int], list[float]]]:
+    """Return tokens and log-probabilities, which two servers compute bit by bit alike: each step has one request."""
+    choices = [server.complete(prompt, max_tokens=20, logprobs=1).choices[0] for prompt in PROMPTS]
+    return [(choice.token_ids, choice.logprobs.token_logprobs) for choice in choices]
+
+
+def answers_at_once(server: Server) -> tuple[list[list[int]], list[float]]:
+    """Return tokens, and log-probabilities of prompts and answers, whose last bits depend on who shares a step."""
+    choices = server.complete(PROMPTS, max_tokens=24, logprobs=1, extra_body={"prompt_logprobs": 0}).choices
+    numbers = [number for choice in choices for number in (*prompt_logprobs(choice), *choice.logprobs.token_logprobs)]
+    return [choice.token_ids for choice in choices], numbers
 
 
 def test_a_stock_model_is_served_as_without_plugins(model: Path, start: Callable[..., Server]) -> None:
     servers = [start(model, *SHORT, environment=environment) for environment in ({}, {"VLLM_PLUGINS": ""})]
-    with_plugin, without = [answers(server.wait()) for server in servers]
+    with_plugin, without = [answers_one_by_one(server.wait()) for server in servers]
     assert with_plugin == without
-    prompt = random_tokens(20, seed=20)
+    (tokens, numbers), (known_tokens, known_numbers) = [answers_at_once(server) for server in servers]
+    assert tokens == known_tokens
+    assert numbers == pytest.approx(known_numbers, rel=0, abs=TOLERANCE)
+    prompt = PROMPTS[1]
     assert is_greedy(prompt, with_plugin[1][0], scale=1)
     header, _ = [
         server.client.completions.with_raw_response.create(model="tiny", prompt=prompt, max_tokens=1).headers
