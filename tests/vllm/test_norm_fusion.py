@@ -1,5 +1,6 @@
 """The fusion of norms and rotation in graphs that vLLM compiles, on the attention of real models and on variations."""
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import ClassVar
@@ -316,8 +317,11 @@ class Qwen3Next(nn.Module):
         config = Qwen3NextConfig(**SIZES, head_dim=2 * HEAD_SIZE, layer_types=["full_attention"])
         config.rope_parameters = parameters(partial_rotary_factor=0.5)
         self.attention = ready(Qwen3NextAttention(config, prefix=NAME))
+        self.takes_output = "output" in inspect.signature(Qwen3NextAttention.forward).parameters  # before vLLM 0.33
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if not self.takes_output:
+            return self.attention(positions, x)
         result = torch.empty_like(x)
         self.attention(positions, result, x)
         return result

@@ -273,7 +273,7 @@ def test_an_unknown_version_names_itself_where_a_model_uses_mrrope(is_file: bool
         )
     run = run_in_fresh_process(script)
     (message,) = (line for line in (run.stdout + run.stderr).splitlines() if "mrrope's plugin" in line)
-    assert message.startswith("ERROR")
+    assert "ERROR" in message.split("mrrope's plugin")[0]  # from vLLM 0.33 on behind the process's name
     for part in ("knows vLLM 0.25 to 0.33, got 0.34.0", "mrrope export --engine vllm"):
         assert part in message
 

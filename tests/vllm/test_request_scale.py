@@ -17,6 +17,7 @@ from prometheus_client import REGISTRY, generate_latest
 from running_version import VERSION
 from tiny_engine import AUTO, engine_config
 from vllm import PoolingParams, SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -211,14 +212,14 @@ class TestFrontEnd:
         assert [child.extra_args for child in children] == 3 * [{TABLE_KEY: 1}]
 
     def test_bad_scale_becomes_http_400(self, front_end: InputProcessor) -> None:
-        with pytest.raises(ValueError, match="mrrope_scale must be one of 1, 2, 4, 8, 16, got 3") as error:
+        with pytest.raises(VLLMValidationError, match="mrrope_scale must be one of 1, 2, 4, 8, 16, got 3") as error:
             process(front_end, 20, SamplingParams(max_tokens=10, extra_args={SCALE_KEY: 3}))
         answer = create_error_response(error.value).error
         assert answer.code == 400
         assert "mrrope_scale" in answer.message
 
     def test_streaming_input_is_refused(self, front_end: InputProcessor) -> None:
-        with pytest.raises(ValueError, match="streaming input"):
+        with pytest.raises(VLLMValidationError, match="streaming input"):
             process(front_end, 20, SamplingParams(max_tokens=10), resumable=True)
 
     def test_counter_counts_scales(self, front_end: InputProcessor) -> None:
@@ -270,7 +271,9 @@ class TestFixedFactor:
     @pytest.mark.parametrize("scale", [2, "1", True, "x", 4.5])
     def test_another_scale_becomes_http_400(self, config: Any, scale: object) -> None:
         params = SamplingParams(max_tokens=10, extra_args={SCALE_KEY: scale})
-        with pytest.raises(ValueError, match=r"mrrope_scale must be 4, the scale of all requests, got") as error:
+        with pytest.raises(
+            VLLMValidationError, match=r"mrrope_scale must be 4, the scale of all requests, got"
+        ) as error:
             process(InputProcessor(config), 20, params)
         assert create_error_response(error.value).error.code == 400
         with pytest.raises(ValueError, match="mrrope_scale must be 4"):
@@ -400,7 +403,7 @@ class TestVideo:
 
         media = {name: MultiModalKwargsItem.dummy() for name in ("former", "new")}
         held.get_and_update_features(process(4, former=media["former"]).mm_features)
-        with pytest.raises(ValueError, match=SCALE_KEY):
+        with pytest.raises(VLLMValidationError, match=SCALE_KEY):
             process(3, **media)
         features = process(4, **media).mm_features
         assert [feature.data for feature in features] == [None, media["new"]]
