@@ -34,13 +34,18 @@ std::ostream& operator<<(std::ostream& out, const Path& path) {
     return (is_first ? out : out << *path.outer << ".") << path.name;
 }
 
-// Streams are made for messages only: a valid call takes some twenty comparisons.
 template <class... Parts>
-void require(bool condition, const Parts&... parts) {
-    if (condition) return;
+[[noreturn, gnu::cold, gnu::noinline]] void refuse(const Parts&... parts) {
     std::ostringstream text;
     (text << ... << parts);
     throw std::invalid_argument(text.str());
+}
+
+// Inline, and messages elsewhere: a valid call takes twenty to fifty comparisons.
+template <class... Parts>
+[[gnu::always_inline]] inline void require(bool condition, const Parts&... parts) {
+    if (!condition) [[unlikely]]
+        refuse(parts...);
 }
 
 constexpr Path arguments{};
@@ -53,9 +58,9 @@ void require_pointer(const Path& path, const void* pointer, const char* reason =
     require(pointer != nullptr, path, " must not be nullptr", reason);
 }
 
-// A call without tokens or heads does nothing, whatever its other fields are.
+// A call without tokens or heads does nothing, whatever its pointers are.
 bool is_empty(const RotaryArgs& args, int64_t cached_heads = 0) {
-    return args.batch == 0 || args.tokens == 0 || args.q.heads + args.k.heads + cached_heads == 0;
+    return args.batch == 0 || args.tokens == 0 || int64_t{args.q.heads} + args.k.heads + cached_heads == 0;
 }
 
 void check_counts(const RotaryArgs& args, const Path& path) {
@@ -63,6 +68,8 @@ void check_counts(const RotaryArgs& args, const Path& path) {
     require_from(path / "tokens", 0, args.tokens);
     require_from(path / "q.heads", 0, args.q.heads);
     require_from(path / "k.heads", 0, args.k.heads);
+    require_from(path / "choice.count", 1, args.choice.count);
+    require_from(path / "choice.heads", 1, args.choice.heads);
 }
 
 void check_components(const Path& path, int64_t heads, int64_t head_dim) {
@@ -82,20 +89,22 @@ void check_dims(const RotaryArgs& args, const Path& path) {
 
 enum class Out { required, optional };
 
-void check_view(const HeadsView& view, const Path& path, Out out = Out::required) {
+// Heads of the batch and tokens of `args`.
+void check_view(const HeadsView& view, const RotaryArgs& args, const Path& path, Out out = Out::required) {
     require_from(path / "heads", 0, view.heads);
     if (view.heads == 0) return;
     require_pointer(path / "in", view.in);
     if (out == Out::required) require_pointer(path / "out", view.out, ": it receives the result");
-    const bool same_strides = view.in_strides.batch == view.out_strides.batch &&
-                              view.in_strides.token == view.out_strides.token &&
-                              view.in_strides.head == view.out_strides.head;
+    const auto same = [](int64_t count, int64_t in, int64_t out) { return count == 1 || in == out; };
+    const bool same_strides = same(args.batch, view.in_strides.batch, view.out_strides.batch) &&
+                              same(args.tokens, view.in_strides.token, view.out_strides.token) &&
+                              same(view.heads, view.in_strides.head, view.out_strides.head);
     require(view.in != view.out || same_strides, path, ".out_strides must equal in_strides where out equals in");
 }
 
 void check_views(const RotaryArgs& args, const Path& path, Out out = Out::required) {
-    check_view(args.q, path / "q", out);
-    check_view(args.k, path / "k", out);
+    check_view(args.q, args, path / "q", out);
+    check_view(args.k, args, path / "k", out);
 }
 
 void check_positions(const PositionsView& positions, const Path& path) {
@@ -118,8 +127,6 @@ void check_divides(const Path& tables_path, int64_t tables, const char* heads_na
 void check_tables(const RotaryArgs& args, const Path& path) {
     const TableChoice& choice = args.choice;
     const Path choice_path = path / "choice";
-    require_from(choice_path / "count", 1, choice.count);
-    require_from(choice_path / "heads", 1, choice.heads);
     check_divides(choice_path / "heads", choice.heads, "q.heads", args.q.heads);
     check_divides(choice_path / "heads", choice.heads, "k.heads", args.k.heads);
     require(choice.index != nullptr || choice.count == 1 || choice.count >= args.batch, choice_path / "count",
@@ -154,8 +161,10 @@ void check_stored_as(StoredAs stored_as, DType dtype, const Path& path) {
 void check_slots(const CacheSlots& slots, const RotaryArgs& rotary, const Path& path) {
     require_from(path / "blocks", 0, slots.blocks);
     require_from(path / "block_size", 0, slots.block_size);
-    require(slots.block_size == 0 || slots.blocks <= INT_MAX / slots.block_size, path / "blocks",
-            " must make fewer than 2^31 slots, got ", slots.blocks, " of ", slots.block_size);
+    const int64_t blocks = slots.paged ? slots.blocks : 1;  // that a slot counts
+    require(slots.block_size == 0 || blocks <= INT_MAX / slots.block_size,
+            path / (slots.paged ? "blocks" : "block_size"), " must make fewer than 2^31 slots, got ", blocks, " of ",
+            slots.block_size);
     require(slots.paged || slots.blocks >= rotary.batch, path / "blocks", " must be one for each of ", rotary.batch,
             " sequences where slots are not paged, got ", slots.blocks);
     require_pointer(path / "of_tokens.data", slots.of_tokens.data);
@@ -169,13 +178,13 @@ void check_cached(const HeadsView& view, const CacheSlots& slots, const Path& pa
 }
 
 // The part of every head that is copied, beside `heads` rotated ones.
-void check_copied(const CopiedPart& part, int heads, int rotary_dim, const Path& path) {
+void check_copied(const CopiedPart& part, int heads, const RotaryArgs& args, const Path& path) {
     require_from(path / "dim", 0, part.dim);
     if (part.dim == 0) return;
     require(part.view.heads == heads, path / "view.heads", " must be that of the rotated parts, ", heads, ", got ",
             part.view.heads);
-    check_components(path, heads, int64_t{part.dim} + rotary_dim);
-    check_view(part.view, path / "view");
+    check_components(path, heads, int64_t{part.dim} + args.rotary_dim);
+    check_view(part.view, args, path / "view");
 }
 
 // The rotation of latent attention.
@@ -189,7 +198,7 @@ void check_rope_parts(const RotaryArgs& args, const Path& path) {
     check_one_position(args.positions, path / "positions");
 }
 
-// Kernels that visit all heads of all tokens count them in 32 bits.
+// Backward passes that visit all heads of all tokens in one launch count them in 32 bits.
 void check_heads_of_all_tokens(const RotaryArgs& args, const Path& path) {
     const int64_t heads = int64_t{args.q.heads} + args.k.heads;
     const bool fits = heads <= INT_MAX && args.batch <= INT_MAX && args.tokens <= INT_MAX &&
@@ -212,7 +221,6 @@ void check_learnable(const LearnableRotaryArgs& args, const Path& path, Out out)
     check_one_position(args.rotary.positions, rotary / "positions");
     if (is_empty(args.rotary)) return;
     check_views(args.rotary, rotary, out);
-    check_heads_of_all_tokens(args.rotary, rotary);
     require_pointer(rotary / "positions.data", args.rotary.positions.data);
 }
 
@@ -220,8 +228,9 @@ void check_gradient(const void* data, int heads, const Path& path) {
     if (heads > 0) require_pointer(path / "data", data);
 }
 
-void check_weight_gradient(const OutputGradient& gradient, const Path& path) {
-    require(gradient.weights == nullptr || gradient.weight_sums != nullptr, path / "weight_sums",
+// Without heads there are no rows of partial sums.
+void check_weight_gradient(const OutputGradient& gradient, int heads, const Path& path) {
+    require(gradient.weights == nullptr || heads == 0 || gradient.weight_sums != nullptr, path / "weight_sums",
             " must not be nullptr where the gradient of the weights is wanted");
 }
 
@@ -259,6 +268,7 @@ void validate(const LearnableRotaryGradientArgs& args) {
     require_pointer(arguments / "attention_factors", args.attention_factors);
     const RotaryArgs& rotary = args.call.rotary;
     if (is_empty(rotary)) return;
+    check_heads_of_all_tokens(rotary, arguments / "call.rotary");
     check_gradient(args.q.data, rotary.q.heads, arguments / "q");
     check_gradient(args.k.data, rotary.k.heads, arguments / "k");
     require_pointer(arguments / "table_sums", args.table_sums);
@@ -283,8 +293,8 @@ void validate(const QkNormRotaryGradientArgs& args) {
     check_weights(args.call, call);
     check_gradient(args.q.data, rotary.q.heads, arguments / "q");
     check_gradient(args.k.data, rotary.k.heads, arguments / "k");
-    check_weight_gradient(args.q, arguments / "q");
-    check_weight_gradient(args.k, arguments / "k");
+    check_weight_gradient(args.q, rotary.q.heads, arguments / "q");
+    check_weight_gradient(args.k, rotary.k.heads, arguments / "k");
 }
 
 void validate(const RotaryAndCacheArgs& args) {
@@ -314,7 +324,9 @@ void validate(const QkNormRotaryAndCacheArgs& args) {
     check_stored_as(args.q_stored_as, rotary.dtype, arguments / "q_stored_as");
     require_from(arguments / "gate.heads", 0, args.gate.heads);
     if (rotary.batch == 0 || rotary.tokens == 0) return;
-    check_view(args.gate, arguments / "gate");
+    check_view(args.gate, rotary, arguments / "gate");
+    require(args.gate.heads == 0 || args.gate.in == args.gate.out, arguments / "gate.out",
+            " must be gate.in: the sigmoid replaces the gate");
     const int64_t heads = int64_t{rotary.q.heads} + 2 * int64_t{args.k.view.heads} + args.gate.heads;
     check_components(arguments / "q, k, v and gate", heads, rotary.head_dim);
 }
@@ -326,8 +338,8 @@ void validate(const MlaRotaryArgs& args) {
     if (is_empty(rotary)) return;
     check_rope_parts(rotary, path);
     check_views(rotary, path);
-    check_copied(args.q_nope, rotary.q.heads, rotary.rotary_dim, arguments / "q_nope");
-    check_copied(args.k_nope, rotary.k.heads, rotary.rotary_dim, arguments / "k_nope");
+    check_copied(args.q_nope, rotary.q.heads, rotary, arguments / "q_nope");
+    check_copied(args.k_nope, rotary.k.heads, rotary, arguments / "k_nope");
 }
 
 void validate(const MlaRotaryGradientArgs& args) {
@@ -337,7 +349,7 @@ void validate(const MlaRotaryGradientArgs& args) {
     if (is_empty(rotary)) return;
     check_rope_parts(rotary, path);
     check_views(rotary, path);
-    check_copied(args.q_nope, rotary.q.heads, rotary.rotary_dim, arguments / "q_nope");
+    check_copied(args.q_nope, rotary.q.heads, rotary, arguments / "q_nope");
 }
 
 void validate(const MlaRotaryAndCacheArgs& args) {
@@ -349,12 +361,14 @@ void validate(const MlaRotaryAndCacheArgs& args) {
     require_from(arguments / "latent.dim", 0, args.latent.dim);
     if (is_empty(rotary)) return;
     check_rope_parts(rotary, path);
-    check_view(rotary.q, path / "q");
+    check_view(rotary.q, rotary, path / "q");
     const int64_t components = (rotary.q.heads + int64_t{1}) * rotary.rotary_dim + args.latent.dim;
     check_components(arguments / "q, k and the latent", 1, components);
     check_slots(args.slots, rotary, arguments / "slots");
     check_cached(rotary.k, args.slots, path / "k");
-    if (args.latent.dim > 0) check_cached(args.latent.view, args.slots, arguments / "latent.view");
+    if (args.latent.dim == 0) return;
+    require(args.latent.view.heads == 1, arguments / "latent.view.heads", " must be 1, got ", args.latent.view.heads);
+    check_cached(args.latent.view, args.slots, arguments / "latent.view");
 }
 
 void validate(const QkvRotaryArgs& args) {

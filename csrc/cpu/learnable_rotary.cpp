@@ -62,7 +62,8 @@ void learnable_rotary_cpu(const LearnableRotaryArgs& args, const ParallelFor& pa
 }
 
 int64_t table_sum_rows_cpu(const LearnableRotaryGradientArgs& args) {
-    return std::min(args.call.rotary.batch * args.call.rotary.tokens, max_sum_rows);
+    const RotaryArgs& rotary = args.call.rotary;
+    return rotary.q.heads + rotary.k.heads == 0 ? 0 : std::min(rotary.batch * rotary.tokens, max_sum_rows);
 }
 
 void learnable_rotary_gradient_cpu(const LearnableRotaryGradientArgs& args, const ParallelFor& parallel_for) {

@@ -25,7 +25,7 @@ int64_t components_per_token(const QkNormRotaryArgs& args) {
 }
 
 void clear_sums(const OutputGradient& gradient, int64_t rows, int64_t weights, DType dtype) {
-    if (gradient.weights == nullptr) return;
+    if (gradient.weights == nullptr || rows == 0) return;
     std::memset(gradient.weight_sums, 0, rows * weights * (dtype == DType::float64 ? 8 : 4));
 }
 
@@ -55,20 +55,22 @@ void qk_norm_rotary_cpu(const QkNormRotaryArgs& args, const ParallelFor& paralle
 }
 
 WeightSumRows weight_sum_rows_cpu(const QkNormRotaryGradientArgs& args) {
+    const RotaryArgs& rotary = args.call.rotary;
     const int64_t rows = std::min(tokens_of(args.call), max_sum_rows);
-    return {rows, rows};
+    return {rotary.q.heads > 0 ? rows : 0, rotary.k.heads > 0 ? rows : 0};
 }
 
 void qk_norm_rotary_gradient_cpu(const QkNormRotaryGradientArgs& args, const ParallelFor& parallel_for) {
     static const auto norm_gradient_tokens = MRROPE_BEST(norm_gradient_tokens);
     validate(args);
     const int64_t tokens = tokens_of(args.call);
-    const int64_t rows = weight_sum_rows_cpu(args).q;
+    const WeightSumRows sum_rows = weight_sum_rows_cpu(args);
+    const int64_t rows = std::max(sum_rows.q, sum_rows.k);
     const int64_t q_weights = args.call.weight_count(/*is_q=*/true);
     const int64_t k_weights = args.call.weight_count(/*is_q=*/false);
     const DType dtype = args.call.rotary.dtype;
-    clear_sums(args.q, rows, q_weights, dtype);
-    clear_sums(args.k, rows, k_weights, dtype);
+    clear_sums(args.q, sum_rows.q, q_weights, dtype);
+    clear_sums(args.k, sum_rows.k, k_weights, dtype);
     const int64_t per_row = components_per_token(args.call) * (rows == 0 ? 0 : tokens / rows);
     parallel_for_items(parallel_for, rows, per_row, components_per_thread, [&](int64_t begin, int64_t end) {
         std::vector<double> scratch(norm_scratch_size(args.call));
@@ -76,8 +78,8 @@ void qk_norm_rotary_gradient_cpu(const QkNormRotaryGradientArgs& args, const Par
             norm_gradient_tokens(args, scratch.data(), row, tokens * row / rows, tokens * (row + 1) / rows);
         }
     });
-    add_sums(args.q, rows, q_weights, dtype);
-    add_sums(args.k, rows, k_weights, dtype);
+    add_sums(args.q, sum_rows.q, q_weights, dtype);
+    add_sums(args.k, sum_rows.k, k_weights, dtype);
 }
 
 }  // namespace mrrope

@@ -29,7 +29,7 @@ __global__ void reader(const int* values, int* seen, Reads reads) {
 
 void launch_slow_writer(int* values, int value, cudaStream_t stream) {
     slow_writer<<<1, foreign_values, 0, stream>>>(values, value);
-    check_cuda(cudaGetLastError());
+    check_cuda(cudaGetLastError(), "slow_writer");
 }
 
 void launch_reader(const int* values, int* seen, Reads reads, cudaStream_t stream) {
@@ -42,7 +42,7 @@ void launch_reader(const int* values, int* seen, Reads reads, cudaStream_t strea
     config.stream = stream;
     config.attrs = &pdl;
     config.numAttrs = copy_waits() ? 1 : 0;
-    check_cuda(cudaLaunchKernelEx(&config, reader, values, seen, reads));
+    check_cuda(cudaLaunchKernelEx(&config, reader, values, seen, reads), "the launch of reader");
 }
 
 void launch_copy(const int* values, int* seen, cudaStream_t stream) {

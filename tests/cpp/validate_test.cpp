@@ -81,6 +81,48 @@ TEST(Validate, AcceptsCallsWithoutTokens) {
     });
 }
 
+TEST(Validate, AcceptsGradientsOfAViewWithoutHeads) {
+    const auto norm_contract = qk_norm_rotary_gradient_contract(one_of_all);
+    QkNormRotaryGradientArgs norms = norm_contract.call;
+    norms.call.rotary.k.heads = 0;
+    norms.k.weight_sums = nullptr;  // no rows of sums; the gradient of its weights is 0
+    EXPECT_EQ(weight_sum_rows_cpu(norms).k, 0);
+    EXPECT_EQ(refusal(norms), "");
+    call_on_cpu(norms);
+    const auto* k_weights = static_cast<const uint16_t*>(norms.k.weights);
+    for (int i = 0; i < norms.call.rotary.head_dim; ++i) EXPECT_EQ(k_weights[i], 0) << i;
+
+    const auto learnable_contract = learnable_rotary_gradient_contract(one_of_all);
+    LearnableRotaryGradientArgs learnable = learnable_contract.call;
+    learnable.call.rotary.q.heads = learnable.call.rotary.k.heads = 0;
+    learnable.table_sums = nullptr;
+    EXPECT_EQ(table_sum_rows_cpu(learnable), 0);
+    EXPECT_EQ(refusal(learnable), "");
+    call_on_cpu(learnable);
+}
+
+TEST(Validate, AcceptsOtherStridesOfOneItemInPlace) {
+    RotaryArgs args = rotary_contract(one_of_all).call;
+    args.batch = args.tokens = args.q.heads = args.k.heads = 1;
+    args.q.in = args.q.out;
+    ++args.q.in_strides.batch;
+    ++args.q.in_strides.token;
+    ++args.q.in_strides.head;
+    EXPECT_EQ(refusal(args), "");
+    args.tokens = 2;
+    EXPECT_EQ(refusal(args), "q.out_strides must equal in_strides where out equals in");
+}
+
+// A slot of a cache that is not paged counts in its block.
+TEST(Validate, AcceptsManyBlocksThatAreNotPaged) {
+    RotaryAndCacheArgs args = rotary_and_cache_contract(one_of_all).call;
+    args.slots.paged = false;
+    args.slots.blocks = int64_t{1} << 31;
+    EXPECT_EQ(refusal(args), "");
+    args.slots.block_size = int64_t{1} << 31;
+    EXPECT_EQ(refusal(args), "slots.block_size must make fewer than 2^31 slots, got 1 of 2147483648");
+}
+
 TEST(Validate, NamesFieldsOfRotary) {
     using A = RotaryArgs;
     expect_refusals<A>(rotary_contract(one_of_all).call,
@@ -137,8 +179,7 @@ TEST(Validate, NamesFieldsOfLearnableRotary) {
                         {[](A& a) { a.table_dtype = DType::bfloat16; }, "table_dtype", "float32 or float64"},
                         {[](A& a) { a.tables = 0; }, "tables", "got 0"},
                         {[](A& a) { a.tables = 3; }, "tables", "divide rotary.q.heads 8, got 3"},
-                        {[](A& a) { a.packed_tables = nullptr; }, "packed_tables", "nullptr"},
-                        {[](A& a) { a.rotary.tokens = int64_t{1} << 30; }, "rotary.q and k", "tokens of 12"}});
+                        {[](A& a) { a.packed_tables = nullptr; }, "packed_tables", "nullptr"}});
 }
 
 TEST(Validate, NamesFieldsOfTheGradientOfLearnableRotary) {
@@ -149,6 +190,7 @@ TEST(Validate, NamesFieldsOfTheGradientOfLearnableRotary) {
     expect_refusals<A>(call, {{[](A& a) { a.call.tables = 3; }, "call.tables", "got 3"},
                               {[](A& a) { a.q.data = nullptr; }, "q.data", "nullptr"},
                               {[](A& a) { a.k.data = nullptr; }, "k.data", "nullptr"},
+                              {[](A& a) { a.call.rotary.tokens = 1 << 30; }, "call.rotary.q and k", "tokens of 12"},
                               {[](A& a) { a.frequencies = nullptr; }, "frequencies", "nullptr"},
                               {[](A& a) { a.attention_factors = nullptr; }, "attention_factors", "nullptr"},
                               {[](A& a) { a.table_sums = nullptr; }, "table_sums", "nullptr"}});
@@ -215,6 +257,7 @@ TEST(Validate, NamesFieldsOfQkNormRotaryAndCache) {
     bad_calls.insert(bad_calls.end(), {{[](A& a) { a.eps = -1; }, "eps", "got -1"},
                                        {[](A& a) { a.gate.heads = -1; }, "gate.heads", "got -1"},
                                        {[](A& a) { a.gate.in = nullptr; }, "gate.in", "nullptr"},
+                                       {[](A& a) { a.gate.in = &a; }, "gate.out", "replaces the gate"},
                                        {[](A& a) {
                                             a.rotary.dtype = DType::float64;
                                             a.q_stored_as = StoredAs::float8_e5m2;
@@ -259,6 +302,7 @@ TEST(Validate, NamesFieldsOfMlaRotaryAndCache) {
                       {[](A& a) { a.rotary.k.out = nullptr; }, "rotary.k.out", "nullptr: it is in the cache"},
                       {[](A& a) { a.latent.dim = -16; }, "latent.dim", "got -16"},
                       {[](A& a) { a.latent.view.in = nullptr; }, "latent.view.in", "nullptr"},
+                      {[](A& a) { a.latent.view.heads = 0; }, "latent.view.heads", "got 0"},
                       {[](A& a) { a.slots.blocks = int64_t{1} << 31; }, "slots.blocks", "got 2147483648 of 8"},
                       {[](A& a) { a.slots.of_tokens.data = nullptr; }, "slots.of_tokens.data", "nullptr"},
                       {[](A& a) {

@@ -29,7 +29,7 @@ RotaryArgs by_packed_tables(const LearnableRotaryArgs& args);
 void learnable_rotary_cpu(const LearnableRotaryArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
 // In the CMake target mrrope::cuda. Asynchronous on `stream` of the current device. Throws std::runtime_error if the
-// launch fails. batch * tokens * (q.heads + k.heads) must be below 2^31, here and in the backward pass.
+// launch fails.
 void learnable_rotary_cuda(const LearnableRotaryArgs& args, CUstream_st* stream);
 
 // The gradient of the rotated q or k.
@@ -39,7 +39,7 @@ struct RotatedGradient {
 };
 
 // The backward pass. In `call`, `in` is the input of the forward pass and `out` receives its gradient; nullptr: not
-// wanted. Its frequencies and attention factors are not read.
+// wanted. Its frequencies and attention factors are not read. batch * tokens * (q.heads + k.heads) is below 2^31.
 struct LearnableRotaryGradientArgs {
     LearnableRotaryArgs call;
     RotatedGradient q;

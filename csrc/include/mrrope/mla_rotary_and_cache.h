@@ -29,8 +29,8 @@ MlaRotaryAndCacheArgs slice(const MlaRotaryAndCacheArgs& args, int64_t first_bat
 
 void mla_rotary_and_cache_cpu(const MlaRotaryAndCacheArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
-// In the CMake target mrrope::cuda. Takes caches of fewer than 2^31 slots. Asynchronous on `stream` of the current
-// device. Throws std::runtime_error if the launch fails.
+// In the CMake target mrrope::cuda. Asynchronous on `stream` of the current device. Throws std::runtime_error if the
+// launch fails.
 void mla_rotary_and_cache_cuda(const MlaRotaryAndCacheArgs& args, CUstream_st* stream);
 
 }  // namespace mrrope

@@ -46,11 +46,12 @@ struct OutputGradient {
     // Receives the gradient of the weights, of their dtype and size. nullptr: not wanted.
     void* weights = nullptr;
     // Memory for weight_sum_rows_* rows of partial sums, added up in a fixed order; double for float64, else float. At
-    // a multiple of 16 bytes on a GPU. nullptr without `weights`.
+    // a multiple of 16 bytes on a GPU. nullptr without `weights`, or without heads.
     void* weight_sums = nullptr;
 };
 
-// The backward pass. In `call`, `in` is the input of the forward pass and `out` receives its gradient.
+// The backward pass. In `call`, `in` is the input of the forward pass and `out` receives its gradient. batch * tokens *
+// (q.heads + k.heads) is below 2^31.
 struct QkNormRotaryGradientArgs {
     QkNormRotaryArgs call;
     OutputGradient q;
@@ -68,7 +69,7 @@ struct WeightSumRows {
 WeightSumRows weight_sum_rows_cpu(const QkNormRotaryGradientArgs& args);
 void qk_norm_rotary_gradient_cpu(const QkNormRotaryGradientArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
-// In the CMake target mrrope::cuda. batch * tokens * (q.heads + k.heads) must be below 2^31.
+// In the CMake target mrrope::cuda.
 WeightSumRows weight_sum_rows_cuda(const QkNormRotaryGradientArgs& args);
 void qk_norm_rotary_gradient_cuda(const QkNormRotaryGradientArgs& args, CUstream_st* stream);
 

@@ -31,8 +31,8 @@ QkNormRotaryAndCacheArgs slice(const QkNormRotaryAndCacheArgs& args, int64_t fir
 
 void qk_norm_rotary_and_cache_cpu(const QkNormRotaryAndCacheArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
-// In the CMake target mrrope::cuda. Takes caches of fewer than 2^31 slots. Asynchronous on `stream` of the current
-// device. Throws std::runtime_error if the launch fails.
+// In the CMake target mrrope::cuda. Asynchronous on `stream` of the current device. Throws std::runtime_error if the
+// launch fails.
 void qk_norm_rotary_and_cache_cuda(const QkNormRotaryAndCacheArgs& args, CUstream_st* stream);
 
 }  // namespace mrrope

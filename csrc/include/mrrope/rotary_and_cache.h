@@ -10,7 +10,7 @@ namespace mrrope {
 
 // The cache slot of each token. A cache is `blocks` blocks of `block_size` slots. Paged, a slot is block * block_size +
 // offset; else block i belongs to sequence i, and a slot is an offset in it. Tokens with a slot out of range, such as
-// the -1 of padding, are not written.
+// the -1 of padding, are not written. There are fewer than 2^31 slots, of a block where they are not paged.
 struct CacheSlots {
     PositionsView of_tokens;
     bool paged = true;
@@ -47,8 +47,8 @@ RotaryAndCacheArgs slice(const RotaryAndCacheArgs& args, int64_t first_batch, in
 
 void rotary_and_cache_cpu(const RotaryAndCacheArgs& args, const ParallelFor& parallel_for = on_all_cores);
 
-// In the CMake target mrrope::cuda. Takes caches of fewer than 2^31 slots. Asynchronous on `stream` of the current
-// device. Throws std::runtime_error if the launch fails.
+// In the CMake target mrrope::cuda. Asynchronous on `stream` of the current device. Throws std::runtime_error if the
+// launch fails.
 void rotary_and_cache_cuda(const RotaryAndCacheArgs& args, CUstream_st* stream);
 
 }  // namespace mrrope
