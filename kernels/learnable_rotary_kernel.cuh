@@ -215,7 +215,7 @@ auto learnable_gradient_kernel_of(Pairing pairing) {
 // Instantiated in one file per element type, for parallel builds.
 template <class Element>
 void launch_learnable_gradient(const LearnableRotaryLaunch& launch, cudaStream_t stream) {
-    constexpr int full = access_bytes / sizeof(Element);
+    constexpr int full = full_vector(sizeof(Element));
     const LearnableRotaryPlan& plan = launch.map.plan;
     const Pairing pairing = launch.args.call.rotary.pairing;
     const auto kernel = plan.vector == full ? learnable_gradient_kernel_of<Element, full>(pairing)

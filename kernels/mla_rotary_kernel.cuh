@@ -342,14 +342,16 @@ inline MlaRotaryLaunch mla_rotary_launch(const MlaRotaryArgs& args, const MlaRot
 // components: one instantiation for all lookups, since it is the slow path anyway.
 template <class Element, class Launch>
 void with_mla_plan(const MlaRotaryPlan& plan, const RotaryArgs& rotary, Launch&& launch) {
-    constexpr int full = access_bytes / sizeof(Element);
+    constexpr int full = full_vector(sizeof(Element));
     const auto with_lookup = [&]<Pairing pairing, TableLookup lookup> {
         const auto plan_is = [&](int vector, int heads) {
             return plan.vector == vector && plan.heads_per_thread == heads;
         };
-        if (plan_is(full, 1)) return launch.template operator()<full, 1, pairing, lookup>();
-        if (plan_is(full, 2)) return launch.template operator()<full, 2, pairing, lookup>();
-        if (plan_is(full / 2, 1)) return launch.template operator()<full / 2, 1, pairing, lookup>();
+        if constexpr (full > 1) {
+            if (plan_is(full, 1)) return launch.template operator()<full, 1, pairing, lookup>();
+            if (plan_is(full, 2)) return launch.template operator()<full, 2, pairing, lookup>();
+            if (plan_is(full / 2, 1)) return launch.template operator()<full / 2, 1, pairing, lookup>();
+        }
         throw std::logic_error("mrrope: no MLA kernel takes such vectors and heads a thread");
     };
     const auto with_pairing = [&]<Pairing pairing> {

@@ -35,8 +35,8 @@ MlaRotaryShape shape_of(const RotaryArgs& rotary, const CopiedPart& q_copied, co
                        starts_aligned(k_copied, element_size, stored_size)};
 }
 
-int full_vector(const MlaRotaryShape& shape) {
-    const int full = access_bytes / shape.element_size;
+int widest_vector(const MlaRotaryShape& shape) {
+    const int full = full_vector(shape.element_size);
     const bool fits = shape.rotary_dim / 2 % full == 0 && shape.q_copied % full == 0 && shape.k_copied % full == 0;
     return shape.aligned && fits ? full : 1;
 }
@@ -81,7 +81,7 @@ MlaRotaryPlan plan_with(const MlaRotaryShape& shape, int vector, int heads_per_t
 
 // Independent of the device so far: the thresholds are those of an H200.
 MlaRotaryPlan plan(const MlaRotaryShape& shape, const Device&) {
-    const int full = full_vector(shape);
+    const int full = widest_vector(shape);
     const int64_t threads = shape.batch * shape.tokens * plan_with(shape, full, 1).threads_per_token();
     const int vector = full > 1 && threads < threads_for_full_vectors ? full / 2 : full;
     return plan_with(shape, vector, full > 1 && threads >= threads_for_two_heads ? 2 : 1);

@@ -148,8 +148,8 @@ void rescale_cache_cuda(const RescaleCacheArgs& args, CUstream_st* stream) {
         const RescaleCachePlan planned = plan(shape_of(part), current_device());
         with_element(args.dtype, [&](auto element) {
             using Element = decltype(element);
-            constexpr int full_vector = 16 / sizeof(Element);
-            if (planned.vector == full_vector) return launch_rescale<Element, full_vector>(part, planned, stream);
+            constexpr int full = full_vector(sizeof(Element));
+            if (planned.vector == full) return launch_rescale<Element, full>(part, planned, stream);
             return launch_rescale<Element, 1>(part, planned, stream);
         });
     });

@@ -166,12 +166,15 @@ void launch_cached_planned(const RotaryAndCacheArgs& args, const RotaryPlan& pla
 
 template <class Element, class Cached, Pairing pairing, TableLookup lookup>
 void launch_cached_vectors(const RotaryAndCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    constexpr int full = access_bytes / sizeof(Element);
+    constexpr int full = full_vector(sizeof(Element));
     const auto plan_is = [&](int vector, int heads) { return plan.vector == vector && plan.heads_per_thread == heads; };
-    if (plan_is(full, 1)) return launch_cached_planned<Element, Cached, full, 1, pairing, lookup>(args, plan, stream);
-    if (plan_is(full, 2)) return launch_cached_planned<Element, Cached, full, 2, pairing, lookup>(args, plan, stream);
-    if (plan_is(full / 2, 1)) {
-        return launch_cached_planned<Element, Cached, full / 2, 1, pairing, lookup>(args, plan, stream);
+    const auto launch = [&]<int Vector, int HeadsPerThread> {
+        launch_cached_planned<Element, Cached, Vector, HeadsPerThread, pairing, lookup>(args, plan, stream);
+    };
+    if constexpr (full > 1) {
+        if (plan_is(full, 1)) return launch.template operator()<full, 1>();
+        if (plan_is(full, 2)) return launch.template operator()<full, 2>();
+        if (plan_is(full / 2, 1)) return launch.template operator()<full / 2, 1>();
     }
     throw std::logic_error("mrrope: no kernel that writes a cache takes such vectors and heads a thread");
 }

@@ -208,13 +208,13 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
 // Calls launch.operator()<Vector, HeadsPerThread, pairing, whole_heads>() for a plan. Only these combinations exist.
 template <class Element, bool may_have_head_tables, class Launch>
 void with_plan(const RotaryPlan& plan, Pairing pairing, Launch&& launch) {
-    constexpr int full_vector = access_bytes / sizeof(Element);
+    constexpr int full = full_vector(sizeof(Element));
     const auto with_heads = [&]<int Vector, Pairing P> {
         if (plan.heads_per_thread == 1) return launch.template operator()<Vector, 1, P, false>();
-        if constexpr (Vector == 1 || Vector == full_vector) {
+        if constexpr (Vector == 1 || Vector == full) {
             if (plan.heads_per_thread == 2) return launch.template operator()<Vector, 2, P, false>();
         }
-        if constexpr (Vector > 1 && Vector == full_vector) {
+        if constexpr (Vector > 1 && Vector == full) {
             if (plan.heads_per_thread == 3) return launch.template operator()<Vector, 3, P, false>();
             if constexpr (may_have_head_tables) {
                 if (plan.heads_per_thread == heads_of_whole_table) {
@@ -225,11 +225,13 @@ void with_plan(const RotaryPlan& plan, Pairing pairing, Launch&& launch) {
         throw std::logic_error("mrrope: no rotary kernel takes that many heads a thread");
     };
     const auto with_vector = [&]<Pairing P> {
-        if (plan.whole_heads) {
-            return launch.template operator()<full_vector, heads_per_thread_of_whole_heads, P, true>();
+        if constexpr (full > 1) {
+            if (plan.whole_heads) {
+                return launch.template operator()<full, heads_per_thread_of_whole_heads, P, true>();
+            }
+            if (plan.vector == full) return with_heads.template operator()<full, P>();
+            if (plan.vector == full / 2) return with_heads.template operator()<full / 2, P>();
         }
-        if (plan.vector == full_vector) return with_heads.template operator()<full_vector, P>();
-        if (plan.vector == full_vector / 2) return with_heads.template operator()<full_vector / 2, P>();
         return with_heads.template operator()<1, P>();
     };
     switch (pairing) {

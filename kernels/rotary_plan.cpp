@@ -162,14 +162,13 @@ RotaryPlan plan_with(const RotaryShape& shape, const Device& device, int vector,
 }
 
 bool has_whole_head_plan(const RotaryShape& shape) {
-    const int full = access_bytes / shape.element_size;
     const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
     const int tail = shape.head_dim - shape.rotary_dim;
-    return split.vector == full && tail > 0 && tail % (2 * full) == 0;
+    return split.vector > 1 && tail > 0 && tail % (2 * split.vector) == 0;
 }
 
 RotaryPlan plan_whole_heads(const RotaryShape& shape, const Device& device) {
-    const int full = access_bytes / shape.element_size;
+    const int full = full_vector(shape.element_size);
     RotaryPlan plan = plan_with(shape, device, full, heads_per_thread_of_whole_heads);
     plan.whole_heads = true;
     plan.lanes = shape.head_dim / 2 / full;

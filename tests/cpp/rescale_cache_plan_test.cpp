@@ -10,6 +10,7 @@
 
 #include "devices.h"
 #include "elements.h"
+#include "head_split.h"
 #include "kernel_lanes.h"
 #include "rescale_cache_map.h"
 
@@ -69,9 +70,9 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
                             Keys keys(dtype, layers, tokens, heads, rotary_dim, aligned);
                             const RescaleCachePlan plan = plan_of(keys.args());
                             SCOPED_TRACE(describe(keys.args()));
-                            const int full_vector = 16 / size_of(dtype);
-                            const bool fits = aligned && rotary_dim / 2 % full_vector == 0;
-                            EXPECT_EQ(plan.vector, fits ? full_vector : 1);
+                            const int full = full_vector(size_of(dtype));
+                            const bool fits = aligned && rotary_dim / 2 % full == 0;
+                            EXPECT_EQ(plan.vector, fits ? full : 1);
                             EXPECT_EQ(plan.lanes * plan.vector, rotary_dim / 2);
                             EXPECT_GE(plan.head_groups * rescale_cache_heads_per_thread, heads);
                             EXPECT_LT((plan.head_groups - 1) * rescale_cache_heads_per_thread, heads);
@@ -274,7 +275,7 @@ TEST(Launches, TakeEveryLayerOnceInOrder) {
 TEST(Alignment, OfEveryLayerGivesFullVectors) {
     for (const DType dtype : all_dtypes) {
         Keys keys(dtype, 5, 3, 2, 64, true);
-        EXPECT_EQ(plan_of(keys.args()).vector, 16 / size_of(dtype)) << name_of(dtype);
+        EXPECT_EQ(plan_of(keys.args()).vector, full_vector(size_of(dtype))) << name_of(dtype);
     }
 }
 
@@ -295,7 +296,7 @@ TEST(Alignment, IsLostByOneElementOfAnyStride) {
             keys.args().strides.*stride += 1;
             EXPECT_EQ(plan_of(keys.args()).vector, 1) << name_of(dtype);
             keys.args().strides.*stride += 16 / size_of(dtype) - 1;
-            EXPECT_EQ(plan_of(keys.args()).vector, 16 / size_of(dtype)) << name_of(dtype);
+            EXPECT_EQ(plan_of(keys.args()).vector, full_vector(size_of(dtype))) << name_of(dtype);
         }
     }
 }

@@ -131,12 +131,12 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
 
 TEST(Plan, GivesThreadsLessWorkInSmallLaunches) {
     for_each_kind([](DType dtype, StoredAs cached_as) {
-        const int full = 16 / size_of(dtype);
+        const int full = full_vector(size_of(dtype));
         const RotaryPlan few = plan_of(contiguous_args(dtype, cached_as, 1, 1, 32, 8, 128, 128));
         EXPECT_EQ(few.heads_per_thread, 1);
-        EXPECT_EQ(few.vector, full / 2);
+        EXPECT_EQ(few.vector, full > 1 ? full / 2 : 1);
         const RotaryPlan many = plan_of(contiguous_args(dtype, cached_as, 1, 8192, 32, 8, 128, 128));
-        EXPECT_EQ(many.heads_per_thread, 2);
+        EXPECT_EQ(many.heads_per_thread, full > 1 ? 2 : 1);
         EXPECT_EQ(many.vector, full);
     });
 }
@@ -304,7 +304,7 @@ TEST(Alignment, IsLostByOneElementOfAnyTensor) {
         const int element = size_of(dtype);
         const int cached = size_of(cached_as, dtype);
         const RotaryAndCacheArgs aligned = contiguous_args(dtype, cached_as, 1, 1 << 16, 2, 2, 64, 64);
-        ASSERT_EQ(vector_of(aligned), 16 / element);
+        ASSERT_EQ(vector_of(aligned), full_vector(element));
         const auto moved = [](const void* pointer, int bytes) {
             return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(pointer) + bytes);
         };
@@ -327,8 +327,8 @@ TEST(Alignment, IsLostByOneElementOfAnyTensor) {
                 view(args).out_strides.*stride += 1;
                 EXPECT_EQ(vector_of(args), 1) << describe(args);
                 // Longer by one whole vector, a stride stays aligned; a float8 vector has fewer bytes.
-                view(args).out_strides.*stride += 16 / element - 1;
-                EXPECT_EQ(vector_of(args), 16 / element) << describe(args);
+                view(args).out_strides.*stride += full_vector(element) - 1;
+                EXPECT_EQ(vector_of(args), full_vector(element)) << describe(args);
             }
         }
     });

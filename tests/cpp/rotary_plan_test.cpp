@@ -49,23 +49,29 @@ void for_each_shape(F&& f) {
     }
 }
 
+TEST(HeadSplit, HasVectorsOf16BytesButForFloat64) {
+    EXPECT_EQ(full_vector(2), 8);
+    EXPECT_EQ(full_vector(4), 4);
+    EXPECT_EQ(full_vector(8), 1);
+}
+
 TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
     for_each_shape([&](const RotaryShape& shape) {
         SCOPED_TRACE(describe(shape));
         const RotaryPlan planned = plan(shape, h200);
-        const int full_vector = 16 / shape.element_size;
+        const int full = full_vector(shape.element_size);
         const int half = shape.rotary_dim / 2;
         const int tail = shape.head_dim - shape.rotary_dim;
-        const bool may_use_vectors = shape.aligned && half % full_vector == 0 && tail % full_vector == 0;
+        const bool may_use_vectors = shape.aligned && half % full == 0 && tail % full == 0;
         if (!may_use_vectors) {
             EXPECT_EQ(planned.vector, 1);
-        } else if (planned.vector != full_vector) {
-            EXPECT_TRUE(planned.vector == full_vector / 2 || planned.vector == 1) << planned.vector;
+        } else if (planned.vector != full) {
+            EXPECT_TRUE(planned.vector == full / 2 || planned.vector == 1) << planned.vector;
             EXPECT_EQ(planned.heads_per_thread, 1) << "the only instantiations with short vectors";
         }
         EXPECT_EQ(planned.lanes * planned.vector, half);
         EXPECT_GE(planned.heads_per_thread, 1);
-        EXPECT_LE(planned.heads_per_thread, planned.vector == full_vector && full_vector > 1 ? 3 : 2);
+        EXPECT_LE(planned.heads_per_thread, planned.vector == full && full > 1 ? 3 : 2);
         EXPECT_GE(planned.head_groups * planned.heads_per_thread, shape.heads);
         EXPECT_LT((planned.head_groups - 1) * planned.heads_per_thread, shape.heads);
         // Thread indices of the last block exceed the last thread's, and must fit in 32 bits, too.
