@@ -46,3 +46,17 @@ def llama() -> Any:
     from tiny_models import tiny_model  # needs transformers
 
     return tiny_model("llama")
+
+
+@pytest.fixture
+def norm_inputs(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The inputs of torch's RMSNorm."""
+    found: list[torch.Tensor] = []
+    rms_norm = torch.nn.functional.rms_norm
+
+    def noted(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found.append(x)
+        return rms_norm(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", noted)
+    return found

@@ -46,25 +46,11 @@ FAMILIES = {
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The inputs of torch's norm."""
-    found: list[torch.Tensor] = []
-    rms_norm = nn.functional.rms_norm
-
-    def noted(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        found.append(x)
-        return rms_norm(x, *args, **kwargs)
-
-    monkeypatch.setattr(nn.functional, "rms_norm", noted)
-    return found
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(family: str, calls: list[torch.Tensor]) -> None:
+def test_families(family: str, norm_inputs: list[torch.Tensor]) -> None:
     model = fused(family)
     found = logits(model)
-    assert len(calls) == len(norms(model)) > len(model.model.layers)
+    assert len(norm_inputs) == len(norms(model)) > len(model.model.layers)
     assert_same(found, logits(reference(family)))
 
 
@@ -110,14 +96,14 @@ def test_it_rounds_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", *QK_NORMS])
-def test_other_dtypes(family: str, dtype: torch.dtype, calls: list[torch.Tensor]) -> None:
+def test_other_dtypes(family: str, dtype: torch.dtype, norm_inputs: list[torch.Tensor]) -> None:
     """As near as the model's own code, or nearer, to the same weights in float64."""
     model, apart, exact = (tiny_model(family).to(dtype) for _ in range(3))
     for one, fuse_norms in ((model, True), (apart, False), (exact.double(), False)):
         mrrope.patch(one, "yarn", scale=4.0, fuse_norms=fuse_norms)
     want = logits(exact)
     assert relative(logits(model), want) < 1.1 * relative(logits(apart), want)
-    assert {x.dtype for x in calls} == {dtype}
+    assert {x.dtype for x in norm_inputs} == {dtype}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

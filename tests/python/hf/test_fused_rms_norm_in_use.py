@@ -27,26 +27,12 @@ from transformers import PreTrainedModel
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The inputs of torch's norm."""
-    found: list[torch.Tensor] = []
-    rms_norm = nn.functional.rms_norm
-
-    def noted(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        found.append(x)
-        return rms_norm(x, *args, **kwargs)
-
-    monkeypatch.setattr(nn.functional, "rms_norm", noted)
-    return found
-
-
 @pytest.mark.parametrize("family", ["llama", *QK_NORMS])
-def test_autocast(family: str, calls: list[torch.Tensor]) -> None:
+def test_autocast(family: str, norm_inputs: list[torch.Tensor]) -> None:
     model, apart = fused(family), reference(family)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = [logits(one) for one in (model, apart)]
-    assert not calls
+    assert not norm_inputs
     assert torch.equal(*found)
 
 
@@ -61,11 +47,11 @@ def test_training(family: str, checkpointing: str | None) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", *QK_NORMS])
-def test_compiled_it_is_the_model_s_own_code(family: str, dynamo: Any, calls: list[torch.Tensor]) -> None:
+def test_compiled_it_is_the_model_s_own_code(family: str, dynamo: Any, norm_inputs: list[torch.Tensor]) -> None:
     model, apart = fused(family), reference(family)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     found = logits(compiled)
-    assert not calls
+    assert not norm_inputs
     assert_same(found, logits(apart))
     ids = tokens(2, 24)
     compiled.train()(input_ids=ids, labels=ids).loss.backward()

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from byte_llama import byte_tokenizer, random_words, save_byte_llama
+from byte_llama import byte_tokenizer, random_words
+from calibration_runs import calibration_folder
 from command_line import MRROPE, as_arguments
 from scripted_models import OutOfMemory
 from tiny_models import tiny_model, tokens
@@ -36,17 +37,9 @@ from mrrope.hf.patch import is_patched
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
-# The command
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a tiny random model, a text to search and a held-out one."""
-    folder = tmp_path_factory.mktemp("calibration")
-    save_byte_llama(folder / "model", 32, heads=2, initializer_range=0.5)
-    (folder / "text.txt").write_text("\0".join(random_words(24, seed) for seed in range(6)))
-    (folder / "other.txt").write_text("\0".join(random_words(24, seed) for seed in (7, 8)))
-    return folder
+    return calibration_folder(tmp_path_factory.mktemp("calibration"))
 
 
 def arguments(folder: Path, output: Path, *options: str, **replaced: str) -> list[str]:

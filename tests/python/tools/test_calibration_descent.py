@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from byte_llama import byte_tokenizer, random_words, save_byte_llama
-from learnable_tables import LAYERS, NATIVE, learnable, random_set, table, tiny_llama
+from byte_llama import byte_tokenizer
+from learnable_tables import LAYERS, NATIVE, learnable, table, tiny_llama
 from two_ranks import run_on_two_ranks
 
 import mrrope
@@ -280,17 +280,3 @@ def test_two_processes_do_what_one_does_with_their_texts(planted: SimpleNamespac
         torch.testing.assert_close(rank["moves"], alone.learnable.moves.detach(), rtol=1e-3, atol=1e-5)
         assert rank["losses"] == pytest.approx([one["loss"] for one in alone.curve], rel=1e-5)
     assert not (tmp_path / "1" / "state.pt").exists()
-
-
-# The command
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gradient")
-    save_byte_llama(folder / "model", 32, layers=2, heads=4, num_key_value_heads=2, initializer_range=0.5)
-    (folder / "text.txt").write_text("\0".join(random_words(30, seed) for seed in range(6)))
-    (folder / "other.txt").write_text("\0".join(random_words(24, seed) for seed in (7, 8)))
-    table().save(folder / "yarn.json")
-    random_set(3).save(folder / "set.json")
-    return folder

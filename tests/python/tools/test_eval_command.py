@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import smollm2
 import torch
-from byte_llama import byte_tokenizer, random_words, save_byte_llama
-from evaluation_runs import FLOAT32_EPS, evaluate
+from byte_llama import byte_tokenizer, random_words
+from evaluation_runs import FLOAT32_EPS, evaluate, evaluation_folder
 from matplotlib.figure import Figure
 from scripted_models import OutOfMemory, RepeatsLastToken
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 import mrrope
 from mrrope.evaluation import chunked_reader, documents, model_loading, perplexity, report
@@ -22,26 +22,10 @@ from mrrope.evaluation.compared_methods import Method
 from mrrope.evaluation.evaluate import Evaluation, is_out_of_memory
 from mrrope.evaluation.results import Results
 
-# Retrieval tasks
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["begins texts", "adds nothing"])
-def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
-    return byte_tokenizer(adds_bos=request.param)
-
-
-# The command
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a tiny random model, a text and a table."""
-    folder = tmp_path_factory.mktemp("evaluation")
-    save_byte_llama(folder / "model", 64, layers=2, heads=2, initializer_range=0.2)
-    (folder / "text.txt").write_text("\0".join(random_words(120, seed) for seed in range(3)))
-    table = mrrope.frequency_table("mrrope_uni", rotary_dim=16, base=1e4, original_max_position=64, scale=8.0)
-    table.save(folder / "table.json")
-    return folder
+    return evaluation_folder(tmp_path_factory.mktemp("evaluation"))
 
 
 @pytest.mark.parametrize(

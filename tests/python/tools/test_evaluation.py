@@ -132,15 +132,12 @@ def test_one_text_in_one_chunk_is_read_without_a_mask(monkeypatch: pytest.Monkey
     assert set(given) == {(50, True, True), (1, True, False)}
 
 
-# Retrieval tasks
+# Documents
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["begins texts", "adds nothing"])
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     return byte_tokenizer(adds_bos=request.param)
-
-
-# Documents
 
 
 def test_documents_of_files_folders_and_archives(tmp_path: Path) -> None:

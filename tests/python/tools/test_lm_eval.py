@@ -8,34 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from byte_llama import byte_tokenizer, random_words, save_byte_llama
-from evaluation_runs import evaluate
+from byte_llama import byte_tokenizer, random_words
+from evaluation_runs import evaluate, evaluation_folder
 from markers import takes_minutes
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import mrrope
 from mrrope.hf.rotary_embedding import TableRotaryEmbedding
 
-# Retrieval tasks
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["begins texts", "adds nothing"])
-def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
-    return byte_tokenizer(adds_bos=request.param)
-
-
-# The command
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a tiny random model, a text and a table."""
-    folder = tmp_path_factory.mktemp("evaluation")
-    save_byte_llama(folder / "model", 64, layers=2, heads=2, initializer_range=0.2)
-    (folder / "text.txt").write_text("\0".join(random_words(120, seed) for seed in range(3)))
-    table = mrrope.frequency_table("mrrope_uni", rotary_dim=16, base=1e4, original_max_position=64, scale=8.0)
-    table.save(folder / "table.json")
-    return folder
+    return evaluation_folder(tmp_path_factory.mktemp("evaluation"))
 
 
 # lm-evaluation-harness, and a fake of it

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from byte_llama import random_words, save_byte_llama
+from calibration_runs import calibration_folder
 from command_line import as_arguments
 from transformers import LlamaForCausalLM
 
@@ -13,20 +13,10 @@ from mrrope.tables import shipped
 from mrrope.tables.frequency_table import METHODS
 from mrrope.tables.lookup import load_tables
 
-# The command
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a tiny random model, a text to search and a held-out one."""
-    folder = tmp_path_factory.mktemp("calibration")
-    save_byte_llama(folder / "model", 32, heads=2, initializer_range=0.5)
-    (folder / "text.txt").write_text("\0".join(random_words(24, seed) for seed in range(6)))
-    (folder / "other.txt").write_text("\0".join(random_words(24, seed) for seed in (7, 8)))
-    return folder
-
-
-# Tables shipped with the package
+    return calibration_folder(tmp_path_factory.mktemp("calibration"))
 
 
 @pytest.fixture
