@@ -39,6 +39,8 @@ TOP_FOLDERS = sorted(
     path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and not path.name.startswith("build")
 )
 PATH_IN_CODE = re.compile(rf"`((?:{'|'.join(TOP_FOLDERS)})/[\w./-]*)`")
+INCLUDE_FOLDERS = [ROOT / part / "include" for part in ("csrc", "bindings")]
+"""Headers are named by the paths by which they are included."""
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#([\w-]+))?\)")
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -61,8 +63,9 @@ def names_after_running(page: Path, names: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Run in a folder of its own, with tiny models under the names that pages load: transformers looks there first."""
-    tiny_model("llama").save_pretrained(tmp_path / "SmolLM2-135M")
-    save_byte_llama(tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct", 64)
+    namespace = tmp_path / "HuggingFaceTB"
+    tiny_model("llama").save_pretrained(namespace / "SmolLM2-135M")
+    save_byte_llama(namespace / "SmolLM2-135M-Instruct", 64)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     return tmp_path
@@ -298,7 +301,8 @@ def test_equivalent_of_qkv_rotary() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_paths_exist(page: Path) -> None:
-    missing = {path for path in PATH_IN_CODE.findall(page.read_text()) if not (ROOT / path).exists()}
+    paths = set(PATH_IN_CODE.findall(page.read_text()))
+    missing = {path for path in paths if not any((folder / path).exists() for folder in (ROOT, *INCLUDE_FOLDERS))}
     assert missing == set()
 
 
