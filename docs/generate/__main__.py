@@ -3,9 +3,9 @@
     python docs/generate [--check] [--pictures]
 
 A table stands between <!-- table NAME --> and <!-- end -->; everything between the two markers is replaced. README's
-picture is drawn where its numbers changed; --pictures draws every picture again whose numbers are stored: README's,
-those of docs/theory.md, and that of `mrrope bench`. With --check nothing is written, and the exit status is 1 where a
-page or README's picture is out of date.
+picture and the demo's are drawn where their numbers or words changed; --pictures draws every picture again whose
+numbers are stored: these two, those of docs/theory.md, and that of `mrrope bench`. With --check nothing is written, and
+the exit status is 1 where a page or one of the two pictures is out of date.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ TABLES = {
     **evaluation_tables.TABLES,
     **theory_tables.TABLES,
 }
+PICTURES = (context_figure.PICTURE, evaluation_tables.DEMO)
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if "<!-- table " in page.read_text()]
 
 
@@ -48,14 +49,15 @@ def with_current_tables(text: str) -> str:
 
 def draw_pictures() -> None:
     """Draw every picture whose numbers are stored."""
-    context_figure.draw()
+    for picture in PICTURES:
+        picture.draw()
     drawing.draw(figure_data("theory.json"), FIGURES / "theory")
     bench = result("rotary_cuda.json")
     report.plot(bench["rows"], bench["machine"], RESULTS / "rotary_cuda.png")
 
 
 def main() -> int:
-    """Write the pages and the picture, or check them."""
+    """Write the pages and the pictures, or check them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="report pages that are out of date and write nothing")
     parser.add_argument("--pictures", action="store_true", help="draw all pictures again whose numbers are stored")
@@ -65,15 +67,14 @@ def main() -> int:
         print(f"{page.relative_to(ROOT)} {'is out of date' if options.check else 'is rewritten'}")
         if not options.check:
             page.write_text(with_current_tables(page.read_text()))
-    picture_is_stale = not context_figure.is_current()
-    if picture_is_stale:
-        picture = context_figure.PICTURE.relative_to(ROOT)
-        print(f"{picture} {'is out of date' if options.check else 'is drawn again'}")
+    stale_pictures = [picture for picture in PICTURES if not picture.is_current()]
+    for picture in stale_pictures:
+        print(f"{picture.path.relative_to(ROOT)} {'is out of date' if options.check else 'is drawn again'}")
         if not options.check:
-            context_figure.draw()
+            picture.draw()
     if options.pictures and not options.check:
         draw_pictures()
-    return 1 if options.check and (stale or picture_is_stale) else 0
+    return 1 if options.check and (stale or stale_pictures) else 0
 
 
 if __name__ == "__main__":

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from measurements import FIGURES, NOT_MEASURED, perplexity, result, table
+from pictures import Picture
 from study_tables import STUDY, parts_of, second_halves, table_sets_file
 
 from mrrope.reporting import plotting
 from mrrope.reporting.plotting import thousands
 
-PICTURE = FIGURES / "context.png"
 NATIVE = "8192"
 SCALES = {"16384": 2, "32768": 4, "65536": 8, "131072": 16}
 """The smallest scale that covers each length past the native one, as ``scale="auto"`` chooses it."""
@@ -59,6 +56,21 @@ def measured(scale: int, method: str, task: str) -> dict[str, Any]:
     if not found and scale == max(SCALES.values()):
         found = parts_of(STUDY).get(str(scale), {}).get("results", {}).get(task, {}).get(method, {})
     return found
+
+
+def of_another_run() -> str:
+    """Return a sentence on the figures at 128K that are those of the study of methods; empty where there are none."""
+    own = result(table_sets_file(16)).get("results", {})
+    study = parts_of(STUDY).get("16", {}).get("results", {})
+    named = {
+        method: f"`{method}`" if method not in own["perplexity"] else f"the keys of `{method}`"
+        for method in DRAWN
+        if method != STOCK and method in study.get("passkey", {}) and method not in own["passkey"]
+    }
+    if not named:
+        return ""
+    prompts = max(len(study["passkey"][method]["131072"]["trials"]) for method in named)
+    return f" Of another run at 128K, with {prompts} prompts: {' and '.join(named.values())}."
 
 
 def measured_row(method: str) -> Row:
@@ -121,13 +133,13 @@ def context() -> list[str]:
     text = (
         f"{name}, {quantization} weights, 8192 native tokens, {data['dtype']} on an {data['device']}: perplexity of "
         f"the second half of each length in {documents} held-out documents of Proof-pile, and pass keys found (hidden "
-        "numbers, queried at the end). Every length has the smallest scale that covers it."
+        "numbers, queried at the end). Every length has the smallest scale that covers it. Calibrated tables were "
+        "searched on other documents of Proof-pile, with pass keys in the loss; on other kinds of text they gain less "
+        "([study](docs/study.md#tables-per-layer-and-key-head))."
     )
+    text += of_another_run()
     if TRUNCATED not in found:
-        text += (
-            " **Truncation is not drawn yet** (the stock model over its last 8K tokens): no stored result has it; "
-            "`mrrope eval` reports it."
-        )
+        text += " **Truncation is not drawn yet**: no stored result has it; `mrrope eval` reports it."
     return [*textwrap.wrap(text, 136, break_long_words=False, break_on_hyphens=False), "", *context_table(DRAWN)]
 
 
@@ -139,21 +151,11 @@ def picture_data() -> dict[str, Any]:
     }
 
 
-def digest() -> str:
-    """Return a digest of the picture's numbers, which the PNG holds."""
-    return hashlib.sha256(json.dumps(picture_data()).encode()).hexdigest()
-
-
-def is_current(picture: Path = PICTURE) -> bool:
-    """Whether the picture was drawn from today's results."""
-    return picture.exists() and digest().encode() in picture.read_bytes()
-
-
-def draw(picture: Path = PICTURE) -> None:
+def figure() -> Any:
     """Draw perplexity and keys by length."""
     found = {method: row for method, row in rows().items() if method in DRAWN}
-    figure = plotting.new_figure(figsize=(10.5, 4.4))
-    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    drawn = plotting.new_figure(figsize=(10.5, 4.4))
+    left, right = drawn.subplots(1, 2, width_ratios=[3, 2])
     places = {length: i for i, length in enumerate((NATIVE, *SCALES))}
     for method, row in found.items():
         style = {"marker": "o", **plotting.line(method), **STYLES.get(method, {}), "label": TITLES[method]}
@@ -172,9 +174,9 @@ def draw(picture: Path = PICTURE) -> None:
         axes.set_xticks([places[length] for length in shown], [thousands(int(length)) for length in shown])
         axes.grid(alpha=0.3)
     data = result(table_sets_file(16))
-    figure.suptitle(f"{data['model']}, native length 8K, past it at the smallest scale that covers the length")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=110, metadata={"Description": digest()}, pil_kwargs={"optimize": True})
+    drawn.suptitle(f"{data['model']}, native length 8K, past it at the smallest scale that covers the length")
+    return drawn
 
 
+PICTURE = Picture(FIGURES / "context.png", picture_data, figure)
 TABLES: dict[str, Callable[[], list[str]]] = {"context": context, "contexts": partial(context_table, tuple(TITLES))}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from measurements import NOT_MEASURED, figure_data, perplexity, result, rows_of, short_exponent, table
+from measurements import FIGURES, NOT_MEASURED, figure_data, perplexity, result, rows_of, short_exponent, table
+from pictures import Picture
 
+from mrrope.demo import report
 from mrrope.demo.report import short
 from mrrope.reporting.plotting import thousands
 
@@ -61,7 +64,7 @@ def auto_scale_step() -> list[str]:
 
 def demo() -> list[str]:
     """Return the time of the demo, its perplexity and its pass keys."""
-    data = figure_data("demo.json")
+    data = demo_data()
     first = next(iter(data["readings"].values()))
     spans = [" to ".join(short(int(edge)) for edge in span.split("-")) for span in first["perplexity"]]
     queried = [f"pass key of {short(data['pass_key_at'])}, queried at {short(int(stop))}" for stop in first["pass_key"]]
@@ -78,7 +81,7 @@ def numerics() -> list[str]:
     """Return rotation errors by position, as the demo measures them."""
     names = ("mrrope", "plain PyTorch")
     errors_by_end: dict[int, list[float]] = {}
-    for row in figure_data("demo.json")["rotation"]:
+    for row in demo_data()["rotation"]:
         errors_by_end.setdefault(row["positions near"], []).extend(row[name] for name in names)
 
     def position(end: int) -> str:
@@ -94,6 +97,12 @@ def numerics() -> list[str]:
     )
 
 
+def demo_data() -> dict[str, Any]:
+    """Return the stored results of the demo."""
+    return figure_data("demo.json")
+
+
+DEMO = Picture(FIGURES / "demo.png", demo_data, lambda: report.figure_of(demo_data()))
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function for function in (long_reading, auto_scale, auto_scale_step, demo, numerics)
 }

@@ -262,12 +262,31 @@ def end_to_end() -> list[str]:
     batches = [f"decode batch {size}, eager, 32 layers" for size in (1, 16, 64)]
     prefills = [f"prefill {tokens}, eager, 32 layers" for tokens in (8192, 32768)]
     return table(
-        ["time / stock", "patched", "and `fuse_norms=True`"],
+        ["time / stock, medians of ratios", "patched", "and `fuse_norms=True`"],
         [
             eager("transformers, eager, prefill of 8K and 32K", *prefills),
             eager("transformers, eager, decode, batch 1 to 64", *batches),
             ["transformers, `torch.compile`, prefill and decode", span(compiled), "the same"],
-            ["vLLM, prefill and decode", span(of_engine), "no such option"],
+            ["vLLM, prefill and decode", span(of_engine), "not applicable"],
+        ],
+    )
+
+
+def gradient_step() -> list[str]:
+    """Return time and memory of a step of calibration by gradient."""
+    rows = rows_of("gradient_step_cuda.json")
+    if not rows:
+        return NOT_MEASURED
+    return table(
+        ["shape, tokens", "seconds", "peak, GB", "layers recomputed"],
+        [
+            [
+                row["name"],
+                f"{row['seconds']:.1f}",
+                f"{row['peak_bytes'] / 1e9:.0f}",
+                f"{row['recomputed_layers']} of {row['layers']}",
+            ]
+            for row in rows
         ],
     )
 
@@ -307,7 +326,10 @@ OF_OPS = (
 )
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    **{function.__name__: function for function in (*OF_OPS, build_times, serving, end_to_end, fused_qk_norm)},
+    **{
+        function.__name__: function
+        for function in (*OF_OPS, build_times, serving, end_to_end, fused_qk_norm, gradient_step)
+    },
     **{
         f"{name}_{mode}": partial(model, f"{name}_cuda.json", mode)
         for name in ("model", "model_qwen3", "model_deepseek", "model_gemma3")

@@ -77,8 +77,8 @@ def table(data: dict[str, Any]) -> str:
     readings: dict[str, Any] = data["readings"]
     first = next(iter(readings.values()))
     spans = [" to ".join(short(int(edge)) for edge in span.split("-")) for span in first["perplexity"]]
-    asked = [f"asked at {short(int(stop))}" for stop in first["pass_key"]]
-    rows = [["", *spans, *asked]]
+    queried = [f"queried at {short(int(stop))}" for stop in first["pass_key"]]
+    rows = [["", *spans, *queried]]
     for reading in readings.values():
         answers = [
             "found" if answer["found"] else f"no:{first_line(answer['answer'])[:24]}"
@@ -103,15 +103,18 @@ def relative(curve: Sequence[tuple[int, float]], baseline: Sequence[tuple[int, f
 
 
 def draw(data: dict[str, Any], path: Path) -> Path:
+    """Write the figure as a PNG."""
+    return plotting.save(figure_of(data), path)
+
+
+def figure_of(data: dict[str, Any]) -> Any:
     """Plot perplexity relative to truncation over position, and list perplexities and answers beside it."""
     figure = plotting.new_figure(figsize=(10, 4.4))
     chart, key = figure.subplots(1, 2, width_ratios=[1.2, 1])
     _draw_curves(chart, data)
     _list_answers(key, data)
-    model = data.get("model", "")
-    longest = short(int(data["native"] * data["scale"]))
-    figure.suptitle(f"{model} past its {short(data['native'])} native tokens, set up for {longest}")
-    return plotting.save(figure, path)
+    figure.suptitle(f"{data.get('model', '')} past its {short(data['native'])} native tokens")
+    return figure
 
 
 def _draw_curves(axes: Any, data: dict[str, Any]) -> None:
@@ -148,7 +151,7 @@ def _list_answers(axes: Any, data: dict[str, Any]) -> None:
     axes.set(xlim=(0, 1), ylim=(0, 1))
     last = str(data["tokens"])
     distance = short(data["tokens"] - data["pass_key_at"])
-    axes.text(0, 0.98, f"Answer to the question for a pass key {distance} tokens back ({data['pass_key']}):", va="top")
+    axes.text(0, 0.98, f"Answers to the query for pass key {data['pass_key']}, {distance} tokens back:", va="top")
     for number, (method, reading) in enumerate(data["readings"].items()):
         top = 0.84 - 0.21 * number
         answer = reading["pass_key"][last]

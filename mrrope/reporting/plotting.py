@@ -53,7 +53,7 @@ def new_figure(**options: Any) -> Any:
     return Figure(layout="constrained", **options)
 
 
-def save(figure: Any, path: Path) -> Path:
-    """Write a PNG, optimized for size."""
-    figure.savefig(path, dpi=110, pil_kwargs={"optimize": True})
+def save(figure: Any, path: Path, description: str | None = None) -> Path:
+    """Write a PNG, optimized for size; its metadata hold the description."""
+    figure.savefig(path, dpi=110, metadata={"Description": description}, pil_kwargs={"optimize": True})
     return path

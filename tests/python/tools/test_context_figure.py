@@ -1,4 +1,4 @@
-"""The picture of README.md and its table take what the stored studies hold."""
+"""README's picture and its table take what the stored studies hold; pictures with other words are out of date."""
 
 import copy
 from pathlib import Path
@@ -9,7 +9,10 @@ import pytest
 pytest.importorskip("matplotlib")
 
 import context_figure
-from context_figure import NATIVE, SCALES, TRUNCATED
+import evaluation_tables
+from context_figure import NATIVE, PICTURE, SCALES, TRUNCATED
+
+from mrrope.demo import report
 
 
 @pytest.fixture
@@ -46,9 +49,9 @@ def test_truncated_row_is_taken(with_truncated: dict[str, float], tmp_path: Path
     assert "3.125" in text
     assert "1 of 2" in text
 
-    assert not context_figure.is_current()
-    context_figure.draw(tmp_path / "context.png")
-    assert context_figure.is_current(tmp_path / "context.png")
+    assert not PICTURE.is_current()
+    PICTURE.draw(tmp_path / "context.png")
+    assert PICTURE.is_current(tmp_path / "context.png")
 
 
 def test_lengths_have_the_smallest_scale_that_covers_them() -> None:
@@ -57,3 +60,9 @@ def test_lengths_have_the_smallest_scale_that_covers_them() -> None:
         by_length = context_figure.measured(scale, "mrrope_uni", "perplexity")
         assert row.perplexity[length] == by_length[length]["second_half_perplexity"]
         assert int(length) == int(NATIVE) * scale
+
+
+def test_picture_with_other_words_is_out_of_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert evaluation_tables.DEMO.is_current()
+    monkeypatch.setattr(report, "short", str)
+    assert not evaluation_tables.DEMO.is_current()

@@ -243,7 +243,7 @@ def test_results_by_hand() -> None:
     assert of_plain["curve"] == [[place, pytest.approx(2.0 if place <= 16 else 8.0)] for place in range(13, 21)]
     assert of_plain["label"] == "unmodified model"
     lines = report.table(data).splitlines()
-    assert lines[2].split() == ["12", "to", "16", "16", "to", "20", "asked", "at", "20"]
+    assert lines[2].split() == ["12", "to", "16", "16", "to", "20", "queried", "at", "20"]
     assert lines[3].split() == ["unmodified", "model", "2.00", "8.00", "found"]
     assert lines[4].split() == ["other", "2.00", "8.00", "no:", "7"]
 
@@ -306,8 +306,11 @@ def test_the_whole_demo(model_folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert (data["native"], data["tokens"], data["scale"]) == (512, 1200, 4.0)
     assert list(data["readings"]) == [PLAIN, TRUNCATED, "yarn", UNCALIBRATED]
     for line in (
-        "asked at 1K", "mrrope_uni, not calibrated", 'mrrope.patch(model, "mrrope_uni", scale="auto")', "plain PyTorch"
-    ):  # fmt: skip
+        "queried at 1K",
+        "mrrope_uni, not calibrated",
+        'mrrope.patch(model, "mrrope_uni", scale="auto")',
+        "plain PyTorch",
+    ):
         assert line in out
     text = text_with_key(byte_tokenizer(adds_bos=True), Course(512, 1200))
     losses = torch.cat(list(token_losses(LlamaForCausalLM.from_pretrained(model_folder), text)))
