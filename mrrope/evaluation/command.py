@@ -116,14 +116,14 @@ def covering_scale(model: nn.Module, longest: int, original_max_position: float 
     Args:
         model: the unpatched model.
         longest: the length to cover.
-        original_max_position: the length that is extended; by default what the model reads.
+        original_max_position: the length that is extended; by default the native length.
 
     Raises:
-        ValueError: the configuration does not say how far the model reads.
+        ValueError: the configuration states no native length.
     """
     native = original_max_position or global_settings(model).original_max_position
     if native is None:
-        raise ValueError("--scale must be given for this model: its configuration does not say how far it reads")
+        raise ValueError("--scale must be given for this model: its configuration states no native length")
     scale = 2.0
     while native * scale < longest:
         scale *= 2.0

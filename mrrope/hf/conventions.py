@@ -29,7 +29,7 @@ Apply = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Convention:
-    """One combination of the respects in which apply functions differ."""
+    """One RoPE variant: pairing, layout, partial rotation, sign."""
 
     pairing: Literal["halves", "interleaved"]
     gathers_halves: bool = False

@@ -24,7 +24,7 @@ from torch import nn
 
 from mrrope.hf import rope_config
 from mrrope.hf.auto_scale.cache_probe import UnfollowableError
-from mrrope.hf.auto_scale.ladder import Ladder, Step, ladder_for
+from mrrope.hf.auto_scale.ladder import Entry, Ladder, ladder_for
 from mrrope.hf.auto_scale.module_patch import AnnouncedLengths, AutoScale
 from mrrope.hf.cache_guard import CacheGuards
 from mrrope.hf.fusion.rms_norm import FusedNorms
@@ -64,7 +64,7 @@ PATCHES = module_patches()
 
 def patch(
     model: Model,
-    method: Step | Sequence[Step],
+    method: Entry | Sequence[Entry],
     *,
     scale: float | Literal["auto"] | None = None,
     max_scale: float | None = None,
@@ -193,7 +193,7 @@ def unpatch(model: Model) -> Model:
 
 
 @contextlib.contextmanager
-def patched(model: Model, method: Step | Sequence[Step], **options: Any) -> Iterator[Model]:
+def patched(model: Model, method: Entry | Sequence[Entry], **options: Any) -> Iterator[Model]:
     """:func:`patch` a model for a ``with`` block, and restore its former patch, or none, afterwards."""
     before = changes_in(_checked(model), PATCHES)
     patch(model, method, **options)
@@ -245,7 +245,7 @@ def _stock_settings(model: nn.Module) -> dict[nn.Module, Settings]:
 
 def _resolved(
     settings: Settings,
-    method: Step | Sequence[Step],
+    method: Entry | Sequence[Entry],
     scale: float | Literal["auto"] | None,
     max_scale: float | None,
     reserve: int | None,
@@ -282,7 +282,7 @@ def _fitted(resolved: dict[str | None, Ladder[ModelTables]], settings: Settings,
 
 
 def _record(
-    method: Step | Sequence[Step],
+    method: Entry | Sequence[Entry],
     given: dict[str, Any],
     resolved: Iterable[dict[str | None, Ladder[ModelTables]]],
 ) -> PatchRecord:

@@ -166,8 +166,8 @@ def window_warning(name: str, config: Any, native_length: float | None, reach: f
     Args:
         name: the model's.
         config: its configuration.
-        native_length: how far the model reads without the extension.
-        reach: how far it reads with it.
+        native_length: the native context length.
+        reach: the extended context length.
     """
     window = window_of_all_layers(config)
     if window is None or native_length is None or reach <= max(window, native_length):
@@ -252,7 +252,7 @@ def has_equal_factors(parameters: Mapping[str, Any]) -> bool:
 
 
 def length_read(parameters: dict[str, Any], stated: float | None) -> float | None:
-    """Return how many tokens the unpatched model reads.
+    """Return the native context length of a model.
 
     Args:
         parameters: The ``rope_parameters`` of a layer type.

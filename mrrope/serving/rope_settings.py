@@ -220,8 +220,8 @@ def merged(
     stated_length = stated_length or length_read(own, None) or request.options.get("original_max_position")
     if stated_length is None:
         raise ValueError(
-            "rope_parameters: original_max_position_embeddings must be given for this model: its configuration does "
-            "not say how far it reads"
+            "rope_parameters: original_max_position_embeddings must be given for this model: its configuration "
+            "states no native length"
         )
     kept = {key: value for key, value in own.items() if key not in EXTENSION_KEYS}
     kept |= {key: value for key, value in given.items() if key in model_keys or key == "rope_theta"}

@@ -222,15 +222,15 @@ def resolve_tables(
         length = (arguments | options)["original_max_position"]
         tokens = "the tokens" if length is None else f"the {length:.15g} tokens"
         raise ValueError(
-            f"scale must be given with method {method!r}: scale=4.0 extends {tokens} that the model reads 4 times, and "
-            "patch takes scale='auto', got none"
+            f"scale must be given with method {method!r}: scale=4.0 covers 4 times {tokens} of the model, and patch "
+            "takes scale='auto', got none"
         )
     scale = 1.0 if scale is None else scale
     arguments |= {"scale": scale, **options}
     if arguments["original_max_position"] is None:
         if scale != 1.0:
             raise ValueError(
-                "original_max_position must be given for this model: its configuration does not say how far it reads"
+                "original_max_position must be given for this model: its configuration states no native length"
             )
         arguments["original_max_position"] = 1.0  # at scale 1 the bounds have no effect
     table = frequency_table(method, **arguments)

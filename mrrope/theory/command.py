@@ -71,7 +71,7 @@ def attention_of(source: str, scale: float) -> dict[str, Any]:
     model, tokenizer = model_loading.load(source)
     trained = global_settings(model)
     if trained.original_max_position is None:
-        raise ValueError(f"model must say how far it was trained to read, and the configuration of {source} does not")
+        raise ValueError(f"model must have a native length, and the configuration of {source} states none")
     # The methods extend plain RoPE here, even if the model is extended already.
     length = int(trained.trained_length or trained.original_max_position)
     setting = Setting(trained.rotary_dim, trained.base, length, scale)

@@ -1,4 +1,4 @@
-"""The steps of ``scale="auto"``: tables of increasing scale, and the length up to which each is used."""
+"""The ladder of ``scale="auto"``: tables of increasing scale, and the length up to which each is used."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DEFAULT_REACH = 16.0
 """Default reach of a ladder, in native lengths."""
 
 Table = TypeVar("Table")
-"""What the steps of a ladder hold."""
+"""What a ladder has at each scale."""
 Loadable = TypeVar("Loadable", bound=ModelTables)
-Step = str | ModelTables | Path
-"""What a ladder has at one scale."""
+Entry = str | ModelTables | Path
+"""What names a table or a set of a ladder."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def scales_up_to(max_scale: float) -> list[float]:
 def ladder_for(
     trained: NativeRope,
     native: Loadable,
-    method: Step | Sequence[Step],
+    method: Entry | Sequence[Entry],
     max_scale: float | None,
     options: dict[str, Any],
     resolve: Callable[[NativeRope, Any, float | None, dict[str, Any]], Loadable],
@@ -61,18 +61,18 @@ def ladder_for(
     Args:
         trained: The model's own RoPE.
         native: The model's own table.
-        method: A method's name, for steps of increasing scale; a list of ready tables or sets, one per step; or the
-            name of a ladder that comes with the package.
+        method: A method's name, for tables of increasing scale; a list of ready tables or sets, one per scale; or
+            the name of a ladder that comes with the package.
         max_scale: The largest scale of a method or of a shipped ladder; by default a method reaches 16 native lengths.
         options: More arguments of ``frequency_table``.
         resolve: ``resolve_table``, or ``resolve_tables`` where head tables and sets are allowed.
 
     Raises:
-        ValueError: The native length is unknown, an argument is invalid, or no step reaches past the native length.
+        ValueError: The native length is unknown, an argument is invalid, or no table reaches past the native length.
     """
     native_length = trained.original_max_position
     if native_length is None:
-        raise ValueError("scale must be a number for this model: its configuration does not say how far it reads")
+        raise ValueError("scale must be a number for this model: its configuration states no native length")
     is_shipped = False
     if isinstance(method, str) and method not in METHODS:
         is_shipped = True
@@ -81,10 +81,10 @@ def ladder_for(
         given = {**({"max_scale": max_scale} if max_scale is not None and not is_shipped else {}), **options}
         if given.keys() - PLAIN_ROPE_OPTIONS:
             raise ValueError(f"method is a list of ready tables, which leaves no room for {given}")
-        steps = [resolve(trained, step, None, options) for step in method]
+        extended = [resolve(trained, entry, None, options) for entry in method]
         if max_scale is not None:
             _expect_above_one(max_scale)
-            steps = [table for table in steps if table.scale <= max_scale]
+            extended = [table for table in extended if table.scale <= max_scale]
     else:
         if isinstance(method, ModelTables):
             what = "one table" if isinstance(method, FrequencyTable) else f"one {type(method).__name__}"
@@ -93,15 +93,15 @@ def ladder_for(
             start = (trained.table_arguments(options) | options)["original_max_position"]
             max_scale = DEFAULT_REACH * native_length / start
         _expect_above_one(max_scale)
-        steps = [resolve(trained, method, scale, options) for scale in scales_up_to(max_scale)]
-    reach = {table: table.original_max_position * table.scale for table in steps}
-    longer = sorted((table for table in steps if reach[table] > native_length), key=lambda table: reach[table])
+        extended = [resolve(trained, method, scale, options) for scale in scales_up_to(max_scale)]
+    reach = {table: table.original_max_position * table.scale for table in extended}
+    longer = sorted((table for table in extended if reach[table] > native_length), key=lambda table: reach[table])
     if len({reach[table] for table in longer}) < len(longer):
         raise ValueError(f"method must give one table for each length, got two that reach as far: {longer!r}")
     if not longer:
-        past = f"past the {native_length:g} tokens that the model reads as it is"
+        past = f"past the {native_length:g} native tokens"
         if max_scale is None:
-            raise ValueError(f"method must hold a table that reaches {past}, got {steps!r}")
+            raise ValueError(f"method must hold a table that reaches {past}, got {extended!r}")
         raise ValueError(f"max_scale must reach {past}, got {max_scale}")
     return Ladder((native, *longer), (native_length, *(reach[table] for table in longer)))
 

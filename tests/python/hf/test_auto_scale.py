@@ -348,7 +348,7 @@ def test_a_shipped_ladder_up_to_a_scale(max_scale, scales):
     (rotary,) = (module for module in model.modules() if isinstance(module, TableRotaryEmbedding))
     (tables,) = rotary.tables.values()
     assert [table.scale for table in tables[1:]] == scales
-    with pytest.raises(ValueError, match=r"max_scale must reach past the 8192 tokens .*, got 1\.5"):
+    with pytest.raises(ValueError, match=r"max_scale must reach past the 8192 native tokens, got 1\.5"):
         mrrope.patch(model, "smollm2-135m", scale="auto", max_scale=1.5)
 
 
@@ -375,7 +375,7 @@ def test_the_steps_of_a_ladder(max_scale, scales):
         ("mrrope_pro", {"scale": "auto", "reserve": True}, "reserve must be a non-negative integer, got True"),
         ("mrrope_pro", {"scale": "automatic"}, "scale must be"),
         ("mrope", {"scale": "auto"}, "method must be one of"),
-        ([], {"scale": "auto"}, r"method must hold a table that reaches past the 32 tokens .*, got \[\]"),
+        ([], {"scale": "auto"}, r"method must hold a table that reaches past the 32 native tokens, got \[\]"),
         (["mrrope_pro"], {"scale": 2.0}, "scale must be 'auto' with a list of tables, got 2.0"),
     ],
 )

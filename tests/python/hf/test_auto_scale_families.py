@@ -30,7 +30,7 @@ UNFOLLOWABLE = {
         "gemma4_unified_assistant",
         "moshi",
     },
-    "its configuration does not say how far it reads": {"recurrent_gemma"},
+    "its configuration states no native length": {"recurrent_gemma"},
 }
 
 

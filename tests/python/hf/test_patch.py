@@ -168,8 +168,8 @@ WRONG_CALLS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "yarn",
         {},
         ValueError,
-        "scale must be given with method 'yarn': scale=4.0 extends the 64 tokens that the model reads 4 times, and "
-        "patch takes scale='auto', got none",
+        "scale must be given with method 'yarn': scale=4.0 covers 4 times the 64 tokens of the model, and patch takes "
+        "scale='auto', got none",
     ),
     "no scale with options": ("mrrope_pow", {"power": 1.0, "original_max_position": 32}, ValueError, "the 32 tokens"),
     "table and scale 1": (ready(), {"scale": 1.0}, ValueError, r"ready table, .* {'scale': 1.0}: its scale is 4"),
