@@ -58,6 +58,9 @@ PROCESS = TARGETS["vllm.v1.engine.input_processor.InputProcessor.process_inputs"
 PREPARE = "self scheduler_output batch_req_state batch_desc"
 # What a release changed; None where the function is gone, or only imported.
 CHANGES: dict[tuple[int, int], dict[str, str | None]] = {
+    (0, 27): {
+        "vllm.v1.core.sched.scheduler.Scheduler._preempt_request": "self request timestamp drop_stale_output",
+    },
     (0, 28): {
         "vllm.v1.engine.input_processor.InputProcessor.process_inputs": f"{PROCESS} session_id",
         "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_inputs": PREPARE,
