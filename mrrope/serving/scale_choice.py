@@ -110,7 +110,7 @@ def choose(
 
 
 def parsed_scale(steps: ScaleSteps, scale: object) -> float:
-    """Return the scale that a request names.
+    """Return the scale that a request names, by its value or as headers and messages print it.
 
     Raises:
         ValueError: It is none of ``steps``.
@@ -120,11 +120,14 @@ def parsed_scale(steps: ScaleSteps, scale: object) -> float:
         number = float(scale) if isinstance(scale, (int, float, str)) and not isinstance(scale, bool) else math.nan
     except (ValueError, OverflowError):
         number = math.nan
-    if number not in steps.scales:
-        known = ", ".join(f"{step:g}" for step in steps.scales)
-        known = f"one of {known}" if len(steps.scales) > 1 else f"{known}, the scale of all requests"
-        raise ValueError(f"{SCALE_KEY} must be {known}, got {scale!r}")
-    return number
+    if number in steps.scales:
+        return number
+    for step in steps.scales:
+        if number == float(f"{step:g}"):
+            return step
+    known = ", ".join(f"{step:g}" for step in steps.scales)
+    known = f"one of {known}" if len(steps.scales) > 1 else f"{known}, the scale of all requests"
+    raise ValueError(f"{SCALE_KEY} must be {known}, got {scale!r}")
 
 
 def salted(cache_salt: str | None, table: int) -> str | None:

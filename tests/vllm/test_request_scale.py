@@ -33,7 +33,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from mrrope.serving.scale_choice import Choice, ScaleSteps, choose, request_counter, salted, unsalted
+from mrrope.serving.scale_choice import Choice, ScaleSteps, choose, parsed_scale, request_counter, salted, unsalted
 from mrrope.vllm.hooks import WRAPPED
 from mrrope.vllm.request_scale import SCALE_KEY, TABLE_KEY, Admission, _scales_time
 
@@ -151,6 +151,15 @@ class TestChoose:
     @pytest.mark.parametrize("scale", [4, 4.0, "4", " 4.0 "])
     def test_named_scale_is_used(self, scale: object) -> None:
         assert choose(STEPS, prompt_tokens=10, max_tokens=10, max_model_len=1024, scale=scale) == Choice(2, 10)
+
+    @pytest.mark.parametrize("given", [7 / 3, "2.33333", 2.33333, str(7 / 3)])
+    def test_a_scale_is_named_as_it_is_printed(self, given: object) -> None:
+        steps = ScaleSteps((64, 149, 1000), (1.0, 7 / 3, 1e6 / 7), reserve=32)
+        with pytest.raises(ValueError, match=r"must be one of 1, 2\.33333, 142857, got 2\.3333"):
+            parsed_scale(steps, 2.3333)
+        assert parsed_scale(steps, given) == 7 / 3
+        assert parsed_scale(steps, "142857") == 1e6 / 7
+        assert choose(steps, prompt_tokens=10, max_tokens=10, max_model_len=1000, scale=given) == Choice(1, 10)
 
     def test_named_scale_caps_left_out_max_tokens(self) -> None:
         assert choose(STEPS, prompt_tokens=60, max_tokens=964, max_model_len=1024, scale=1) == Choice(0, 4)
