@@ -88,6 +88,7 @@ class Admission:
             # Read per request: the engine core may lower it to what the KV cache holds.
             max_model_len=self.model_config.max_model_len,
             min_tokens=params.min_tokens,
+            thinking_tokens=params.thinking_token_budget or 0,
             scale=scale,
             grows=self.grows,
         )

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +110,23 @@ class TestChoose:
         chosen = choose(STEPS, prompt_tokens=10, max_tokens=1014, max_model_len=1024, min_tokens=100)
         assert chosen == Choice(1, 118)
 
+    def test_reasoning_is_reserved_besides_the_answer(self) -> None:
+        for max_tokens, scale, chosen in [
+            (1014, None, Choice(2, 246)),
+            (100, None, Choice(1, 100)),
+            (1014, 2, Choice(1, 118)),
+        ]:
+            arguments = {"prompt_tokens": 10, "max_model_len": 1024, "thinking_tokens": 100, "scale": scale}
+            assert choose(STEPS, max_tokens=max_tokens, **arguments) == chosen
+            assert choose(STEPS, max_tokens=chosen.max_tokens, **arguments) == chosen
+
+    def test_without_a_reserve_there_is_room_for_one_token(self) -> None:
+        steps = replace(STEPS, reserve=0)
+        for prompt, chosen in [(63, Choice(0, 1)), (64, Choice(1, 64)), (512, Choice(4, 512)), (1023, Choice(4, 1))]:
+            assert choose(steps, prompt_tokens=prompt, max_tokens=1024 - prompt, max_model_len=1024) == chosen
+        chosen = choose(steps, prompt_tokens=64, max_tokens=960, max_model_len=1024, grows=True)
+        assert chosen == Choice(1, 960)
+
     def test_short_max_model_len_needs_no_long_table(self) -> None:
         assert choose(STEPS, prompt_tokens=50, max_tokens=50, max_model_len=100) == Choice(1, 50)
         assert choose(STEPS, prompt_tokens=60, max_tokens=4, max_model_len=64) == Choice(0, 4)
@@ -196,6 +214,12 @@ class TestFrontEnd:
             request = process(front_end, prompt, params)
             assert request.sampling_params.extra_args[TABLE_KEY] == table
             assert request.sampling_params.max_tokens == max_tokens
+
+    def test_a_budget_for_reasoning_chooses_alike_in_both_processes(self, auto_config: Any) -> None:
+        admission = Admission.of(auto_config)
+        for budget, chosen in [(None, Choice(0, 54)), (0, Choice(0, 54)), (60, Choice(1, 118))]:
+            request = engine_request(10, params={"max_tokens": 1014, "thinking_token_budget": budget})
+            assert admission.admit(request) == admission.admit(request) == chosen
 
     def test_a_client_cannot_choose_the_index(self, front_end: InputProcessor, auto_config: Any) -> None:
         for index in (0, 4, 99, -1, "x"):
