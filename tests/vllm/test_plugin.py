@@ -1,9 +1,11 @@
 """Registration: vLLM finds the entry point, hooks fit the functions they wrap, and other vLLM is left alone."""
 
 import importlib
+import importlib.machinery
 import importlib.metadata
 import inspect
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -438,3 +440,50 @@ def test_methods_that_a_function_cannot_replace_are_refused(name: str) -> None:
 def test_a_name_that_does_not_exist_is_an_error(module: ModuleType) -> None:
     with pytest.raises(AttributeError):
         hooks.wrap(module, "triple", add_one)
+
+
+# Modules that are not imported yet
+
+
+@pytest.fixture
+def failed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
+    """An empty list of hooks that do not fit."""
+    monkeypatch.setattr(hooks, "FAILED", {})
+    monkeypatch.setattr(hooks, "_awaited", {})
+    return hooks.FAILED
+
+
+def test_a_hook_that_does_not_fit_is_kept_for_served_models(
+    module: ModuleType, failed: dict[str, Exception], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    seen: list[ModuleType] = []
+    hooks.require_installed()
+    hooks.when_imported(module.__name__, lambda module: hooks.wrap(module, "triple", add_one))
+    hooks.when_imported(module.__name__, seen.append)
+    assert seen == [module]
+    with pytest.raises(RuntimeError, match=r"must fit this vLLM, got hooked_module: AttributeError: .*triple"):
+        hooks.require_installed()
+    assert {(record.levelname, record.getMessage()) for record in caplog.records} == {("ERROR", hooks.failure())}
+
+
+def test_a_check_that_fails_leaves_stock_models_alone(module: ModuleType, failed: dict[str, Exception]) -> None:
+    hooks.wrap(module, "double", hooks.where_served(lambda config: config, "mrrope.none", "around"))
+    assert module.double(3, plus=1) == 7
+    assert list(failed) == ["mrrope.none.around"]
+
+
+def test_a_module_that_runs_as_main_is_hooked(
+    module: ModuleType, failed: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = ModuleType("__main__")
+    main.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    seen: list[ModuleType] = []
+    hooks.when_imported(module.__name__, seen.append)
+    hooks.when_imported("json", seen.append)
+    assert seen == [main, module, json]
+    hooks.when_imported("hooked_other", seen.append)
+    main.__spec__ = None
+    hooks.when_imported("hooked_other", seen.append)
+    assert seen == [main, module, json]
