@@ -114,7 +114,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
 from vllm.plugins import load_general_plugins
 from vllm.v1.worker import gpu_model_runner
-import mrrope
 before, start = set(sys.modules), time.process_time()
 load_general_plugins()
 seconds, imported = time.process_time() - start, sorted(set(sys.modules) - before)
@@ -124,13 +123,15 @@ passes = PostGradPassManager()
 passes.configure(config)
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.config.utils import Range
+from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin as Mixin
 with pass_context(Range(1, 2)):
     key_of_passes = passes.uuid()
 print(json.dumps({{
     "seconds": seconds,
     "imported": imported,
     "wrapped": sorted(sys.modules["mrrope.vllm.hooks"].INSTALLED) if "mrrope.vllm.hooks" in sys.modules else [],
-    "modules": sorted(name for name in sys.modules if name.startswith("mrrope.vllm.")),
+    "modules": sorted(name for name in sys.modules if name.startswith(("mrrope.serving.", "mrrope.vllm."))),
+    "validators": sorted(name for name in dir(Mixin) if "mrrope" in repr(vars(Mixin).get(name))),
     "config": config.compute_hash(),
     "passes": key_of_passes,
 }}))
@@ -200,11 +201,15 @@ def test_vllm_loads_the_plugin(stock: tuple[dict[str, Any], str]) -> None:
     assert "ERROR" not in log
 
 
+LOOKING = ["mrrope.serving.mark", "mrrope.vllm.config_look", "mrrope.vllm.hooks", "mrrope.vllm.plugin"]
+"""All that a process of a model of other types imports of the plugin."""
+
+
 def test_registering_is_quick_and_imports_nothing_of_vllm(stock: tuple[dict[str, Any], str]) -> None:
     found, _ = stock
-    serving = ["mrrope.serving", "mrrope.serving.mark"]
-    assert found["imported"] == [*serving, "mrrope.vllm", "mrrope.vllm.hooks", "mrrope.vllm.plugin"]
-    # Of up to three processes, since other work on the machine slows one down.
+    assert {name.partition(".")[0] for name in found["imported"]} == {"mrrope"}
+    assert [name for name in found["imported"] if name.startswith(("mrrope.serving.", "mrrope.vllm."))] == LOOKING
+    # With the import of mrrope. Of up to three processes, since other work on the machine slows one down.
     assert found["seconds"] < 0.1 or min(serve()[0]["seconds"] for _ in range(2)) < 0.1
 
 
@@ -221,6 +226,8 @@ def test_a_model_of_other_types_meets_only_the_check(stock: tuple[dict[str, Any]
         "vllm.v1.engine.input_processor.InputProcessor",
         "vllm.v1.worker.worker_base.WorkerBase",
     }
+    assert found["modules"] == LOOKING
+    assert found["validators"] == []
     without, _ = serve(plugins="")
     assert without["wrapped"] == []
     assert {key: found[key] for key in ("config", "passes")} == {key: without[key] for key in ("config", "passes")}
@@ -259,6 +266,35 @@ def test_registers_on_a_machine_without_a_gpu() -> None:
     # An error in a plugin ends vLLM, whatever the model.
     run = run_in_fresh_process(REGISTER_WITHOUT_A_GPU)
     assert run.returncode == 0, run.stderr
+
+
+SABOTAGED = """
+from vllm.v1.engine.input_processor import InputProcessor
+InputProcessor.process_inputs = staticmethod(InputProcessor.process_inputs)
+load_general_plugins()
+"""
+THEN_SERVED = """
+try:
+    tiny_engine.engine_config(Path({folder!r}), {ours})
+except RuntimeError as error:
+    print("refused:", error)
+"""
+
+
+def test_hooks_that_do_not_fit_refuse_served_models_only() -> None:
+    """A function of vLLM that cannot be wrapped, which no release has."""
+    script = SERVE.format(version=vllm.__version__, rope_parameters=None, folder=FOLDER)
+    script = script.replace("load_general_plugins()\n", SABOTAGED, 1)
+    run = run_in_fresh_process(script + THEN_SERVED.format(folder=FOLDER, ours=OURS))
+    assert run.returncode == 0, run.stderr
+    refused = run.stdout.partition("refused: ")[2]
+    reason = (
+        "its hooks must fit this vLLM, got vllm.v1.engine.input_processor: TypeError: name must be a function or a "
+        "plain method, got vllm.v1.engine.input_processor.InputProcessor.process_inputs"
+    )
+    assert reason in refused
+    (error,) = (line for line in (run.stdout + run.stderr).splitlines() if "ERROR" in line)
+    assert reason in error
 
 
 def test_an_unknown_version_is_left_alone_without_a_message() -> None:
