@@ -24,6 +24,7 @@ from vllm.config.utils import Range
 
 from mrrope.vllm import hooks, plugin
 
+BEAM_SEARCH = "self max_tokens default_sampling_params"
 # The functions that hooks wrap, with the parameters that the hooks rely on, in vLLM 0.25. A version of vLLM in which
 # this table with CHANGES does not hold is a version that the plugin does not know.
 TARGETS: dict[str, str | None] = {
@@ -36,6 +37,8 @@ TARGETS: dict[str, str | None] = {
     "vllm.config.vllm.VllmConfig.compute_hash": "self",
     "vllm.entrypoints.anthropic.serving.AnthropicServingMessages.create_messages": "self request raw_request",
     "vllm.entrypoints.openai.api_server.build_app": "args supported_tasks model_config",
+    "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest.to_beam_search_params": BEAM_SEARCH,
+    "vllm.entrypoints.openai.completion.protocol.CompletionRequest.to_beam_search_params": BEAM_SEARCH,
     "vllm.model_executor.layers.rotary_embedding.get_rope": "head_size max_position is_neox_style "
     "rope_parameters dtype dual_chunk_attention_config",
     "vllm.model_executor.model_loader.utils.initialize_model": "vllm_config prefix model_class model_config",
