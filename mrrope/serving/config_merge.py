@@ -14,12 +14,8 @@ from typing import Any
 from mrrope.hf.rope_config import is_local
 from mrrope.hf.rope_types import expect_rope_parameters
 from mrrope.serving.layer_checks import require_fitting
-from mrrope.serving.mark import KEY
-from mrrope.serving.rope_request import OWN_TYPES, selects_mrrope
+from mrrope.serving.mark import KEY, NAMES, OWN_TYPES, selects_mrrope
 from mrrope.serving.rope_settings import ServedRope, merged
-
-NAMES = ("rope_parameters", "rope_scaling")
-"""The attribute of a configuration, and its old name."""
 
 QUIET = "__mrrope_quiet__"
 """Attribute of a validation of transformers that passes over parameters of mrrope."""

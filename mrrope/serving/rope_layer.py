@@ -15,7 +15,7 @@ from torch import nn
 import mrrope.ops  # noqa: F401 (registers the ops)
 from mrrope.hf.auto_scale.ladder import Ladder
 from mrrope.ops.decompositions import RADIANS_PER_PHASE_UNIT
-from mrrope.serving.rope_request import ROPE_TYPE
+from mrrope.serving.mark import ROPE_TYPE
 from mrrope.serving.rope_settings import ServedRope
 from mrrope.tables.frequency_table import FrequencyTable, words_per_head
 from mrrope.tables.lookup import ModelTables

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from mrrope.serving.mark import OWN_KEYS, ROPE_TYPE
 from mrrope.tables import shipped
 from mrrope.tables.frequency_table import METHODS
 from mrrope.tables.lookup import (
@@ -20,19 +21,11 @@ from mrrope.tables.lookup import (
     tables_from_dict,
 )
 
-ROPE_TYPE = "mrrope"
-"""The ``rope_type`` that comes with a table or a method."""
-
 SHARED_TYPES = frozenset({"ntk", "yarn", "longrope", "llama3"})
 """Methods that vLLM computes itself, unless a key of mrrope comes with them."""
 
 METHOD_OF_TYPE = {"linear": "pi"}
 """Methods whose name differs from that of their ``rope_type``."""
-
-OWN_TYPES = frozenset({ROPE_TYPE, *METHODS} - SHARED_TYPES)
-"""Values of ``rope_type`` that vLLM does not know."""
-
-OWN_KEYS = frozenset({"method", "table", "max_factor", "reserve"})
 
 OPTIONS = config_names(*TABLE_OPTIONS)
 """Optional keys, and the arguments of ``mrrope.frequency_table`` that they set."""
@@ -41,17 +34,6 @@ MODEL_KEYS = frozenset({"partial_rotary_factor", "rope_dim", "mrope_section", "m
 """Keys that describe the model and no extension."""
 
 DEFAULT_RESERVE = 2048
-
-
-def selects_mrrope(parameters: Any) -> bool:
-    """Whether ``rope_parameters`` of one layer type are for mrrope to serve."""
-    if not isinstance(parameters, Mapping):
-        return False
-    rope_type = parameters.get("rope_type", parameters.get("type"))
-    # A misspelt mrrope_... is refused here, with a list of methods: vLLM would accept it until it builds the model.
-    is_own_type = isinstance(rope_type, str) and (rope_type in OWN_TYPES or rope_type.startswith(ROPE_TYPE))
-    has_own_key = any(parameters.get(key) is not None for key in OWN_KEYS)
-    return is_own_type or has_own_key or parameters.get("factor") == "auto"
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from mrrope.hf.auto_scale.ladder import Ladder, ladder_for
 from mrrope.hf.rope_config import UNTRAINED, RopeSettings, has_equal_factors, is_local, length_read, settings
 from mrrope.hf.rope_types import OPTIONS as TYPE_OPTIONS
 from mrrope.hf.rope_types import ROPE_TYPES, register_types
-from mrrope.serving.mark import KEY
-from mrrope.serving.rope_request import MODEL_KEYS, ROPE_TYPE, RopeRequest
+from mrrope.serving.mark import KEY, ROPE_TYPE
+from mrrope.serving.rope_request import MODEL_KEYS, RopeRequest
 from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, ModelTables, resolve_tables, tables_from_dict
 
 NATIVE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", *ROPE_TYPES)

@@ -65,14 +65,15 @@ def choose(
     max_tokens: int,
     max_model_len: int,
     min_tokens: int = 0,
+    thinking_tokens: int = 0,
     scale: object = None,
     grows: bool = False,
 ) -> Choice:
     """Choose the smallest table that reaches the end of a request. Choosing again with the result changes nothing.
 
     ``max_tokens`` counts as left out where it reaches ``max_model_len``, since engines replace None by that. Such
-    a request gets a table for ``steps.reserve`` new tokens; unless it grows, ``max_tokens`` is capped to what that
-    table reaches.
+    a request gets a table for ``steps.reserve`` new tokens, and for those of its reasoning; unless it grows,
+    ``max_tokens`` is capped to what that table reaches.
 
     Args:
         steps: The tables.
@@ -80,6 +81,7 @@ def choose(
         max_tokens: Maximum number of new tokens.
         max_model_len: Maximum length of a request in this engine. The last table serves up to it.
         min_tokens: Minimum number of new tokens.
+        thinking_tokens: Number of new tokens that the request allows for reasoning before its answer.
         scale: Scale that the request names; None for the smallest that suffices.
         grows: Whether the engine gives a request that names no scale the next table when it outgrows its own.
 
@@ -89,8 +91,8 @@ def choose(
     # The engine stops at max_model_len, so the last table needs no limit of its own.
     reaches = (*steps.reaches[:-1], math.inf)
     room = max_model_len - prompt_tokens
-    # A named scale is taken as long as one token fits.
-    reserve = 1 if scale is not None else steps.reserve
+    # A named scale is taken as long as one token fits, and no request has room for none.
+    reserve = 1 if scale is not None else max(1, steps.reserve + thinking_tokens)
     new_tokens = max_tokens if max_tokens < room else min(max(reserve, min_tokens), room)
     candidates = [table for table, reach in enumerate(reaches) if reach >= prompt_tokens + new_tokens]
     if scale is not None:
@@ -110,7 +112,7 @@ def choose(
 
 
 def parsed_scale(steps: ScaleSteps, scale: object) -> float:
-    """Return the scale that a request names.
+    """Return the scale that a request names, by its value or as headers and messages print it.
 
     Raises:
         ValueError: It is none of ``steps``.
@@ -120,11 +122,14 @@ def parsed_scale(steps: ScaleSteps, scale: object) -> float:
         number = float(scale) if isinstance(scale, (int, float, str)) and not isinstance(scale, bool) else math.nan
     except (ValueError, OverflowError):
         number = math.nan
-    if number not in steps.scales:
-        known = ", ".join(f"{step:g}" for step in steps.scales)
-        known = f"one of {known}" if len(steps.scales) > 1 else f"{known}, the scale of all requests"
-        raise ValueError(f"{SCALE_KEY} must be {known}, got {scale!r}")
-    return number
+    if number in steps.scales:
+        return number
+    for step in steps.scales:
+        if number == float(f"{step:g}"):
+            return step
+    known = ", ".join(f"{step:g}" for step in steps.scales)
+    known = f"one of {known}" if len(steps.scales) > 1 else f"{known}, the scale of all requests"
+    raise ValueError(f"{SCALE_KEY} must be {known}, got {scale!r}")
 
 
 def salted(cache_salt: str | None, table: int) -> str | None:

@@ -76,7 +76,7 @@ def _tell_if_used(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _names_mrrope(pending: list[Mapping[str, Any]]) -> bool:
-    from mrrope.serving.rope_request import selects_mrrope
+    from mrrope.serving.mark import selects_mrrope
 
     while pending:
         part = pending.pop()

@@ -11,6 +11,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -21,8 +22,14 @@ from mrrope.serving.mark import holds_tables
 WRAPPED = "__mrrope_wraps__"
 AROUND = "__mrrope_around__"
 
+LOGGER = "vllm.mrrope"
+"""Below vLLM's own logger, which writes in its format and from its level on."""
+
 INSTALLED: dict[str, Callable[..., Any]] = {}
 """vLLM's own functions by dotted name, of all that are wrapped."""
+
+FAILED: dict[str, Exception] = {}
+"""What kept hooks from being installed, by module of vLLM or hook: served models are refused, and others run."""
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -82,22 +89,62 @@ def where_served(config_of: Callable[..., Any], module: str, name: str) -> Calla
     """
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not is_served(config_of(*args, **kwargs)):
+        try:
+            served = is_served(config_of(*args, **kwargs))
+        except Exception as error:
+            FAILED[f"{module}.{name}"] = error
+            served = False
+        if not served:
             return original(*args, **kwargs)
+        require_installed()
         return getattr(importlib.import_module(module), name)(original, *args, **kwargs)
 
     around.__module__, around.__qualname__ = module, name
     return around
 
 
+def failure() -> str | None:
+    """Return what is to be said of :data:`FAILED` to users of a served model; None where all hooks fit."""
+    if not FAILED:
+        return None
+    reasons = "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in FAILED.items())
+    return f"mrrope's plugin cannot serve mrrope's rope types: its hooks must fit this vLLM, got {reasons}"
+
+
+def require_installed() -> None:
+    """Raise RuntimeError where hooks could not be installed, for a model that needs them."""
+    if (message := failure()) is not None:
+        log_error(message)
+        raise RuntimeError(message)
+
+
+@functools.cache
+def log_error(message: str) -> None:
+    """Log an error, once in a process."""
+    logging.getLogger(LOGGER).error(message)
+
+
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call ``action`` with a module: now if it is imported, else as soon as it is."""
+    """Call ``action`` with a module: now if it is imported, else as soon as it is. Its errors go to :data:`FAILED`.
+
+    A module that runs as ``python -m`` is ``__main__`` besides, and may be imported again under its name.
+    """
+    main = sys.modules.get("__main__")
+    if main is not None and getattr(getattr(main, "__spec__", None), "name", None) == name:
+        _act(action, name, main)
     if name in sys.modules:
-        action(sys.modules[name])
+        _act(action, name, sys.modules[name])
         return
     _awaited.setdefault(name, []).append(action)
     if not any(isinstance(finder, _AwaitingFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AwaitingFinder())
+
+
+def _act(action: Callable[[ModuleType], None], name: str, module: ModuleType) -> None:
+    try:
+        action(module)
+    except Exception as error:
+        FAILED[name] = error
 
 
 _awaited: dict[str, list[Callable[[ModuleType], None]]] = {}
@@ -120,7 +167,7 @@ class _AwaitingFinder(importlib.abc.MetaPathFinder):
         def execute_and_act(module: ModuleType) -> None:
             execute(module)
             for action in _awaited.pop(fullname, []):
-                action(module)
+                _act(action, fullname, module)
 
         spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
         return spec

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from mrrope.serving.scale_choice import SCALE_KEY
-from mrrope.vllm.request_scale import ADMITTED_SCALES
+from mrrope.vllm import hooks
+from mrrope.vllm.request_scale import ADMITTED_SCALES, AdmittedScales
 
 HEADER = "x-mrrope-scale"
 """Header of an answer with the scale of its prompt, or of its prompts in their order, separated by commas."""
+
+MAX_SCALES = 32
+"""Of how many prompts :data:`HEADER` has a scale each. Of more it has each scale once, since proxies limit headers."""
 
 ARGUMENTS = "vllm_xargs"
 """Field of a request with arguments that vLLM hands on to the engine."""
@@ -34,7 +38,7 @@ class ScaleHeader:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        scales: list[float] = []
+        admitted = AdmittedScales()
         held: list[Message] = []
 
         async def send_with_header(message: Message) -> None:
@@ -44,24 +48,48 @@ class ScaleHeader:
                 return
             while held:
                 start = held.pop()
-                if scales:
-                    value = ", ".join(f"{scale:g}" for scale in scales)
-                    start = {**start, "headers": [*start.get("headers", []), (HEADER.encode(), value.encode())]}
+                if admitted.scales:
+                    header = (HEADER.encode(), header_value(admitted.scales).encode())
+                    start = {**start, "headers": [*start.get("headers", []), header]}
                 await send(start)
             await send(message)
 
-        token = ADMITTED_SCALES.set(scales)
+        token = ADMITTED_SCALES.set(admitted)
         try:
             await self.app(scope, receive, send_with_header)
         finally:
             ADMITTED_SCALES.reset(token)
 
 
+def header_value(scales: Sequence[float]) -> str:
+    """Return the value of :data:`HEADER`: all scales in their order, or of many each once, the smallest first."""
+    return ", ".join(f"{scale:g}" for scale in (scales if len(scales) <= MAX_SCALES else sorted(set(scales))))
+
+
 def build_app(original: Callable[..., Any], args: Any, *more: Any, **kwargs: Any) -> Any:
     """Build the server's application, with the middleware: as one of the user's, since ``build_app`` starts the app."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    for protocol in (ChatCompletionRequest, CompletionRequest):
+        hooks.wrap(protocol, "to_beam_search_params", to_beam_search_params)
     args = copy.copy(args)
     args.middleware = [*args.middleware, f"{ScaleHeader.__module__}.{ScaleHeader.__qualname__}"]
     return original(args, *more, **kwargs)
+
+
+def to_beam_search_params(original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a scale that vLLM's beam search would drop: it makes the requests of its beams without arguments."""
+    from vllm.exceptions import VLLMValidationError
+
+    if SCALE_KEY in (request.vllm_xargs or {}):
+        raise VLLMValidationError(
+            f"{SCALE_KEY} must not be given with use_beam_search, whose beams vLLM sends to the engine without "
+            f"{ARGUMENTS}, got {request.vllm_xargs[SCALE_KEY]!r}"
+        )
+    if (admitted := ADMITTED_SCALES.get()) is not None:
+        admitted.is_beam_search = True
+    return original(request, *args, **kwargs)
 
 
 async def create_messages(

@@ -75,6 +75,7 @@ def apply_dict_overrides(
     rest, given = take_out(overrides, config, "hf_overrides")
     original(model_config, config, rest)
     if given is not None:
+        expect_files_of_mrrope()  # transformers validates the result again, where it is copied or saved
         extend(config.get_text_config(), given, _logger())
 
 

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from types import ModuleType
 from typing import Any
 
-from mrrope.serving.mark import holds_tables
-from mrrope.vllm import hooks
+from mrrope.vllm import config_look, hooks
 
 KNOWN_VERSIONS = ((0, 25), (0, 33))
 """Oldest and newest minor version of vLLM whose internals the hooks fit. Both are tested; those between were read."""
 KNOWN = " to ".join(f"{major}.{minor}" for major, minor in KNOWN_VERSIONS)
-
-logger = logging.getLogger("vllm.mrrope")
-"""Below vLLM's own logger, which writes in its format and from its level on."""
 
 
 def register() -> None:
     """Install the hooks of this package in vLLM. Called by vLLM in each of its processes.
 
     Nothing of vLLM is imported for them, and of a model that names none of mrrope's types only the configuration is
-    looked at. In a version that is not known, nothing but a check is installed: models that need the plugin get an
-    error in the log, and vLLM refuses their types as unknown.
+    looked at. Where a hook does not fit, served models are refused. In a version that is not known, nothing but a check
+    is installed: models that need the plugin get an error in the log, and vLLM refuses their types as unknown.
     """
     from vllm import __version__
 
@@ -43,6 +38,7 @@ def register() -> None:
         "vllm.v1.worker.worker_base": _hook_workers,
     }.items():
         hooks.when_imported(module, hook)
+    hooks.when_imported("vllm.config.model", _tell_where_failed)
 
 
 def is_known(version: str) -> bool:
@@ -58,12 +54,12 @@ def is_known(version: str) -> bool:
 
 
 def _hook_config_files(config: ModuleType) -> None:
-    hooks.wrap_everywhere(config, "get_config", _get_config)
+    hooks.wrap_everywhere(config, "get_config", config_look.get_config)
 
 
 def _hook_model_config(model: ModuleType) -> None:
-    hooks.wrap(model.ModelConfig, "_apply_dict_overrides", _apply_dict_overrides)
-    hooks.wrap(model, "_get_and_verify_max_len", _get_and_verify_max_len)
+    hooks.wrap(model.ModelConfig, "_apply_dict_overrides", config_look.apply_dict_overrides)
+    hooks.wrap(model, "_get_and_verify_max_len", config_look.get_and_verify_max_len)
 
 
 def _hook_engine_config(config: ModuleType) -> None:
@@ -132,30 +128,12 @@ def _config_of(owner: Any, *args: Any, **kwargs: Any) -> Any:
     return owner.vllm_config
 
 
-# No configuration is known before these are called, so they look themselves whether it is one to serve.
+# Versions that are not known, or whose configuration the hooks do not fit
 
 
-def _get_config(original: Any, *args: Any, **kwargs: Any) -> Any:
-    from mrrope.vllm import model_config
-
-    return model_config.get_config(original, *args, **kwargs)
-
-
-def _apply_dict_overrides(original: Any, *args: Any, **kwargs: Any) -> Any:
-    from mrrope.vllm import model_config
-
-    return model_config.apply_dict_overrides(original, *args, **kwargs)
-
-
-def _get_and_verify_max_len(original: Any, hf_config: Any, *args: Any, **kwargs: Any) -> Any:
-    if not holds_tables(hf_config):
-        return original(hf_config, *args, **kwargs)
-    from mrrope.vllm import model_config
-
-    return model_config.get_and_verify_max_len(original, hf_config, *args, **kwargs)
-
-
-# Versions that are not known
+def _tell_where_failed(model: ModuleType) -> None:
+    if hooks.FAILED:
+        _tell_where_used(model)
 
 
 def _tell_where_used(model: ModuleType) -> None:
@@ -168,37 +146,15 @@ def _tell_if_used(original: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return original(config, *args, **kwargs)
     finally:
-        if _names_mrrope(config):
-            _log_unknown_version()
+        if config_look.model_mentions_mrrope(config):
+            hooks.log_error(hooks.failure() or _unknown_version())
 
 
-def _names_mrrope(config: Any) -> bool:
-    from mrrope.serving.rope_request import selects_mrrope
-
-    overrides = getattr(config, "hf_overrides", None)
-    pending: list[Any] = [overrides] if isinstance(overrides, dict) else []
-    hf_config: Any = getattr(config, "hf_config", None)
-    if hasattr(hf_config, "get_text_config"):
-        pending.append({"rope_parameters": getattr(hf_config.get_text_config(), "rope_parameters", None)})
-    while pending:
-        part = pending.pop()
-        if selects_mrrope(part):
-            return True
-        pending.extend(value for value in part.values() if isinstance(value, dict))
-    return False
-
-
-def _log_unknown_version() -> None:
+def _unknown_version() -> str:
     from vllm import __version__
 
-    message = (
+    return (
         f"mrrope's plugin knows vLLM {KNOWN}, got {__version__}: it "
         "installs nothing, and mrrope's rope types stay unknown to vLLM. Install a known version, or serve a "
         "configuration written by `mrrope export --engine vllm`"
     )
-    if message not in _logged:
-        _logged.add(message)
-        logger.error(message)
-
-
-_logged: set[str] = set()

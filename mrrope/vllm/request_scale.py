@@ -7,6 +7,7 @@ core, which also serves clients that have no Python front end.
 from __future__ import annotations
 
 import contextvars
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mrrope.serving.rope_settings import served_rope
@@ -26,8 +27,25 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreRequest
 
-ADMITTED_SCALES: contextvars.ContextVar[list[float] | None] = contextvars.ContextVar("admitted_scales", default=None)
-"""Where one HTTP request collects the scales of its prompts, as they are admitted."""
+
+@dataclass
+class AdmittedScales:
+    """The scales of the prompts of one HTTP request, as they are admitted."""
+
+    scales: list[float] = field(default_factory=list)
+    is_beam_search: bool = False
+    """Whether every beam of every step is a request of its own: each scale is then collected once."""
+
+    def add(self, scale: float) -> bool:
+        """Collect the scale of an admitted request; return whether that counts as a request of its user."""
+        if self.is_beam_search and scale in self.scales:
+            return False
+        self.scales.append(scale)
+        return True
+
+
+ADMITTED_SCALES: contextvars.ContextVar[AdmittedScales | None] = contextvars.ContextVar("admitted_scales", default=None)
+"""Set while an HTTP request is answered."""
 SHADOW_CACHES = ("MultiModalProcessorSenderCache", "LruKeyReplicatedSenderCache")
 """vLLM's classes, up to 0.30 and since 0.31, that only know which media the engine core holds."""
 
@@ -88,6 +106,7 @@ class Admission:
             # Read per request: the engine core may lower it to what the KV cache holds.
             max_model_len=self.model_config.max_model_len,
             min_tokens=params.min_tokens,
+            thinking_tokens=params.thinking_token_budget or 0,
             scale=scale,
             grows=self.grows,
         )
@@ -137,13 +156,14 @@ def admit_in_front_end(original: Any, processor: Any, *args: Any, **kwargs: Any)
             # The server answers 400 to any ValueError, but after one that it does not know it ends the connection.
             raise VLLMValidationError(str(error)) from error
         number = admission.steps.scales[choice.table]
-        if (collected := ADMITTED_SCALES.get()) is not None:
-            collected.append(number)
+        admitted = ADMITTED_SCALES.get()
+        is_counted = admitted is None or admitted.add(number)
         if not admission.is_auto:
             return request
         scale = f"{number:g}"
         _logger().debug("mrrope: request %s at scale %s, max_tokens %d", request.request_id, scale, choice.max_tokens)
-        request_counter().labels(admission.model_config.served_model_name, scale).inc()
+        if is_counted:
+            request_counter().labels(admission.model_config.served_model_name, scale).inc()
     return request
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mrrope.vllm import hooks
+
 
 def install() -> None:
     """Install the hooks. They import vLLM's compiler and the ops, which no other process needs."""
@@ -16,4 +18,5 @@ def install() -> None:
 def make_worker(original: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
     """Make a worker of a served model, with the hooks that it needs."""
     install()
+    hooks.require_installed()
     original(worker, *args, **kwargs)

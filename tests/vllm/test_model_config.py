@@ -8,9 +8,11 @@ import pickle
 import warnings
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import transformers
 import vllm.config.model
+import vllm.transformers_utils.config
 from running_version import VERSION
 from transformers import (
     Gemma3Config,
@@ -28,6 +30,7 @@ from vllm.engine.arg_utils import EngineArgs
 import mrrope
 from mrrope.export.hf_config import export_config
 from mrrope.serving.rope_settings import KEY, ServedRope, served_rope
+from mrrope.vllm import config_look
 from mrrope.vllm.hooks import WRAPPED
 
 SIZES = {
@@ -237,6 +240,49 @@ def test_a_file_names_a_type_of_vllm_with_keys_of_mrrope(tmp_path):
     served = served_rope(configured(folder).hf_config)
     assert (served.request.method, served.is_auto, served.reserve) == ("yarn", True, 5)
     assert served.max_length == 16 * 8192
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_file_that_comes_while_vllm_reads_it(tmp_path, monkeypatch, fails):
+    folder = llama_of_file(tmp_path, PRO | {"rope_theta": 50_000.0})
+    look, looks = config_look.file_mentions_mrrope, []
+    monkeypatch.setattr(
+        config_look, "file_mentions_mrrope", lambda *where: looks.append(where) or (len(looks) > 1 and look(*where))
+    )
+    original = getattr(vllm.transformers_utils.config.get_config, WRAPPED)
+
+    def load(*args, **kwargs):
+        if fails and len(looks) == 1:
+            raise KeyError("factor")
+        return original(*args, **kwargs)
+
+    config = config_look.get_config(load, folder, trust_remote_code=False)
+    assert KEY in config.rope_parameters
+    assert len(looks) == 1 + fails
+
+
+def test_an_error_of_vllm_stays_its_own(tmp_path):
+    def load(*args, **kwargs):
+        calls.append(args)
+        raise OSError("of vLLM")
+
+    calls = []
+    with pytest.raises(OSError, match="of vLLM"):
+        config_look.get_config(load, llama(tmp_path), False, None)
+    assert len(calls) == 1
+
+
+def test_a_file_in_the_cache_of_the_hub_is_looked_at(tmp_path, monkeypatch):
+    repository = tmp_path / "models--some--model"
+    for commit, parameters in (("a" * 40, PRO | {"rope_theta": 50_000.0}), ("b" * 40, PLAIN)):
+        llama_of_file(repository / "snapshots" / commit, parameters)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert config_look.file_mentions_mrrope("some/model", None)
+    assert not config_look.file_mentions_mrrope("some/model", "b" * 40)
+    for name in ("some/other", "no name", tmp_path, tmp_path / "no.gguf"):
+        assert not config_look.file_mentions_mrrope(name, None)
 
 
 @pytest.mark.usefixtures("quiet")

@@ -1,9 +1,11 @@
 """Registration: vLLM finds the entry point, hooks fit the functions they wrap, and other vLLM is left alone."""
 
 import importlib
+import importlib.machinery
 import importlib.metadata
 import inspect
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from vllm.config.utils import Range
 
 from mrrope.vllm import hooks, plugin
 
+BEAM_SEARCH = "self max_tokens default_sampling_params"
 # The functions that hooks wrap, with the parameters that the hooks rely on, in vLLM 0.25. A version of vLLM in which
 # this table with CHANGES does not hold is a version that the plugin does not know.
 TARGETS: dict[str, str | None] = {
@@ -34,6 +37,8 @@ TARGETS: dict[str, str | None] = {
     "vllm.config.vllm.VllmConfig.compute_hash": "self",
     "vllm.entrypoints.anthropic.serving.AnthropicServingMessages.create_messages": "self request raw_request",
     "vllm.entrypoints.openai.api_server.build_app": "args supported_tasks model_config",
+    "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest.to_beam_search_params": BEAM_SEARCH,
+    "vllm.entrypoints.openai.completion.protocol.CompletionRequest.to_beam_search_params": BEAM_SEARCH,
     "vllm.model_executor.layers.rotary_embedding.get_rope": "head_size max_position is_neox_style "
     "rope_parameters dtype dual_chunk_attention_config",
     "vllm.model_executor.model_loader.utils.initialize_model": "vllm_config prefix model_class model_config",
@@ -58,6 +63,9 @@ PROCESS = TARGETS["vllm.v1.engine.input_processor.InputProcessor.process_inputs"
 PREPARE = "self scheduler_output batch_req_state batch_desc"
 # What a release changed; None where the function is gone, or only imported.
 CHANGES: dict[tuple[int, int], dict[str, str | None]] = {
+    (0, 27): {
+        "vllm.v1.core.sched.scheduler.Scheduler._preempt_request": "self request timestamp drop_stale_output",
+    },
     (0, 28): {
         "vllm.v1.engine.input_processor.InputProcessor.process_inputs": f"{PROCESS} session_id",
         "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_inputs": PREPARE,
@@ -109,7 +117,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
 from vllm.plugins import load_general_plugins
 from vllm.v1.worker import gpu_model_runner
-import mrrope
 before, start = set(sys.modules), time.process_time()
 load_general_plugins()
 seconds, imported = time.process_time() - start, sorted(set(sys.modules) - before)
@@ -119,13 +126,15 @@ passes = PostGradPassManager()
 passes.configure(config)
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.config.utils import Range
+from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin as Mixin
 with pass_context(Range(1, 2)):
     key_of_passes = passes.uuid()
 print(json.dumps({{
     "seconds": seconds,
     "imported": imported,
     "wrapped": sorted(sys.modules["mrrope.vllm.hooks"].INSTALLED) if "mrrope.vllm.hooks" in sys.modules else [],
-    "modules": sorted(name for name in sys.modules if name.startswith("mrrope.vllm.")),
+    "modules": sorted(name for name in sys.modules if name.startswith(("mrrope.serving.", "mrrope.vllm."))),
+    "validators": sorted(name for name in dir(Mixin) if "mrrope" in repr(vars(Mixin).get(name))),
     "config": config.compute_hash(),
     "passes": key_of_passes,
 }}))
@@ -195,11 +204,15 @@ def test_vllm_loads_the_plugin(stock: tuple[dict[str, Any], str]) -> None:
     assert "ERROR" not in log
 
 
+LOOKING = ["mrrope.serving.mark", "mrrope.vllm.config_look", "mrrope.vllm.hooks", "mrrope.vllm.plugin"]
+"""All that a process of a model of other types imports of the plugin."""
+
+
 def test_registering_is_quick_and_imports_nothing_of_vllm(stock: tuple[dict[str, Any], str]) -> None:
     found, _ = stock
-    serving = ["mrrope.serving", "mrrope.serving.mark"]
-    assert found["imported"] == [*serving, "mrrope.vllm", "mrrope.vllm.hooks", "mrrope.vllm.plugin"]
-    # Of up to three processes, since other work on the machine slows one down.
+    assert {name.partition(".")[0] for name in found["imported"]} == {"mrrope"}
+    assert [name for name in found["imported"] if name.startswith(("mrrope.serving.", "mrrope.vllm."))] == LOOKING
+    # With the import of mrrope. Of up to three processes, since other work on the machine slows one down.
     assert found["seconds"] < 0.1 or min(serve()[0]["seconds"] for _ in range(2)) < 0.1
 
 
@@ -216,6 +229,8 @@ def test_a_model_of_other_types_meets_only_the_check(stock: tuple[dict[str, Any]
         "vllm.v1.engine.input_processor.InputProcessor",
         "vllm.v1.worker.worker_base.WorkerBase",
     }
+    assert found["modules"] == LOOKING
+    assert found["validators"] == []
     without, _ = serve(plugins="")
     assert without["wrapped"] == []
     assert {key: found[key] for key in ("config", "passes")} == {key: without[key] for key in ("config", "passes")}
@@ -254,6 +269,35 @@ def test_registers_on_a_machine_without_a_gpu() -> None:
     # An error in a plugin ends vLLM, whatever the model.
     run = run_in_fresh_process(REGISTER_WITHOUT_A_GPU)
     assert run.returncode == 0, run.stderr
+
+
+SABOTAGED = """
+from vllm.v1.engine.input_processor import InputProcessor
+InputProcessor.process_inputs = staticmethod(InputProcessor.process_inputs)
+load_general_plugins()
+"""
+THEN_SERVED = """
+try:
+    tiny_engine.engine_config(Path({folder!r}), {ours})
+except RuntimeError as error:
+    print("refused:", error)
+"""
+
+
+def test_hooks_that_do_not_fit_refuse_served_models_only() -> None:
+    """A function of vLLM that cannot be wrapped, which no release has."""
+    script = SERVE.format(version=vllm.__version__, rope_parameters=None, folder=FOLDER)
+    script = script.replace("load_general_plugins()\n", SABOTAGED, 1)
+    run = run_in_fresh_process(script + THEN_SERVED.format(folder=FOLDER, ours=OURS))
+    assert run.returncode == 0, run.stderr
+    refused = run.stdout.partition("refused: ")[2]
+    reason = (
+        "its hooks must fit this vLLM, got vllm.v1.engine.input_processor: TypeError: name must be a function or a "
+        "plain method, got vllm.v1.engine.input_processor.InputProcessor.process_inputs"
+    )
+    assert reason in refused
+    (error,) = (line for line in (run.stdout + run.stderr).splitlines() if "ERROR" in line)
+    assert reason in error
 
 
 def test_an_unknown_version_is_left_alone_without_a_message() -> None:
@@ -435,3 +479,50 @@ def test_methods_that_a_function_cannot_replace_are_refused(name: str) -> None:
 def test_a_name_that_does_not_exist_is_an_error(module: ModuleType) -> None:
     with pytest.raises(AttributeError):
         hooks.wrap(module, "triple", add_one)
+
+
+# Modules that are not imported yet
+
+
+@pytest.fixture
+def failed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
+    """An empty list of hooks that do not fit."""
+    monkeypatch.setattr(hooks, "FAILED", {})
+    monkeypatch.setattr(hooks, "_awaited", {})
+    return hooks.FAILED
+
+
+def test_a_hook_that_does_not_fit_is_kept_for_served_models(
+    module: ModuleType, failed: dict[str, Exception], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    seen: list[ModuleType] = []
+    hooks.require_installed()
+    hooks.when_imported(module.__name__, lambda module: hooks.wrap(module, "triple", add_one))
+    hooks.when_imported(module.__name__, seen.append)
+    assert seen == [module]
+    with pytest.raises(RuntimeError, match=r"must fit this vLLM, got hooked_module: AttributeError: .*triple"):
+        hooks.require_installed()
+    assert {(record.levelname, record.getMessage()) for record in caplog.records} == {("ERROR", hooks.failure())}
+
+
+def test_a_check_that_fails_leaves_stock_models_alone(module: ModuleType, failed: dict[str, Exception]) -> None:
+    hooks.wrap(module, "double", hooks.where_served(lambda config: config, "mrrope.none", "around"))
+    assert module.double(3, plus=1) == 7
+    assert list(failed) == ["mrrope.none.around"]
+
+
+def test_a_module_that_runs_as_main_is_hooked(
+    module: ModuleType, failed: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = ModuleType("__main__")
+    main.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    seen: list[ModuleType] = []
+    hooks.when_imported(module.__name__, seen.append)
+    hooks.when_imported("json", seen.append)
+    assert seen == [main, module, json]
+    hooks.when_imported("hooked_other", seen.append)
+    main.__spec__ = None
+    hooks.when_imported("hooked_other", seen.append)
+    assert seen == [main, module, json]

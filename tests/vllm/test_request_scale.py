@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from mrrope.serving.scale_choice import Choice, ScaleSteps, choose, request_counter, salted, unsalted
+from mrrope.serving.scale_choice import Choice, ScaleSteps, choose, parsed_scale, request_counter, salted, unsalted
 from mrrope.vllm.hooks import WRAPPED
 from mrrope.vllm.request_scale import SCALE_KEY, TABLE_KEY, Admission, _scales_time
 
@@ -109,6 +110,23 @@ class TestChoose:
         chosen = choose(STEPS, prompt_tokens=10, max_tokens=1014, max_model_len=1024, min_tokens=100)
         assert chosen == Choice(1, 118)
 
+    def test_reasoning_is_reserved_besides_the_answer(self) -> None:
+        for max_tokens, scale, chosen in [
+            (1014, None, Choice(2, 246)),
+            (100, None, Choice(1, 100)),
+            (1014, 2, Choice(1, 118)),
+        ]:
+            arguments = {"prompt_tokens": 10, "max_model_len": 1024, "thinking_tokens": 100, "scale": scale}
+            assert choose(STEPS, max_tokens=max_tokens, **arguments) == chosen
+            assert choose(STEPS, max_tokens=chosen.max_tokens, **arguments) == chosen
+
+    def test_without_a_reserve_there_is_room_for_one_token(self) -> None:
+        steps = replace(STEPS, reserve=0)
+        for prompt, chosen in [(63, Choice(0, 1)), (64, Choice(1, 64)), (512, Choice(4, 512)), (1023, Choice(4, 1))]:
+            assert choose(steps, prompt_tokens=prompt, max_tokens=1024 - prompt, max_model_len=1024) == chosen
+        chosen = choose(steps, prompt_tokens=64, max_tokens=960, max_model_len=1024, grows=True)
+        assert chosen == Choice(1, 960)
+
     def test_short_max_model_len_needs_no_long_table(self) -> None:
         assert choose(STEPS, prompt_tokens=50, max_tokens=50, max_model_len=100) == Choice(1, 50)
         assert choose(STEPS, prompt_tokens=60, max_tokens=4, max_model_len=64) == Choice(0, 4)
@@ -152,6 +170,15 @@ class TestChoose:
     def test_named_scale_is_used(self, scale: object) -> None:
         assert choose(STEPS, prompt_tokens=10, max_tokens=10, max_model_len=1024, scale=scale) == Choice(2, 10)
 
+    @pytest.mark.parametrize("given", [7 / 3, "2.33333", 2.33333, str(7 / 3)])
+    def test_a_scale_is_named_as_it_is_printed(self, given: object) -> None:
+        steps = ScaleSteps((64, 149, 1000), (1.0, 7 / 3, 1e6 / 7), reserve=32)
+        with pytest.raises(ValueError, match=r"must be one of 1, 2\.33333, 142857, got 2\.3333"):
+            parsed_scale(steps, 2.3333)
+        assert parsed_scale(steps, given) == 7 / 3
+        assert parsed_scale(steps, "142857") == 1e6 / 7
+        assert choose(steps, prompt_tokens=10, max_tokens=10, max_model_len=1000, scale=given) == Choice(1, 10)
+
     def test_named_scale_caps_left_out_max_tokens(self) -> None:
         assert choose(STEPS, prompt_tokens=60, max_tokens=964, max_model_len=1024, scale=1) == Choice(0, 4)
 
@@ -187,6 +214,12 @@ class TestFrontEnd:
             request = process(front_end, prompt, params)
             assert request.sampling_params.extra_args[TABLE_KEY] == table
             assert request.sampling_params.max_tokens == max_tokens
+
+    def test_a_budget_for_reasoning_chooses_alike_in_both_processes(self, auto_config: Any) -> None:
+        admission = Admission.of(auto_config)
+        for budget, chosen in [(None, Choice(0, 54)), (0, Choice(0, 54)), (60, Choice(1, 118))]:
+            request = engine_request(10, params={"max_tokens": 1014, "thinking_token_budget": budget})
+            assert admission.admit(request) == admission.admit(request) == chosen
 
     def test_a_client_cannot_choose_the_index(self, front_end: InputProcessor, auto_config: Any) -> None:
         for index in (0, 4, 99, -1, "x"):

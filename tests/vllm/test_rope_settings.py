@@ -11,8 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mrrope
 from mrrope.hf.rotary_embedding import TableRotaryEmbedding
-from mrrope.serving.rope_request import RopeRequest, selects_mrrope
+from mrrope.serving.mark import OWN_TYPES, ROPE_TYPE, mentions_mrrope, selects_mrrope
+from mrrope.serving.rope_request import SHARED_TYPES, RopeRequest
 from mrrope.serving.rope_settings import KEY, ServedRope, merged
+from mrrope.tables.frequency_table import METHODS
 from mrrope.tables.lookup import load_tables
 
 DIM = 32
@@ -290,6 +292,20 @@ def test_parameters_of_others_are_not_served():
 )
 def test_types_of_vllm_stay_its_own(parameters, is_own):
     assert selects_mrrope(parameters) is is_own
+
+
+def test_all_methods_but_those_of_engines_are_types_of_mrrope():
+    assert {ROPE_TYPE, *METHODS} - SHARED_TYPES == OWN_TYPES
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_parameters_are_found_anywhere_in_settings(name):
+    pro, yarn = {"rope_type": "mrrope_pro", "factor": 4}, {"rope_type": "yarn", "factor": 4}
+    for settings in ({name: pro}, {"text_config": {name: pro}}, {name: {"full_attention": pro, "sliding": None}}):
+        assert mentions_mrrope(settings)
+    # Keys of mrrope are keys of others elsewhere.
+    for settings in (None, {}, {name: None}, {name: yarn}, {name: {"full_attention": yarn}}, {"quantization": pro}):
+        assert not mentions_mrrope(settings)
 
 
 def test_types_of_vllm_with_keys_of_mrrope():

@@ -12,7 +12,7 @@ import pytest
 from markers import needs_cuda
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from mrrope.serving import rope_request, scale_choice
+from mrrope.serving import mark, rope_request, scale_choice
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "serving.md").read_text()
@@ -24,20 +24,20 @@ def test_every_key_is_in_the_table() -> None:
     _, _, table = PAGE.partition("| key of `rope_parameters` |")
     rows = table.partition("\n\n")[0].splitlines()[2:]
     keys = {key for row in rows for key in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert keys == {"rope_type", "factor", *rope_request.OWN_KEYS, *rope_request.OPTIONS}
+    assert keys == {"rope_type", "factor", *mark.OWN_KEYS, *rope_request.OPTIONS}
 
 
 def test_named_methods_are_known() -> None:
     (row,) = (line for line in PAGE.splitlines() if line.startswith("| `rope_type` |"))
     types = set(re.findall(r"`(\w+)`", row.split("|")[2])) - {"method", "table"}
-    assert types <= rope_request.OWN_TYPES
-    assert rope_request.OWN_TYPES - types == {"rope"}  # which extends nothing
+    assert types <= mark.OWN_TYPES
+    assert mark.OWN_TYPES - types == {"rope"}  # which extends nothing
 
 
 @pytest.mark.parametrize("overrides", OVERRIDES)
 def test_overrides_are_valid(overrides: str) -> None:
     parameters = json.loads(overrides)["rope_parameters"]
-    assert rope_request.selects_mrrope(parameters)
+    assert mark.selects_mrrope(parameters)
     rope_request.RopeRequest.read(parameters)
 
 

@@ -48,6 +48,7 @@ class Server:
         log: Path,
         *options: str,
         rope_parameters: dict[str, Any] | None = None,
+        is_module: bool = False,
         environment: dict[str, str] | None = None,
     ) -> None:
         """Start the server; :meth:`wait` for it before the first request.
@@ -57,6 +58,7 @@ class Server:
             log: Where its output goes.
             options: More of the command line.
             rope_parameters: What ``--hf-overrides`` sets.
+            is_module: Whether to run vLLM's module of the server instead of ``vllm serve``.
             environment: More environment variables.
         """
         self.log = log
@@ -64,10 +66,12 @@ class Server:
         self.port = int(self._port_holder.getsockname()[1])
         if rope_parameters is not None:
             options = (*options, f"--hf-overrides={json.dumps({'rope_parameters': rope_parameters})}")
-        command = [Path(sys.executable).parent / "vllm", "serve", model, f"--port={self.port}", *OPTIONS, *options]
+        command = [Path(sys.executable).parent / "vllm", "serve", model]
+        if is_module:
+            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                command,
+                [*command, f"--port={self.port}", *OPTIONS, *options],
                 env={**os.environ, **ENVIRONMENT, **(environment or {})},
                 stdout=output,
                 stderr=subprocess.STDOUT,

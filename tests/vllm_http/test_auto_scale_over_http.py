@@ -135,9 +135,35 @@ def test_samples_share_a_scale(server: Server) -> None:
 def test_several_prompts(server: Server) -> None:
     prompts = [random_tokens(length, seed=length) for length in (20, 100, 300)]
     assert scale_of(server, prompts) == "1, 2, 8"
+    assert scale_of(server, 11 * prompts) == "1, 2, 8"
     choices = server.complete(prompts, max_tokens=10).choices
     for prompt, choice, scale in zip(prompts, choices, (1, 2, 8), strict=True):
         assert is_greedy(prompt, choice.token_ids, scale)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat"])
+def test_beam_search(server: Server, path: str) -> None:
+    """Every beam of every step is a request of the engine: they are one of the user's at each scale."""
+    body = {"n": 3, "max_tokens": 20, "extra_body": {"use_beam_search": True, "ignore_eos": True}}
+    if path == "chat":
+        create = server.client.chat.completions.with_raw_response.create
+        body["messages"] = [{"role": "user", "content": 55 * "a"}]
+    else:
+        create = server.client.completions.with_raw_response.create
+        body["prompt"] = random_tokens(55, seed=11)
+
+    def counted() -> list[float]:
+        return [server.metric("mrrope:requests_total", scale=str(scale)) for scale in SCALES]
+
+    before = counted()
+    answer = create(model="tiny", **body)
+    assert answer.headers["x-mrrope-scale"] == "1, 2"
+    assert len(answer.parse().choices) == 3
+    assert [new - old for new, old in zip(counted(), before, strict=True)] == [1, 1, 0, 0, 0]
+    body["extra_body"]["vllm_xargs"] = {"mrrope_scale": 4}
+    with pytest.raises(BadRequestError, match="mrrope_scale must not be given with use_beam_search"):
+        create(model="tiny", **body)
+    assert is_idle(server)
 
 
 @pytest.mark.parametrize("scale", [3, "a", 1, True])

@@ -45,7 +45,8 @@ def test_a_stock_model_is_served_as_without_plugins(model: Path, start: Callable
 
 
 def test_a_fixed_scale(model: Path, start: Callable[..., Server]) -> None:
-    server = start(model, *SHORT, rope_parameters={"rope_type": METHOD, "factor": 4}).wait()
+    """Also that ``python -m``, whose module is not imported under its name, is hooked."""
+    server = start(model, *SHORT, rope_parameters={"rope_type": METHOD, "factor": 4}, is_module=True).wait()
     prompt = random_tokens(100, seed=0)
     answer = server.client.completions.with_raw_response.create(
         model="tiny", prompt=prompt, temperature=0, max_tokens=1, logprobs=1, extra_body={"return_token_ids": True}
