@@ -30,6 +30,7 @@ def register() -> None:
         "vllm.config.model": _hook_model_config,
         "vllm.config.vllm": _hook_engine_config,
         "vllm.v1.engine.input_processor": _hook_front_end,
+        "vllm.v1.engine.async_llm": _hook_engine_of_server,
         "vllm.entrypoints.openai.api_server": _hook_server,
         "vllm.entrypoints.launchers.app": _hook_server,  # since 0.29
         "vllm.entrypoints.anthropic.serving": _hook_messages,
@@ -77,6 +78,14 @@ def _hook_front_end(front_end: ModuleType) -> None:
     processor = front_end.InputProcessor
     hooks.wrap(processor, "__init__", hooks.where_served(of_arguments, admission, "announce"))
     hooks.wrap(processor, "process_inputs", hooks.where_served(_config_of, admission, "admit_in_front_end"))
+
+
+def _hook_engine_of_server(engine: ModuleType) -> None:
+    def of_arguments(engine: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        return vllm_config
+
+    around = hooks.where_served(of_arguments, "mrrope.vllm.grown_requests", "make_engine")
+    hooks.wrap(engine.AsyncLLM, "__init__", around)
 
 
 def _hook_server(server: ModuleType) -> None:

@@ -48,10 +48,15 @@ TARGETS: dict[str, str | None] = {
     "block_size hash_block_size mm_registry include_finished_set log_stats",
     "vllm.v1.core.sched.scheduler.Scheduler._preempt_request": "self request timestamp",
     "vllm.v1.core.sched.scheduler.Scheduler.schedule": "self throttle_prefills",
+    "vllm.v1.engine.async_llm.AsyncLLM.__init__": "self vllm_config executor_class log_stats usage_context mm_registry "
+    "log_requests start_engine_loop stat_loggers aggregate_engine_logging client_addresses client_count client_index",
     "vllm.v1.engine.core.EngineCore.preprocess_add_request": "self request",
     "vllm.v1.engine.input_processor.InputProcessor.__init__": "self vllm_config renderer mm_registry",
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "self request_id prompt params supported_tasks "
     "arrival_time lora_request tokenization_kwargs trace_headers priority data_parallel_rank resumable",
+    "vllm.v1.engine.output_processor.OutputProcessor._finish_request": "self req_state",
+    "vllm.v1.engine.output_processor.OutputProcessor.abort_requests": "self request_ids internal",
+    "vllm.v1.engine.output_processor.OutputProcessor.add_request": "self request prompt parent_req request_index queue",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.add_requests": "self scheduler_output",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_inputs": "self scheduler_output batch_desc",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner._prepare_inputs": "self scheduler_output num_scheduled_tokens",
@@ -60,6 +65,7 @@ TARGETS: dict[str, str | None] = {
     "is_driver_worker",
 }
 PROCESS = TARGETS["vllm.v1.engine.input_processor.InputProcessor.process_inputs"]
+ENGINE = TARGETS["vllm.v1.engine.async_llm.AsyncLLM.__init__"]
 PREPARE = "self scheduler_output batch_req_state batch_desc"
 # What a release changed; None where the function is gone, or only imported.
 CHANGES: dict[tuple[int, int], dict[str, str | None]] = {
@@ -80,6 +86,7 @@ CHANGES: dict[tuple[int, int], dict[str, str | None]] = {
         "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_inputs": f"{PREPARE} num_active_loras",
     },
     (0, 32): {
+        "vllm.v1.engine.async_llm.AsyncLLM.__init__": f"{ENGINE} profiler",
         "vllm.model_executor.layers.rotary_embedding.get_rope": "head_size max_position is_neox_style "
         "rope_parameters dtype dual_chunk_attention_config mrope_positions_factor",
     },
@@ -225,6 +232,7 @@ def test_a_model_of_other_types_meets_only_the_check(stock: tuple[dict[str, Any]
         "vllm.config.model.ModelConfig",
         "vllm.config.vllm.VllmConfig",
         "vllm.transformers_utils.config",
+        "vllm.v1.engine.async_llm.AsyncLLM",
         "vllm.v1.engine.core.EngineCore",
         "vllm.v1.engine.input_processor.InputProcessor",
         "vllm.v1.worker.worker_base.WorkerBase",
