@@ -142,11 +142,7 @@ def extend(text: Any, given: Mapping[str, Any], logger: logging.Logger) -> None:
                 f"rope_parameters must be of the layer types {', '.join(own)} of {text.model_type}, got "
                 f"{', '.join(unknown)}"
             )
-        if all(is_local(layer) or not selects_mrrope(new) for layer, new in given.items()):
-            raise ValueError(
-                f"rope_parameters must name a type of mrrope for layers of {text.model_type} that see the whole text "
-                f"(of {', '.join(own)}), got {given!r}"
-            )
+        _require_whole_text(given, own, text)
         parameters = own | {
             layer: merged(new, own[layer] or {}, stated) if selects_mrrope(new) else new for layer, new in given.items()
         }
@@ -160,6 +156,15 @@ def _is_of_layer_types(parameters: Mapping[str, Any]) -> bool:
     return bool(parameters) and all(own is None or isinstance(own, Mapping) for own in parameters.values())
 
 
+def _require_whole_text(given: Mapping[str, Any], own: Mapping[str, Any], text: Any) -> None:
+    """Raise ValueError where parameters by layer type extend none of the layers that see the whole text."""
+    if all(is_local(layer) or not selects_mrrope(new) for layer, new in given.items()):
+        raise ValueError(
+            f"rope_parameters must name a type of mrrope for layers of {text.model_type} that see the whole text "
+            f"(of {', '.join(own)}), got {given!r}"
+        )
+
+
 def _of_file(parameters: Mapping[str, Any], text: Any, folder: Path | None) -> dict[str, Any]:
     """Return the parameters of a ``config.json``, merged."""
     stated = getattr(text, "max_position_embeddings", None)
@@ -171,6 +176,7 @@ def _of_file(parameters: Mapping[str, Any], text: Any, folder: Path | None) -> d
             if selects_mrrope(own)
             else own
             for layer, own in parameters.items()
+        _require_whole_text(parameters, parameters, text)
         }
     _check_layers(found, text)
     return found
