@@ -38,7 +38,7 @@ def conflicts(server_args: Any, model_config: Any) -> Iterator[str]:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.configs.model_config import AttentionArch
 
-    served = served_rope(model_config.hf_config)
+    served = served_rope(model_config.hf_text_config)
     if served is None:
         return
     options = resolving_view(server_args)

@@ -37,7 +37,7 @@ class Admission:
     @staticmethod
     def of(manager: Any) -> Admission | None:
         """Return the admission of a front end, or None where no layer that sees the whole text is served."""
-        served = served_rope(manager.model_config.hf_config)
+        served = served_rope(manager.model_config.hf_text_config)
         if served is None:
             return None
         steps = ScaleSteps.of(served, manager.context_len)
