@@ -17,6 +17,7 @@ from mrrope.serving.scale_choice import (
     parsed_scale,
     request_counter,
     salted,
+    scales_time,
 )
 
 if TYPE_CHECKING:
@@ -28,11 +29,14 @@ logger = logging.getLogger("sglang.mrrope")
 class Admission:
     """Admits the requests of one engine."""
 
-    def __init__(self, steps: ScaleSteps, max_model_len: int, model_name: str, *, is_auto: bool) -> None:
+    def __init__(
+        self, steps: ScaleSteps, max_model_len: int, model_name: str, *, is_auto: bool, has_scaled_time: bool = False
+    ) -> None:
         self.steps = steps
         self.max_model_len = max_model_len
         self.model_name = model_name
         self.is_auto = is_auto
+        self.has_scaled_time = has_scaled_time
 
     @staticmethod
     def of(manager: Any) -> Admission | None:
@@ -40,8 +44,13 @@ class Admission:
         served = served_rope(manager.model_config.hf_text_config)
         if served is None:
             return None
-        steps = ScaleSteps.of(served, manager.context_len)
-        return Admission(steps, manager.context_len, manager.served_model_name, is_auto=served.is_auto)
+        return Admission(
+            ScaleSteps.of(served, manager.context_len),
+            manager.context_len,
+            manager.served_model_name,
+            is_auto=served.is_auto,
+            has_scaled_time=scales_time(manager.model_config.hf_config.to_dict()),
+        )
 
     def admit(self, request: TokenizedGenerateReqInput, source: GenerateReqInput) -> None:
         """Choose the table of a request, write it to its ``custom_params`` and cap its ``max_new_tokens``.
@@ -64,7 +73,12 @@ class Admission:
             if scale is not None:
                 parsed_scale(self.steps, scale)
             return
-        _require_whole_text(source, params.beam_width, scale)
+        _require_whole_text(source, params.beam_width)
+        if source.video_data and scale is None and self.has_scaled_time:
+            raise ValueError(
+                f"{SCALE_KEY} must be given for a request with video, got None: this model's positions advance by "
+                "time, so the number of tokens does not tell how far they reach"
+            )
         max_tokens = self.max_model_len if params.max_new_tokens is None else params.max_new_tokens
         prompt = request.input_ids if request.input_embeds is None else request.input_embeds
         choice = choose(
@@ -86,7 +100,7 @@ class Admission:
             request_counter().labels(self.model_name, named).inc()
 
 
-def _require_whole_text(source: GenerateReqInput, beam_width: int | None, scale: object) -> None:
+def _require_whole_text(source: GenerateReqInput, beam_width: int | None) -> None:
     """Raise ValueError where the number of tokens does not tell how far positions reach."""
     if source.session_params:
         raise ValueError(
@@ -98,10 +112,18 @@ def _require_whole_text(source: GenerateReqInput, beam_width: int | None, scale:
             f"beam_width must be 1 with rope_parameters' factor 'auto', got {beam_width}: beams are tokens of a step "
             "that belong to no request"
         )
-    if source.video_data and scale is None:
-        raise ValueError(
-            f"{SCALE_KEY} must be given for a request with video, got None: positions may advance by time, so the "
-            "number of tokens does not tell how far they reach"
+
+
+def announce(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
+    """Name the scales when a front end starts. Called after its constructor."""
+    admission = Admission.of(manager)
+    manager.mrrope_admission = admission
+    if admission is not None and admission.is_auto:
+        logger.info(
+            "mrrope chooses a table for each request: %s. A request without max_new_tokens gets room for %d new "
+            "tokens.",
+            admission.steps,
+            admission.steps.reserve,
         )
 
 
