@@ -129,8 +129,6 @@ def announce(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
 
 def admit_created(request: Any, manager: Any, source: Any, *args: Any, **kwargs: Any) -> None:
     """Admit a request where a refusal becomes an HTTP 400. Called after ``_create_tokenized_object``."""
-    if not hasattr(manager, "mrrope_admission"):
-        manager.mrrope_admission = _announced(Admission.of(manager))
     admission: Admission | None = manager.mrrope_admission
     if admission is None:
         return
@@ -141,13 +139,25 @@ def admit_created(request: Any, manager: Any, source: Any, *args: Any, **kwargs:
     admission.admit(request, source)
 
 
-def _announced(admission: Admission | None) -> Admission | None:
-    """Name the scales before the first request."""
-    if admission is not None and admission.is_auto:
-        logger.info(
-            "mrrope chooses a table for each request: %s. A request without max_new_tokens gets room for %d new "
-            "tokens.",
-            admission.steps,
-            admission.steps.reserve,
+def keep_within_table(result: None, scheduler: Any, request: Any) -> None:
+    """Hold a request to the reach of its table. Called after ``Scheduler.init_req_max_new_tokens``.
+
+    The front end counts the tokens that it sends; the scheduler of some models expands those of media. A prompt that
+    is longer than its table reaches then is aborted, which becomes an HTTP 400.
+    """
+    if not hasattr(scheduler, "mrrope_steps"):
+        served, length = served_rope(scheduler.model_config.hf_text_config), scheduler.model_config.context_len
+        scheduler.mrrope_steps = ScaleSteps.of(served, length) if served is not None and served.is_auto else None
+    steps: ScaleSteps | None = scheduler.mrrope_steps
+    params = request.sampling_params
+    table = (params.custom_params or {}).get(TABLE_KEY, 0)
+    if steps is None or table == len(steps.reaches) - 1:  # the last one serves up to the context length
+        return
+    reach, prompt_tokens = steps.reaches[table], len(request.origin_input_ids)
+    if prompt_tokens > reach:
+        request.set_finish_with_abort(
+            f"{SCALE_KEY} must be given for a prompt that the scheduler expands to {prompt_tokens} tokens: its scale "
+            f"was chosen for fewer, and the tables reach {steps}"
         )
-    return admission
+    params.max_new_tokens = max(0, min(params.max_new_tokens, reach - prompt_tokens))
+    params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
