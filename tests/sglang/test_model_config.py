@@ -200,13 +200,14 @@ ALWAYS = [
     ({"enable_nvidia_megakernel": True}, "enable_nvidia_megakernel must be off"),
     ({"weight_cache_mode": "client"}, "weight_cache_mode must be 'off', got 'client'"),
     ({"load_format": "layered"}, "load_format must not be 'layered'"),
+    ({"use_ray": True}, "use_ray must be off"),
 ]
 OF_AUTO = [
     ({"speculative_algorithm": "NGRAM"}, "speculative_algorithm must be None, got 'NGRAM'"),
     ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm must be None, got 'EAGLE'"),
     ({"disaggregation_mode": "prefill"}, "disaggregation_mode must be 'null', got 'prefill'"),
     ({"disaggregation_mode": "decode"}, "disaggregation_mode must be 'null', got 'decode'"),
-    ({"hicache_storage_backend": "file"}, "hicache_storage_backend must be off, got 'file'"),
+    ({"language_only": True}, "encoder_transfer_backend must be 'zmq_to_tokenizer' with language_only, got 'auto'"),
     ({"enable_lmcache": True}, "enable_lmcache must be off, got True"),
     ({"enable_two_batch_overlap": True}, "enable_two_batch_overlap must be off"),
     ({"enable_pdmux": True}, "enable_pdmux must be off"),
@@ -253,6 +254,26 @@ def test_a_model_that_transformers_runs_is_refused_at_start(folder):
     config._resolved_model_impl = ModelImpl.TRANSFORMERS
     with pytest.raises(ValueError, match="got LlamaForCausalLM with model_impl 'transformers': that backend rotates"):
         require_own_implementation(config)
+
+
+SERVED = [
+    {"hicache_storage_backend": "file"},
+    {"language_only": True, "encoder_transfer_backend": "zmq_to_tokenizer"},
+]
+
+
+@pytest.mark.parametrize("options", SERVED)
+def test_a_scale_per_request_serves_the_rest(folder, options):
+    assert configured(folder, {"rope_parameters": AUTO}, **options)
+
+
+def test_a_draft_model_beside_a_set_is_refused_at_start(folder):
+    table = mrrope.frequency_table("mrrope_pro", rotary_dim=16, base=BASE, original_max_position=64, scale=2.0)
+    for tables in (mrrope.TableSet([table] * 2), mrrope.HeadTables([table] * 2)):
+        overrides = {"rope_parameters": {"rope_type": "mrrope", "table": tables.to_dict()}}
+        with pytest.raises(ValueError, match="must be None or 'NGRAM' with tables per layer or head, got 'EAGLE'"):
+            configured(folder, overrides, speculative_algorithm="EAGLE")
+        assert configured(folder, overrides, speculative_algorithm="NGRAM")
 
 
 @pytest.mark.parametrize(("options", "message"), ALWAYS)

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
 from transformers import LlamaConfig, Qwen2_5_VLConfig, Qwen2VLConfig
 
@@ -51,6 +53,18 @@ def test_the_model_tells_how_positions_advance(config, expected):
     model_config = SimpleNamespace(hf_config=hf_config, hf_text_config=text)
     manager = SimpleNamespace(model_config=model_config, context_len=256, served_model_name="tiny")
     assert Admission.of(manager).has_scaled_time is expected
+
+
+def test_storage_keeps_keys_of_different_tables_apart():
+    """HiCache's storage finds keys of other engines, and of former runs, by these hashes."""
+    requests = [tokenized(20, custom_params={"mrrope_scale": scale}) for scale in (1, 2)]
+    for request in requests:
+        admission().admit(request, GenerateReqInput(input_ids=request.input_ids, sampling_params={}))
+    keys = [RadixKey(array("q", request.input_ids), extra_key=request.extra_key) for request in requests]
+    pages = [get_storage_hash_str(key, page_size=4) for key in keys]
+    assert not set(pages[0]) & set(pages[1])
+    stock = RadixKey(array("q", [1] * 20))
+    assert pages[0] == get_storage_hash_str(stock, page_size=4)
 
 
 # The scheduler
