@@ -30,7 +30,7 @@ METHOD_OF_TYPE = {"linear": "pi"}
 """Methods whose name differs from that of their ``rope_type``."""
 
 OWN_TYPES = frozenset({ROPE_TYPE, *METHODS} - SHARED_TYPES)
-"""Values of ``rope_type`` that are always mrrope's."""
+"""Values of ``rope_type`` that vLLM does not know."""
 
 OWN_KEYS = frozenset({"method", "table", "max_factor", "reserve"})
 
@@ -48,7 +48,7 @@ def selects_mrrope(parameters: Any) -> bool:
     if not isinstance(parameters, Mapping):
         return False
     rope_type = parameters.get("rope_type", parameters.get("type"))
-    # A misspelt mrrope_... is refused here, with a list of methods: engines would accept it until they build the model.
+    # A misspelt mrrope_... is refused here, with a list of methods: vLLM would accept it until it builds the model.
     is_own_type = isinstance(rope_type, str) and (rope_type in OWN_TYPES or rope_type.startswith(ROPE_TYPE))
     has_own_key = any(parameters.get(key) is not None for key in OWN_KEYS)
     return is_own_type or has_own_key or parameters.get("factor") == "auto"
