@@ -1,4 +1,4 @@
-"""Attention modules of SGLang's models, and M-RoPE: which of them rotate by our layer, and that it rotates as theirs."""
+"""Attention modules of SGLang's models, and M-RoPE: which of them get our layer, and that it rotates as theirs."""
 
 import pytest
 import torch
