@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 NATIVE_LENGTH = 64
-SECONDS_TO_START = 600
+SECONDS_TO_START = 1200
 """A server starts in 50 s on two cores; three start at a time, on a machine that may have more to do."""
 SECONDS_TO_ANSWER = 600
 SECONDS_TO_LOG = 10
