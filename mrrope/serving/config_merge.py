@@ -60,37 +60,42 @@ def merge_file(config: Any, folder: Path | None) -> None:
         text.rope_parameters = _of_file(parameters, text, folder)
 
 
-def take_out(overrides: Mapping[str, Any], config: Any, path: str) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+def take_out(
+    overrides: Mapping[str, Any], config: Any, path: str, text: Any = None
+) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
     """Return a user's overrides without the parameters of mrrope, and these parameters.
 
     Args:
         overrides: The overrides of a configuration.
         config: The configuration.
         path: What messages call the overrides.
+        text: The part that the engine takes for the text model; None for the one that transformers does.
 
     Raises:
         ValueError: Parameters of mrrope are given twice, or for another part than the text model.
     """
     found: dict[str, Mapping[str, Any]] = {}
-    rest = _without_mrrope(overrides, config, config.get_text_config(), path, found)
+    text = config.get_text_config() if text is None else text
+    rest = _without_mrrope(overrides, config, config, text, path, found)
     if len(found) > 1:
         raise ValueError(f"{path} must set rope_parameters once, got {' and '.join(found)}")
     return rest, next(iter(found.values()), None)
 
 
 def _without_mrrope(
-    overrides: Mapping[str, Any], config: Any, text: Any, path: str, found: dict[str, Mapping[str, Any]]
+    overrides: Mapping[str, Any], part: Any, whole: Any, text: Any, path: str, found: dict[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return overrides of a configuration or one of its parts; parameters of mrrope go to ``found``, by their path."""
     rest: dict[str, Any] = {}
     for name, value in overrides.items():
         inner = f"{path}.{name}"
         if name in NAMES and names_mrrope(value):
-            if not hasattr(config, "get_text_config") or config.get_text_config() is not text:
+            of_text = part is whole or (hasattr(part, "get_text_config") and part.get_text_config() is text)
+            if not of_text:
                 raise ValueError(f"{inner} must be that of the text model to name a type of mrrope, got {value!r}")
             found[inner] = value
         elif isinstance(value, Mapping):
-            rest[name] = _without_mrrope(value, getattr(config, name, None), text, inner, found)
+            rest[name] = _without_mrrope(value, getattr(part, name, None), whole, text, inner, found)
         else:
             rest[name] = value
     return rest
@@ -138,17 +143,22 @@ def extend(text: Any, given: Mapping[str, Any], logger: logging.Logger) -> None:
                 f"rope_parameters must be of the layer types {', '.join(own)} of {text.model_type}, got "
                 f"{', '.join(unknown)}"
             )
-        if all(is_local(layer) or not selects_mrrope(new) for layer, new in given.items()):
-            raise ValueError(
-                f"rope_parameters must name a type of mrrope for layers of {text.model_type} that see the whole text "
-                f"(of {', '.join(own)}), got {given!r}"
-            )
+        _require_whole_text(given, own, text)
         parameters = own | {
             layer: merged(new, own[layer] or {}, stated) if selects_mrrope(new) else new for layer, new in given.items()
         }
     _check_layers(parameters, text)
     _warn_of_extension(text.model_type, parameters, logger)
     text.rope_parameters = parameters
+
+
+def _require_whole_text(given: Mapping[str, Any], own: Mapping[str, Any], text: Any) -> None:
+    """Raise ValueError where parameters by layer type extend none of the layers that see the whole text."""
+    if all(is_local(layer) or not selects_mrrope(new) for layer, new in given.items()):
+        raise ValueError(
+            f"rope_parameters must name a type of mrrope for layers of {text.model_type} that see the whole text "
+            f"(of {', '.join(own)}), got {given!r}"
+        )
 
 
 def _is_of_layer_types(parameters: Mapping[str, Any]) -> bool:
@@ -162,6 +172,7 @@ def _of_file(parameters: Mapping[str, Any], text: Any, folder: Path | None) -> d
     if selects_mrrope(parameters):
         found = merged(parameters, None, stated, folder, text.ignore_keys_at_rope_validation)
     else:
+        _require_whole_text(parameters, parameters, text)
         found = {
             layer: merged(own, None, stated, folder, text.ignore_keys_at_rope_validation)
             if selects_mrrope(own)

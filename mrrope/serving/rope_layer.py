@@ -75,7 +75,7 @@ class ServedRotaryEmbedding(nn.Module):
         self.dtype = dtype
         self.mrope_section = list(mrope_section) if mrope_section else None
         self.mrope_interleaved = mrope_interleaved
-        # Buffers are saved and restored by vLLM's sleep mode; casts of the model leave integers alone.
+        # Engines that sleep save and restore buffers; casts of the model leave integers alone.
         for name in ("tables", "table_index", "_cos_sin_cache"):
             self.register_buffer(name, None, persistent=False)
         shared = [table for table in ladder.tables if isinstance(table, FrequencyTable)]
@@ -118,7 +118,7 @@ class ServedRotaryEmbedding(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rotate q and k: in place in eager mode, out of place in compiled graphs.
 
-        An in-place op in vLLM's graphs costs two copies of qkv a layer: its defunctionalization knows only its own ops.
+        In engines' compiled graphs, which reinplace their own ops only, an in-place op costs two copies of qkv a layer.
 
         Args:
             positions: ``[tokens]``, or ``[rows, tokens]`` with M-RoPE.
@@ -313,6 +313,6 @@ def _new_layer(
 
 
 def _rotary_dim(rope_parameters: dict[str, Any], head_size: int) -> int:
-    """Return the number of rotated components by vLLM's rule."""
+    """Return the number of rotated components: stated outright, or as a part of a head."""
     stated: int | None = rope_parameters.get("rope_dim")
     return stated or int(head_size * rope_parameters.get("partial_rotary_factor", 1.0))

@@ -22,7 +22,7 @@ from mrrope.tables.lookup import (
 )
 
 SHARED_TYPES = frozenset({"ntk", "yarn", "longrope", "llama3"})
-"""Methods that vLLM computes itself, unless a key of mrrope comes with them."""
+"""Methods that are left to the engine, unless a key of mrrope comes with them. Not every engine has all of them."""
 
 METHOD_OF_TYPE = {"linear": "pi"}
 """Methods whose name differs from that of their ``rope_type``."""

@@ -24,8 +24,8 @@ NATIVE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", *R
 """Values of ``rope_type`` that transformers computes, and so can be extended."""
 
 APPLY_YARN_SCALING = "apply_yarn_scaling"
-VLLM_KEYS = frozenset({"alpha", "attn_factor", "extrapolation_factor", "max_trained_positions", "use_fope"})
-"""Keys by which vLLM computes other frequencies than transformers."""
+ENGINE_KEYS = frozenset({"alpha", "attn_factor", "extrapolation_factor", "max_trained_positions", "use_fope"})
+"""Keys by which engines compute other frequencies than transformers."""
 
 EXTENSION_KEYS = frozenset((REPLACED | {APPLY_YARN_SCALING, KEY}) - {"rope_theta"})
 """Keys that describe how the model's own RoPE is extended."""
@@ -103,7 +103,7 @@ class ServedRope:
         )
         # Set afterwards: transformers has validated these parameters, and warned, when it loaded the model's own.
         config.rope_parameters = _as_transformers_reads(self.native)
-        with torch.device("cpu"), _float32_by_default():  # vLLM builds models under the defaults of their weights
+        with torch.device("cpu"), _float32_by_default():  # engines build models under the defaults of weights
             return settings(LlamaRotaryEmbedding(config), None)
 
     def ladder(self, rotary_dim: int) -> Ladder[ModelTables]:
@@ -171,7 +171,7 @@ class ServedRope:
 
 
 def served_rope(hf_config: Any) -> ServedRope | None:
-    """Return the RoPE of the layers that attend to the whole text, None where vLLM computes it.
+    """Return the RoPE of the layers that attend to the whole text, None where the engine computes it.
 
     Args:
         hf_config: A configuration of transformers, of a text model or one that contains it.
@@ -212,7 +212,7 @@ def merged(
         stated_length = request.options.get("original_max_position", stated_length)
         request = request.without(PLAIN_ROPE_OPTIONS)
     elif request.options.get("base") == native.get("rope_theta"):
-        # vLLM's own overrides have to repeat the base, so the model's own does not start over from plain RoPE.
+        # Overrides of engines' own types have to repeat the base, so it does not start over from plain RoPE.
         request = request.without({"base"})
     if (of_file := ServedRope.of(native)) is not None:
         native, stated_length = of_file._seen_by_transformers(request.starts_over), of_file.stated_length
@@ -245,7 +245,7 @@ def _checked_native(native: Mapping[str, Any]) -> dict[str, Any]:
             f"rope_parameters must extend a model with rope_type {', '.join(NATIVE_TYPES)}, and this one has "
             f"{own['rope_type']!r}"
         )
-    if unknown := sorted(VLLM_KEYS & own.keys()):
+    if unknown := sorted(ENGINE_KEYS & own.keys()):
         raise ValueError(
             f"rope_parameters must extend a model whose RoPE transformers computes alike, and this one sets "
             f"{', '.join(unknown)}"

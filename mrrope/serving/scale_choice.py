@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prometheus_client import Counter
@@ -118,7 +118,7 @@ def parsed_scale(steps: ScaleSteps, scale: object) -> float:
         ValueError: It is none of ``steps``.
     """
     try:
-        # A bool is an int in Python, but not a scale. Strings come from vllm_xargs.
+        # A bool is an int in Python, but not a scale. Strings come from APIs whose extra arguments have no numbers.
         number = float(scale) if isinstance(scale, (int, float, str)) and not isinstance(scale, bool) else math.nan
     except (ValueError, OverflowError):
         number = math.nan
@@ -130,6 +130,16 @@ def parsed_scale(steps: ScaleSteps, scale: object) -> float:
     known = ", ".join(f"{step:g}" for step in steps.scales)
     known = f"one of {known}" if len(steps.scales) > 1 else f"{known}, the scale of all requests"
     raise ValueError(f"{SCALE_KEY} must be {known}, got {scale!r}")
+
+
+def scales_time(settings: dict[str, Any]) -> bool:
+    """Whether a model derives the positions of video from its duration, as Qwen2.5-VL and the Omni models do.
+
+    Args:
+        settings: The model's configuration as a dict.
+    """
+    keys = {"tokens_per_second", "position_id_per_seconds"}
+    return not keys.isdisjoint(settings) or any(scales_time(part) for part in settings.values() if type(part) is dict)
 
 
 def salted(cache_salt: str | None, table: int) -> str | None:
@@ -151,7 +161,7 @@ def unsalted(salt: str | None) -> str | None:
 def request_counter() -> Counter:
     """Return the Prometheus counter of admitted requests: one per process, with the labels ``model_name``, ``scale``.
 
-    vLLM unregisters metrics that start with ``vllm:`` whenever it creates an engine; this one stays.
+    Engines unregister metrics of their own prefix when they are created again; this one stays.
     """
     from prometheus_client import Counter
 

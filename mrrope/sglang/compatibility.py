@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mrrope.serving.rope_settings import served_rope
+from mrrope.tables.frequency_table import FrequencyTable
 
 OTHER_KERNELS = ("enable_nvidia_megakernel", "enable_amd_monokernel")
 """Options whose kernels rotate by themselves."""
@@ -19,13 +20,11 @@ PARTS_OF_A_STEP = {
     "enable_decoder_swa_bounded_replay": "tokens are added to a step",
 }
 """Options under which the model sees other tokens than those of the step."""
-SHARED_CACHES = (
-    "hicache_storage_backend",
-    "enable_lmcache",
-    "enable_flexkv",
-    "enable_unified_cache_external_linker",
-)
-"""Options that share cached keys with other engines."""
+SHARED_CACHES = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
+"""Options of caches outside SGLang. FlexKV finds keys by tokens alone; the others were not run. HiCache's storage is
+served: it hashes the ``extra_key`` of a scale into its keys."""
+WITHOUT_DRAFT_MODEL = (None, "NGRAM")
+"""Values of ``speculative_algorithm`` under which one model runs."""
 
 
 def conflicts(server_args: Any, model_config: Any) -> Iterator[str]:
@@ -38,7 +37,7 @@ def conflicts(server_args: Any, model_config: Any) -> Iterator[str]:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.configs.model_config import AttentionArch
 
-    served = served_rope(model_config.hf_config)
+    served = served_rope(model_config.hf_text_config)
     if served is None:
         return
     options = resolving_view(server_args)
@@ -66,6 +65,15 @@ def conflicts(server_args: Any, model_config: Any) -> Iterator[str]:
             f"tokenizer_worker_num must be 1, got {options.tokenizer_worker_num}: SGLang loads no plugin in the "
             "workers of its HTTP server"
         )
+    if options.use_ray:
+        yield "use_ray must be off: SGLang loads no plugin in the actors that run its schedulers"
+    # Draft models number their layers from 0, so they would rotate by the tables of the first layers.
+    algorithm = options.speculative_algorithm
+    if algorithm not in WITHOUT_DRAFT_MODEL and any(not isinstance(t, FrequencyTable) for t in served.ready_tables):
+        yield (
+            f"speculative_algorithm must be None or 'NGRAM' with tables per layer or head, got {algorithm!r}: they "
+            "are none of a draft model's layers"
+        )
     if served.is_auto:
         yield from _conflicts_of_auto(options, model_config)
 
@@ -86,9 +94,15 @@ def _conflicts_of_auto(options: Any, model_config: Any) -> Iterator[str]:
             f"disaggregation_mode must be 'null', got {options.disaggregation_mode!r}: another engine may have "
             "chosen another table for the same text"
         )
+    # Before SGLang resolves 'auto' it may still become that of the scheduler.
+    if options.language_only and options.encoder_transfer_backend != "zmq_to_tokenizer":
+        yield (
+            "encoder_transfer_backend must be 'zmq_to_tokenizer' with language_only, got "
+            f"{options.encoder_transfer_backend!r}: a prompt gets its image tokens after its table is chosen"
+        )
     for option in SHARED_CACHES:
         if value := getattr(options, option):
-            yield f"{option} must be off, got {value!r}: another engine may have chosen another table for the same text"
+            yield f"{option} must be off, got {value!r}: it may return keys of another table for the same text"
     for option, reason in PARTS_OF_A_STEP.items():
         if getattr(options, option):
             yield f"{option} must be off: {reason}"

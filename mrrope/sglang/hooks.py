@@ -15,6 +15,8 @@ def _targets() -> dict[str, tuple[Callable[..., Any], str]]:
             request_scale.admit_created,
             "after",
         ),
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__": (request_scale.announce, "after"),
+        "sglang.srt.managers.scheduler.Scheduler.init_req_max_new_tokens": (request_scale.keep_within_table, "after"),
         "sglang.srt.layers.rotary_embedding.factory.get_rope": (rotary_embedding.get_rope, "around"),
         "sglang.srt.models.utils.enable_fused_set_kv_buffer": (rotary_embedding.write_cache_apart, "replace"),
         "sglang.srt.model_executor.model_runner.ModelRunner.load_model": (model_runner.load_model, "around"),

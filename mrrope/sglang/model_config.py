@@ -29,17 +29,17 @@ def get_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = None
     if _hold_mrrope(overrides):
         call.arguments[OVERRIDES] = {}
-        rest, given = take_out(overrides, original(*call.args, **call.kwargs), "json_model_override_args")
+        config = copy.deepcopy(original(*call.args, **call.kwargs))
+        rest, given = take_out(overrides, config, "json_model_override_args", _text_config(config))
         call.arguments[OVERRIDES] = rest
     config = original(*call.args, **call.kwargs)
-    parameters = getattr(config.get_text_config(), "rope_parameters", None)
-    if given is None and not names_mrrope(parameters):
+    if given is None and not _any_part_names_mrrope(config):
         return config
     config = copy.deepcopy(config)  # SGLang caches the one that it returned.
-    model = Path(call.arguments["model"])
-    merge_file(config, model if model.is_dir() else None)
+    text, model = _text_config(config), Path(call.arguments["model"])
+    merge_file(text, model if model.is_dir() else None)
     if given is not None:
-        extend(config.get_text_config(), given, logger)
+        extend(text, given, logger)
     return config
 
 
@@ -47,6 +47,29 @@ def _hold_mrrope(overrides: Mapping[str, Any]) -> bool:
     return any(
         isinstance(value, Mapping) and (names_mrrope(value) or _hold_mrrope(value)) for value in overrides.values()
     )
+
+
+def _any_part_names_mrrope(config: Any) -> bool:
+    """Whether a configuration or one of its parts names a type of mrrope. Changes nothing in it."""
+    parts = (value for value in vars(config).values() if hasattr(value, "get_text_config"))
+    return names_mrrope(getattr(config, "rope_parameters", None)) or any(map(_any_part_names_mrrope, parts))
+
+
+def _text_config(config: Any) -> Any:
+    """Return the part of a configuration that SGLang takes for the text model: it knows more names than transformers.
+
+    Raises:
+        ValueError: It is another part than its own text model.
+    """
+    from sglang.srt.utils.hf_transformers.common import get_hf_text_config
+
+    text = get_hf_text_config(config)
+    if text.get_text_config() is not text:
+        raise ValueError(
+            f"rope_parameters of mrrope must be for a model with one text configuration, got {text.model_type}, of "
+            "which SGLang takes another than transformers"
+        )
+    return text
 
 
 def context_length(config: Any) -> int:

@@ -17,7 +17,7 @@ from mrrope.sglang.rotary_embedding import LOADED_MODEL, require_served
 
 def load_model(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
     """Load a model, and let a served one fill the tables of a step before each forward."""
-    if served_rope(runner.model_config.hf_config) is None:
+    if served_rope(runner.model_config.hf_text_config) is None:
         original(runner, *args, **kwargs)
         return
     token = LOADED_MODEL.set(runner.model_config)

@@ -17,6 +17,7 @@ from mrrope.serving.scale_choice import (
     parsed_scale,
     request_counter,
     salted,
+    scales_time,
 )
 
 if TYPE_CHECKING:
@@ -28,20 +29,28 @@ logger = logging.getLogger("sglang.mrrope")
 class Admission:
     """Admits the requests of one engine."""
 
-    def __init__(self, steps: ScaleSteps, max_model_len: int, model_name: str, *, is_auto: bool) -> None:
+    def __init__(
+        self, steps: ScaleSteps, max_model_len: int, model_name: str, *, is_auto: bool, has_scaled_time: bool = False
+    ) -> None:
         self.steps = steps
         self.max_model_len = max_model_len
         self.model_name = model_name
         self.is_auto = is_auto
+        self.has_scaled_time = has_scaled_time
 
     @staticmethod
     def of(manager: Any) -> Admission | None:
         """Return the admission of a front end, or None where no layer that sees the whole text is served."""
-        served = served_rope(manager.model_config.hf_config)
+        served = served_rope(manager.model_config.hf_text_config)
         if served is None:
             return None
-        steps = ScaleSteps.of(served, manager.context_len)
-        return Admission(steps, manager.context_len, manager.served_model_name, is_auto=served.is_auto)
+        return Admission(
+            ScaleSteps.of(served, manager.context_len),
+            manager.context_len,
+            manager.served_model_name,
+            is_auto=served.is_auto,
+            has_scaled_time=scales_time(manager.model_config.hf_config.to_dict()),
+        )
 
     def admit(self, request: TokenizedGenerateReqInput, source: GenerateReqInput) -> None:
         """Choose the table of a request, write it to its ``custom_params`` and cap its ``max_new_tokens``.
@@ -64,7 +73,12 @@ class Admission:
             if scale is not None:
                 parsed_scale(self.steps, scale)
             return
-        _require_whole_text(source, params.beam_width, scale)
+        _require_whole_text(source, params.beam_width)
+        if source.video_data and scale is None and self.has_scaled_time:
+            raise ValueError(
+                f"{SCALE_KEY} must be given for a request with video, got None: this model's positions advance by "
+                "time, so the number of tokens does not tell how far they reach"
+            )
         max_tokens = self.max_model_len if params.max_new_tokens is None else params.max_new_tokens
         prompt = request.input_ids if request.input_embeds is None else request.input_embeds
         choice = choose(
@@ -86,7 +100,7 @@ class Admission:
             request_counter().labels(self.model_name, named).inc()
 
 
-def _require_whole_text(source: GenerateReqInput, beam_width: int | None, scale: object) -> None:
+def _require_whole_text(source: GenerateReqInput, beam_width: int | None) -> None:
     """Raise ValueError where the number of tokens does not tell how far positions reach."""
     if source.session_params:
         raise ValueError(
@@ -98,17 +112,23 @@ def _require_whole_text(source: GenerateReqInput, beam_width: int | None, scale:
             f"beam_width must be 1 with rope_parameters' factor 'auto', got {beam_width}: beams are tokens of a step "
             "that belong to no request"
         )
-    if source.video_data and scale is None:
-        raise ValueError(
-            f"{SCALE_KEY} must be given for a request with video, got None: positions may advance by time, so the "
-            "number of tokens does not tell how far they reach"
+
+
+def announce(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
+    """Name the scales when a front end starts. Called after its constructor."""
+    admission = Admission.of(manager)
+    manager.mrrope_admission = admission
+    if admission is not None and admission.is_auto:
+        logger.info(
+            "mrrope chooses a table for each request: %s. A request without max_new_tokens gets room for %d new "
+            "tokens.",
+            admission.steps,
+            admission.steps.reserve,
         )
 
 
 def admit_created(request: Any, manager: Any, source: Any, *args: Any, **kwargs: Any) -> None:
     """Admit a request where a refusal becomes an HTTP 400. Called after ``_create_tokenized_object``."""
-    if not hasattr(manager, "mrrope_admission"):
-        manager.mrrope_admission = _announced(Admission.of(manager))
     admission: Admission | None = manager.mrrope_admission
     if admission is None:
         return
@@ -119,13 +139,25 @@ def admit_created(request: Any, manager: Any, source: Any, *args: Any, **kwargs:
     admission.admit(request, source)
 
 
-def _announced(admission: Admission | None) -> Admission | None:
-    """Name the scales before the first request."""
-    if admission is not None and admission.is_auto:
-        logger.info(
-            "mrrope chooses a table for each request: %s. A request without max_new_tokens gets room for %d new "
-            "tokens.",
-            admission.steps,
-            admission.steps.reserve,
+def keep_within_table(result: None, scheduler: Any, request: Any) -> None:
+    """Hold a request to the reach of its table. Called after ``Scheduler.init_req_max_new_tokens``.
+
+    The front end counts the tokens that it sends; the scheduler of some models expands those of media. A prompt that
+    is longer than its table reaches then is aborted, which becomes an HTTP 400.
+    """
+    if not hasattr(scheduler, "mrrope_steps"):
+        served, length = served_rope(scheduler.model_config.hf_text_config), scheduler.model_config.context_len
+        scheduler.mrrope_steps = ScaleSteps.of(served, length) if served is not None and served.is_auto else None
+    steps: ScaleSteps | None = scheduler.mrrope_steps
+    params = request.sampling_params
+    table = (params.custom_params or {}).get(TABLE_KEY, 0)
+    if steps is None or table == len(steps.reaches) - 1:  # the last one serves up to the context length
+        return
+    reach, prompt_tokens = steps.reaches[table], len(request.origin_input_ids)
+    if prompt_tokens > reach:
+        request.set_finish_with_abort(
+            f"{SCALE_KEY} must be given for a prompt that the scheduler expands to {prompt_tokens} tokens: its scale "
+            f"was chosen for fewer, and the tables reach {steps}"
         )
-    return admission
+    params.max_new_tokens = max(0, min(params.max_new_tokens, reach - prompt_tokens))
+    params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)

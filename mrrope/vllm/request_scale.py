@@ -20,6 +20,7 @@ from mrrope.serving.scale_choice import (
     parsed_scale,
     request_counter,
     salted,
+    scales_time,
 )
 from mrrope.vllm.compatibility import can_grow
 
@@ -58,7 +59,7 @@ class Admission:
         self.steps = steps
         self.is_auto = is_auto
         self.grows = is_auto and can_grow(vllm_config)
-        self.has_scaled_time = self.model_config.uses_mrope and _scales_time(self.model_config.hf_config.to_dict())
+        self.has_scaled_time = self.model_config.uses_mrope and scales_time(self.model_config.hf_config.to_dict())
 
     @staticmethod
     def of(vllm_config: VllmConfig) -> Admission | None:
@@ -114,12 +115,6 @@ class Admission:
         params.extra_args = {**extra_args, TABLE_KEY: choice.table}
         params.max_tokens = choice.max_tokens
         return choice
-
-
-def _scales_time(settings: dict[str, Any]) -> bool:
-    """Whether a model derives the positions of video from its duration, as Qwen2.5-VL and the Omni models do."""
-    keys = {"tokens_per_second", "position_id_per_seconds"}
-    return not keys.isdisjoint(settings) or any(_scales_time(part) for part in settings.values() if type(part) is dict)
 
 
 def _admission_of(owner: Any) -> Admission | None:

@@ -9,7 +9,7 @@ from sglang.srt.configs.model_config import ModelConfig, ModelImpl
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.server_args import ServerArgs
 from tiny_server import NATIVE_LENGTH, save_model
-from transformers import DeepseekV3Config, LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 import mrrope
 from mrrope.serving.rope_layer import ServedRotaryEmbedding
@@ -134,19 +134,80 @@ def test_bad_parameters_are_refused_at_start(folder, overrides, message):
         configured(folder, overrides)
 
 
+@pytest.fixture(scope="module")
+def internvl(tmp_path_factory):
+    """A model of which SGLang takes another part for the text model than transformers does."""
+    folder = tmp_path_factory.mktemp("internvl")
+    parameters = {"rope_type": "default", "rope_theta": BASE}
+    text = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, "max_position_embeddings": NATIVE_LENGTH}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {
+        "model_type": "internvl_chat",
+        "architectures": ["InternVLChatModel"],
+        "llm_config": text | sizes | {"rope_parameters": parameters, "model_type": "qwen2"},
+        "vision_config": {"architectures": ["InternVisionModel"], "model_type": "intern_vit_6b"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_part_that_sglang_takes_for_the_text_model_is_extended(internvl, nested):
+    given = {"rope_parameters": UNI}
+    config = configured(internvl, {"llm_config": given} if nested else given)
+    assert config.hf_text_config is config.hf_config.llm_config
+    assert config.context_len == 256
+    layer = rope_of(config)
+    assert [table.scale for table in layer.ladder.tables] == [4.0]
+    assert layer.base == BASE
+    assert configured(internvl).context_len == NATIVE_LENGTH
+
+
+def test_a_file_names_mrrope_in_the_part_that_sglang_takes_for_the_text_model(internvl, tmp_path):
+    config = json.loads((internvl / "config.json").read_text())
+    config["llm_config"]["max_position_embeddings"] = 256
+    config["llm_config"]["rope_parameters"] |= UNI | {"original_max_position_embeddings": NATIVE_LENGTH}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = configured(tmp_path)
+    assert found.context_len == 256
+    assert isinstance(rope_of(found), ServedRotaryEmbedding)
+
+
+def test_a_text_model_within_that_of_sglang_is_refused(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"text_config": {}, "architectures": ["LlavaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="must be for a model with one text configuration, got llama"):
+        configured(tmp_path, {"rope_parameters": UNI})
+
+
+def test_a_file_that_extends_windows_only_is_refused_at_start(tmp_path):
+    plain = {"rope_type": "default", "rope_theta": BASE}
+    parameters = {"full_attention": plain, "sliding_attention": plain}
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 16, "num_hidden_layers": 2}
+    config = Gemma3TextConfig(architectures=["Gemma3ForCausalLM"], rope_parameters=parameters, **layers)
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["rope_parameters"]["sliding_attention"] |= UNI
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=r"layers of gemma3_text that see the whole text \(of full_attention, sliding"):
+        configured(tmp_path)
+
+
 ALWAYS = [
     ({"model_impl": "transformers"}, "model_impl must not be 'transformers'"),
     ({"tokenizer_worker_num": 2}, "tokenizer_worker_num must be 1, got 2"),
     ({"enable_nvidia_megakernel": True}, "enable_nvidia_megakernel must be off"),
     ({"weight_cache_mode": "client"}, "weight_cache_mode must be 'off', got 'client'"),
     ({"load_format": "layered"}, "load_format must not be 'layered'"),
+    ({"use_ray": True}, "use_ray must be off"),
 ]
 OF_AUTO = [
     ({"speculative_algorithm": "NGRAM"}, "speculative_algorithm must be None, got 'NGRAM'"),
     ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm must be None, got 'EAGLE'"),
     ({"disaggregation_mode": "prefill"}, "disaggregation_mode must be 'null', got 'prefill'"),
     ({"disaggregation_mode": "decode"}, "disaggregation_mode must be 'null', got 'decode'"),
-    ({"hicache_storage_backend": "file"}, "hicache_storage_backend must be off, got 'file'"),
+    ({"language_only": True}, "encoder_transfer_backend must be 'zmq_to_tokenizer' with language_only, got 'auto'"),
     ({"enable_lmcache": True}, "enable_lmcache must be off, got True"),
     ({"enable_two_batch_overlap": True}, "enable_two_batch_overlap must be off"),
     ({"enable_pdmux": True}, "enable_pdmux must be off"),
@@ -193,6 +254,26 @@ def test_a_model_that_transformers_runs_is_refused_at_start(folder):
     config._resolved_model_impl = ModelImpl.TRANSFORMERS
     with pytest.raises(ValueError, match="got LlamaForCausalLM with model_impl 'transformers': that backend rotates"):
         require_own_implementation(config)
+
+
+SERVED = [
+    {"hicache_storage_backend": "file"},
+    {"language_only": True, "encoder_transfer_backend": "zmq_to_tokenizer"},
+]
+
+
+@pytest.mark.parametrize("options", SERVED)
+def test_a_scale_per_request_serves_the_rest(folder, options):
+    assert configured(folder, {"rope_parameters": AUTO}, **options)
+
+
+def test_a_draft_model_beside_a_set_is_refused_at_start(folder):
+    table = mrrope.frequency_table("mrrope_pro", rotary_dim=16, base=BASE, original_max_position=64, scale=2.0)
+    for tables in (mrrope.TableSet([table] * 2), mrrope.HeadTables([table] * 2)):
+        overrides = {"rope_parameters": {"rope_type": "mrrope", "table": tables.to_dict()}}
+        with pytest.raises(ValueError, match="must be None or 'NGRAM' with tables per layer or head, got 'EAGLE'"):
+            configured(folder, overrides, speculative_algorithm="EAGLE")
+        assert configured(folder, overrides, speculative_algorithm="NGRAM")
 
 
 @pytest.mark.parametrize(("options", "message"), ALWAYS)

@@ -20,6 +20,9 @@ TARGETS = {
     "is_draft_model context_length kwargs",
     "sglang.srt.layers.rotary_embedding.factory.get_rope": "head_size rotary_dim max_position base is_neox_style "
     "rope_scaling dtype partial_rotary_factor dual_chunk_attention_config",
+    "sglang.srt.managers.scheduler.Scheduler.init_req_max_new_tokens": "self req",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__": "self server_args port_args "
+    "start_pd_bootstrap_service",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object": "self obj input_text input_ids "
     "input_embeds mm_inputs token_type_ids",
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": "batch model_runner capture_hidden_mode "

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,9 +20,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 NATIVE_LENGTH = 64
-SECONDS_TO_START = 600
+SECONDS_TO_START = 1200
 """A server starts in 50 s on two cores; three start at a time, on a machine that may have more to do."""
 SECONDS_TO_ANSWER = 600
+SECONDS_TO_LOG = 10
 STAND_IN = Path(__file__).parent / "stand_in"
 
 
@@ -131,6 +133,18 @@ class Server:
         response = self.post("/generate", body)
         assert response.status_code == 200, response.text
         return [_answer(answer) for answer in response.json()]
+
+    def log_end(self) -> int:
+        """Return the length of the log, for :meth:`logged`."""
+        return len(self.log.read_bytes())
+
+    def logged(self, pattern: str, since: int) -> list[Any]:
+        """Return what ``re.findall`` finds in the log after a length of it; the scheduler logs after it answers."""
+        limit = time.monotonic() + SECONDS_TO_LOG
+        while not (found := re.findall(pattern, self.log.read_bytes()[since:].decode(errors="replace"))):
+            assert time.monotonic() < limit, (pattern, self.log.read_bytes()[since:].decode(errors="replace"))
+            time.sleep(0.1)
+        return found
 
     def wait(self) -> None:
         """Wait until the server answers."""

@@ -468,6 +468,13 @@ def test_layer_types_of_gemma3(tmp_path):
             configure(hf_overrides={"rope_parameters": {unknown: PRO}})
     with pytest.raises(ValueError, match=r"layers of gemma3_text that see the whole text .* got {'sliding_attention'"):
         configure(hf_overrides={"rope_parameters": {"sliding_attention": PRO}})
+    path = tmp_path / "config.json"
+    stock = path.read_text()
+    own = PRO | {"rope_theta": 1e4, "original_max_position_embeddings": 8192}
+    path.write_text(json.dumps(json.loads(stock) | {"rope_parameters": GEMMA | {"sliding_attention": own}}))
+    with pytest.raises(ValueError, match=r"layers of gemma3_text that see the whole text .* got {'full_attention'"):
+        configure()
+    path.write_text(stock)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "rope_theta": 1e4}
     mixed = configure(hf_overrides={"rope_parameters": {"full_attention": PRO, "sliding_attention": yarn}})
     assert mixed.hf_config.rope_parameters["sliding_attention"] == yarn

@@ -34,9 +34,18 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from mrrope.serving.scale_choice import Choice, ScaleSteps, choose, parsed_scale, request_counter, salted, unsalted
+from mrrope.serving.scale_choice import (
+    Choice,
+    ScaleSteps,
+    choose,
+    parsed_scale,
+    request_counter,
+    salted,
+    scales_time,
+    unsalted,
+)
 from mrrope.vllm.hooks import WRAPPED
-from mrrope.vllm.request_scale import SCALE_KEY, TABLE_KEY, Admission, _scales_time
+from mrrope.vllm.request_scale import SCALE_KEY, TABLE_KEY, Admission
 
 if VERSION >= (0, 28):
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
@@ -445,10 +454,10 @@ class TestVideo:
     def test_models_that_scale_time_are_known(self) -> None:
         from transformers import Qwen2_5_VLConfig, Qwen2_5OmniConfig, Qwen2VLConfig, Qwen3VLConfig
 
-        assert _scales_time(Qwen2_5_VLConfig().to_dict())
-        assert _scales_time(Qwen2_5OmniConfig().to_dict())
-        assert not _scales_time(Qwen2VLConfig().to_dict())
-        assert not _scales_time(Qwen3VLConfig().to_dict())
+        assert scales_time(Qwen2_5_VLConfig().to_dict())
+        assert scales_time(Qwen2_5OmniConfig().to_dict())
+        assert not scales_time(Qwen2VLConfig().to_dict())
+        assert not scales_time(Qwen3VLConfig().to_dict())
 
 
 class TestScheduler:
