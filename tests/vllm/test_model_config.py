@@ -363,7 +363,7 @@ def test_tables_of_another_model_are_refused(tmp_path, tables, message):
 def test_an_override_extends_a_file_and_says_so(tmp_path, caplog, monkeypatch):
     of_file = {"rope_type": "mrrope_pro", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 5e4}
     folder = llama_of_file(tmp_path, of_file)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(logger := logging.getLogger("vllm.mrrope"), "handlers", [*logger.handlers, caplog.handler])
     config = configured(folder, hf_overrides={"rope_parameters": {"rope_type": "mrrope_pro", "factor": 2}})
     assert config.max_model_len == 2 * 8192
     assert "llama is extended by its configuration already (mrrope_pro with factor 4): " in caplog.text
