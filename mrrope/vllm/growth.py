@@ -113,13 +113,7 @@ def with_table(params: SamplingParams, table: int) -> SamplingParams:
 
 
 def update_resumed(runner: Any, scheduler_output: SchedulerOutput) -> None:
-    """Note the tables of resumed requests in a V1 runner. The V2 runner gets their sampling parameters anew.
-
-    Under asynchronous scheduling the V1 runner takes the last token of a request's chunk for what the request sampled
-    in the last step that was not empty, which the first of several chunks does not end with. All tokens are sent.
-    """
+    """Note the tables of resumed requests in a V1 runner. The V2 runner gets their sampling parameters anew."""
     for name, table in getattr(scheduler_output, RESUMED, {}).items():
         state = runner.requests[name]
         state.sampling_params = with_table(state.sampling_params, table)
-        if sampled := runner.input_batch.prev_req_id_to_index:
-            sampled.pop(name, None)

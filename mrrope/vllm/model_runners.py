@@ -97,11 +97,9 @@ def _prepare_inputs_v1(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    tables = _tables_of_runner(runner)
-    if tables is not None:
-        update_resumed(runner, scheduler_output)
     prepared = original(runner, scheduler_output, num_scheduled_tokens, *args, **kwargs)
-    if tables is not None:
+    if (tables := _tables_of_runner(runner)) is not None:
+        update_resumed(runner, scheduler_output)
         # runner.requests outlives preemption.
         of_requests = [_table_of(runner.requests[request].sampling_params) for request in runner.input_batch.req_ids]
         tables.fill(of_requests, num_scheduled_tokens)

@@ -60,11 +60,9 @@ class Engine:
     def __init__(self, config: Any, blocks: int, *, use_v2: bool = False, steps_in_flight: int | None = None) -> None:
         self.core, self.scheduler = bare_core(config), make_scheduler(config, blocks)
         self.scheduler.use_v2_model_runner = use_v2
-        is_async = config.scheduler_config.async_scheduling
-        self.steps_in_flight = steps_in_flight or (2 if is_async else 1)
-        self.keeps_sampled = is_async and not use_v2
+        self.steps_in_flight = steps_in_flight or (2 if config.scheduler_config.async_scheduling else 1)
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        self.runner = SimpleNamespace(requests={}, input_batch=SimpleNamespace(prev_req_id_to_index=None))
+        self.runner = SimpleNamespace(requests={})
         self.keys: dict[tuple[int, int], tuple[int, int]] = {}
         """Token and table by block and slot."""
         self.requests: dict[str, Request] = {}
@@ -123,10 +121,6 @@ class Engine:
         update_resumed(self.runner, told)
         names = list(told.num_scheduled_tokens)
         sampled = [self.compute(name, computed[name], told.num_scheduled_tokens[name]) for name in names]
-        if names and self.keeps_sampled:
-            self.runner.input_batch.prev_req_id_to_index = {
-                name: 0 for name, new in zip(names, sampled, strict=True) if new
-            }
         return ModelRunnerOutput(names, {name: number for number, name in enumerate(names)}, sampled)
 
     def compute(self, name: str, start: int, count: int) -> list[int]:
@@ -135,8 +129,6 @@ class Engine:
         table = state.sampling_params.extra_args[TABLE_KEY]
         assert table == request.sampling_params.extra_args[TABLE_KEY]
         assert end <= min(len(state.tokens), STEPS.reaches[table])
-        # The V1 runner puts there what such a request sampled last.
-        assert name not in (self.runner.input_batch.prev_req_id_to_index or {}) or end == len(state.tokens)
         self.note_growth(request, table)
         for at in range(start, end):
             self.keys[state.blocks[at // BLOCK], at % BLOCK] = state.tokens[at], table
