@@ -156,12 +156,10 @@ def _separates_tables(transfer: Any) -> bool:
 def can_grow(vllm_config: VllmConfig) -> bool:
     """Whether requests that outgrow their table can be computed again at the next.
 
-    Otherwise a step may be in flight with the old table, tokens drafted past it, or blocks kept under the old hashes.
+    Otherwise tokens may be drafted past the old table, or blocks kept under its hashes.
     """
-    scheduler = vllm_config.scheduler_config
     return (
-        not scheduler.async_scheduling
-        and scheduler.scheduler_cls is None
+        vllm_config.scheduler_config.scheduler_cls is None
         and vllm_config.speculative_config is None
         and vllm_config.kv_transfer_config is None
         and not vllm_config.model_config.is_diffusion

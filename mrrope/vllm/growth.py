@@ -1,6 +1,7 @@
 """Requests that outgrow their table: preempted, and computed again at a larger scale with the answer so far.
 
-vLLM's scheduler preempts running requests for memory; this is the same, with another table and other block hashes.
+vLLM's scheduler preempts running requests for memory; this is the same, with another table and other block hashes. Of a
+request that has filled its table, no step may be in flight then: it is left out of steps until all have returned.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ def make_scheduler(original: Any, scheduler: Any, vllm_config: Any, *args: Any, 
 
     setattr(scheduler, STEPS, admission.steps)
     hooks.wrap(Scheduler, "schedule", schedule)
+    hooks.wrap(Scheduler, "_preempt_request", preempt)
 
 
 def schedule(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Schedule a step, before which requests grow that would leave what their table reaches."""
+    """Schedule a step, before which requests grow that have filled their table."""
     steps: ScaleSteps | None = getattr(scheduler, STEPS, None)
     if steps is None:
         return original(scheduler, *args, **kwargs)
-    for request in [request for request in scheduler.running if _outgrows(request, steps)]:
-        _grow(scheduler, request, steps)
+    for request in [request for request in scheduler.running if _fills_table(request, steps)]:
+        _grow(scheduler, request)
     output: SchedulerOutput = original(scheduler, *args, **kwargs)
     resumed = output.scheduled_cached_reqs.resumed_req_ids
     setattr(output, RESUMED, {name: _table_of(scheduler.requests[name]) for name in resumed})
@@ -54,21 +56,49 @@ def _table_of(request: Request) -> int:
     return table
 
 
-def _outgrows(request: Request, steps: ScaleSteps) -> bool:
-    """Whether the next token of a request would be past its table. One that is in flight is looked at again."""
+def _tokens_of(request: Request) -> int:
+    """Return the number of tokens that a request has when its steps in flight have returned."""
+    tokens: int = request.num_tokens + request.num_output_placeholders
+    return tokens
+
+
+def _fills_table(request: Request, steps: ScaleSteps) -> bool:
+    """Whether the tokens of a request, with those in flight, are all that its table reaches, and more are to come."""
     table = _table_of(request)
+    reach = steps.reaches[table]
     is_last = table == len(steps.reaches) - 1
-    return not is_last and steps.reaches[table] <= request.num_tokens > request.num_computed_tokens
+    return not is_last and reach <= _tokens_of(request) and reach < request.num_prompt_tokens + request.max_tokens
 
 
-def _grow(scheduler: Any, request: Request, steps: ScaleSteps) -> None:
-    """Preempt a request, which resumes with the smallest table that reaches past its tokens."""
+def _grow(scheduler: Any, request: Request) -> None:
+    """Preempt a request that has filled its table, or leave it out of the next step while one is in flight."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    if scheduler.pause_state == PauseState.PAUSED_ALL:
+        return
+    if scheduler.pause_state == PauseState.PAUSED_NEW:
+        # The pause waits for running requests, and a preempted one would only resume after it: the request ends.
+        request.max_tokens = request.num_output_tokens + max(1, request.num_output_placeholders)
+    elif request.num_computed_tokens >= request.num_tokens:
+        # vLLM's field for requests that skip steps between the stages of a pipeline; schedule() counts its step first.
+        request.next_decode_eligible_step = max(request.next_decode_eligible_step, scheduler.current_step + 2)
+    else:
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic())
+        # The request may resume in this very step; workers must not take it for one that went on.
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+
+def preempt(original: Any, scheduler: Any, request: Request, *args: Any, **kwargs: Any) -> None:
+    """Preempt a request, to grow or for memory. One that has filled its table resumes with the next that it needs."""
+    steps: ScaleSteps | None = getattr(scheduler, STEPS, None)
+    fills_table = steps is not None and _fills_table(request, steps)
+    tokens = _tokens_of(request)
+    original(scheduler, request, *args, **kwargs)
+    if steps is None or not fills_table:
+        return
     last = len(steps.reaches) - 1
-    table = next((table for table, reach in enumerate(steps.reaches) if reach > request.num_tokens), last)
-    scheduler.running.remove(request)
-    scheduler._preempt_request(request, time.monotonic())
-    # The request may resume in this very step; workers must not take it for one that went on.
-    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    table = next((table for table, reach in enumerate(steps.reaches) if reach > tokens), last)
     request.sampling_params = with_table(request.sampling_params, table)
     request.cache_salt = salted(unsalted(request.cache_salt), table)
     request.block_hashes = []
