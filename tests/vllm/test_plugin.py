@@ -503,7 +503,7 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
 def test_a_hook_that_does_not_fit_is_kept_for_served_models(
     module: ModuleType, failed: dict[str, Exception], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logger := logging.getLogger(hooks.LOGGER), "handlers", [caplog.handler])
+    monkeypatch.setattr(logging.getLogger(hooks.LOGGER), "handlers", [caplog.handler])
     seen: list[ModuleType] = []
     hooks.require_installed()
     hooks.when_imported(module.__name__, lambda module: hooks.wrap(module, "triple", add_one))
