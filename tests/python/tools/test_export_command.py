@@ -74,7 +74,7 @@ def test_the_command_takes_tables_and_options(folder, tmp_path, capsys):
             "--output must be another file than the model's own",
         ),
         (("--engine", "vllm", "--scale", "-1"), "scale must be"),
-        (("--engine", "vllm"), "scale must be given with method 'mrrope_pro': scale=4.0 extends the 64 tokens"),
+        (("--engine", "vllm"), "scale must be given with method 'mrrope_pro': scale=4.0 covers 4 times the 64 tokens"),
         (("--engine", "llama.cpp", "--local-layers", "--output", "x.gguf"), "--local-layers is for configurations"),
         (("--engine", "llama.cpp"), "--engine llama.cpp needs --output FILE"),
         (("--engine", "llama.cpp", "--output", "x.gguf"), "--engine llama.cpp needs a .gguf file"),
