@@ -1,11 +1,14 @@
 """Models of several test files, and the state in which tests of ``patch`` find transformers."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+
+import mrrope
 
 
 @pytest.fixture
@@ -18,16 +21,30 @@ def model(device: str) -> Iterator[Any]:
     torch.set_default_device(None)
 
 
+def collect_patched_models() -> None:
+    """Collect the patched models of other tests, which keep functions wrapped as long as they live.
+
+    What still holds one, as the traceback of a failed test does, would fail every test after it: they are unpatched.
+    """
+    gc.collect()
+    modeling_llama = sys.modules.get("transformers.models.llama.modeling_llama")
+    if modeling_llama is None or not hasattr(modeling_llama.apply_rotary_pos_emb, "__wrapped__"):
+        return
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
+    for module in modules:
+        if mrrope.is_patched(module):
+            mrrope.unpatch(module)
+
+
 @pytest.fixture
 def no_other_patched_models() -> None:
-    """Collect the patched models of other tests, which keep functions wrapped as long as they live."""
-    gc.collect()
+    collect_patched_models()
 
 
 @pytest.fixture(scope="module")
 def quick_collection() -> Iterator[None]:
     """Freeze the many objects of transformers, so that collections before every test skip them."""
-    gc.collect()
+    collect_patched_models()
     gc.freeze()
     yield
     gc.unfreeze()

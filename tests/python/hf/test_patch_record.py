@@ -1,7 +1,6 @@
 """Which patch a model has, and the warning where it is saved without it."""
 
 import copy
-import gc
 import pickle
 import warnings
 from pathlib import Path
@@ -17,12 +16,10 @@ from patched_models import LLAMA, UNFUSABLE, Snapshot, logits, model_named, read
 from tiny_models import random_model, tiny_config_of, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*not the fused op"), pytest.mark.usefixtures("rope_types")]
-
-
-@pytest.fixture(autouse=True)
-def no_other_patched_models():
-    gc.collect()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*not the fused op"),
+    pytest.mark.usefixtures("rope_types", "no_other_patched_models"),
+]
 
 
 @pytest.fixture
