@@ -68,6 +68,13 @@ def auto_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
+def capping_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A configuration by which requests do not grow: they get no more new tokens than their table reaches."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    return engine_config(tmp_path_factory.mktemp("capping"), AUTO, served_model_name="tiny", speculative_config=drafts)
+
+
+@pytest.fixture(scope="module")
 def front_end(auto_config: Any) -> InputProcessor:
     return InputProcessor(auto_config)
 
@@ -212,20 +219,23 @@ def test_salts_are_distinct_and_spare_the_native_table() -> None:
 
 
 class TestFrontEnd:
-    def test_requests_get_tables(self, front_end: InputProcessor) -> None:
+    @pytest.mark.parametrize("grows", [True, False])
+    def test_requests_get_tables(self, front_end: InputProcessor, capping_config: Any, grows: bool) -> None:
+        front_end = front_end if grows else InputProcessor(capping_config)
         for prompt, params, table, max_tokens in [
             (20, SamplingParams(max_tokens=10), 0, 10),
             (60, SamplingParams(max_tokens=10), 1, 10),
-            (60, SamplingParams(max_tokens=None), 1, 68),
-            (300, SamplingParams(max_tokens=None), 3, 212),
+            (60, SamplingParams(max_tokens=None), 1, 964 if grows else 68),
+            (300, SamplingParams(max_tokens=None), 3, 724 if grows else 212),
+            (60, SamplingParams(max_tokens=None, extra_args={SCALE_KEY: "2"}), 1, 68),
             (20, SamplingParams(max_tokens=10, extra_args={SCALE_KEY: "8"}), 3, 10),
         ]:
             request = process(front_end, prompt, params)
             assert request.sampling_params.extra_args[TABLE_KEY] == table
             assert request.sampling_params.max_tokens == max_tokens
 
-    def test_a_budget_for_reasoning_chooses_alike_in_both_processes(self, auto_config: Any) -> None:
-        admission = Admission.of(auto_config)
+    def test_a_budget_for_reasoning_chooses_alike_in_both_processes(self, capping_config: Any) -> None:
+        admission = Admission.of(capping_config)
         for budget, chosen in [(None, Choice(0, 54)), (0, Choice(0, 54)), (60, Choice(1, 118))]:
             request = engine_request(10, params={"max_tokens": 1014, "thinking_token_budget": budget})
             assert admission.admit(request) == admission.admit(request) == chosen
@@ -374,8 +384,8 @@ class TestCore:
         stock = Request.from_engine_core_request(engine_request(48), core.request_block_hasher)
         assert admitted.block_hashes == stock.block_hashes
 
-    def test_request_of_another_front_end_is_admitted(self, auto_config: Any) -> None:
-        admitted, _ = bare_core(auto_config).preprocess_add_request(engine_request(100, params={"max_tokens": 924}))
+    def test_request_of_another_front_end_is_admitted(self, capping_config: Any) -> None:
+        admitted, _ = bare_core(capping_config).preprocess_add_request(engine_request(100, params={"max_tokens": 924}))
         assert admitted.sampling_params.extra_args == {TABLE_KEY: 2}
         assert admitted.max_tokens == 156
         assert admitted.cache_salt == salted(None, 2)
@@ -393,11 +403,10 @@ class TestCore:
         with pytest.raises(ValueError, match="pooling"):
             bare_core(auto_config).preprocess_add_request(request)
 
-    def test_max_model_len_fitted_to_memory_counts(self, tmp_path: Path) -> None:
-        config = engine_config(tmp_path, AUTO)
-        core = bare_core(config)
+    def test_max_model_len_fitted_to_memory_counts(self, capping_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        core = bare_core(capping_config)
         core.preprocess_add_request(engine_request(10))
-        config.model_config.max_model_len = 300
+        monkeypatch.setattr(capping_config.model_config, "max_model_len", 300)
         # What vLLM makes of a left-out max_tokens then.
         admitted, _ = core.preprocess_add_request(engine_request(200, params={"max_tokens": 100}))
         assert admitted.sampling_params.extra_args == {TABLE_KEY: 2}
