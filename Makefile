@@ -59,8 +59,9 @@ TORCH_FOLDERS := $(addprefix $(CURDIR)/build/torch/,$(shell cat wheels/torch-ver
 EMPTY :=
 SPACE := $(EMPTY) $(EMPTY)
 
-# Two architectures are enough to test; wheels have the default list of cmake/CudaArchitectures.cmake.
-install cpp-tests: export CUDAARCHS ?= 80-real;90a-real;90-virtual
+# Two architectures are enough to test, and PTX for newer GPUs where there is a GPU; wheels have the default list of
+# cmake/CudaArchitectures.cmake.
+install cpp-tests: export CUDAARCHS ?= 80-real;90a-real$(if $(shell nvidia-smi -L 2>/dev/null),;90-virtual)
 
 # One thread per process: two processes share two cores without contention. A file's tests stay in one process, so that
 # its module fixtures are built once.
