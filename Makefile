@@ -207,11 +207,12 @@ $(VENV)/.build-packages: tests/build-requirements.txt tests/install-system-packa
 	$(BIN)/pip install --quiet -r $<
 	touch $@
 
-# Where setup.py will build, with flags of the same effect.
+# Where setup.py will build, with flags of the same effect. Without MAKEFLAGS: ninja reports as an error that make's job
+# server is closed to it.
 $(VENV)/.compiled-ahead: $(VENV)/.build-packages
 	mkdir -p build && build=build/without-cuda/$$($(BIN)/python -c "import sys; print(sys.implementation.cache_tag)")-torch$(basename $(TORCH)) && \
 	$(BIN)/cmake -S . -B $$build -G Ninja -DMRROPE_TORCH=OFF $(CMAKE_ARGS) -DMRROPE_CUDA=OFF >build/without-cuda.log && \
-	$(BIN)/cmake --build $$build --target mrrope_core mrrope_plans >>build/without-cuda.log
+	env -u MAKEFLAGS $(BIN)/cmake --build $$build --target mrrope_core mrrope_plans >>build/without-cuda.log
 	touch $@
 
 # CUTLASS is wanted for its headers, not for the packages it depends on.
