@@ -201,8 +201,10 @@ struct QkNormRotaryFunction : torch::autograd::Function<QkNormRotaryFunction> {
         }
         if (heads.empty()) return result;
         auto& data = context->saved_data;
+        const bool are_of_k_alone = wanted.front() == 1;
+        const Tensor table = are_of_k_alone ? without_query_factors(saved[1]) : saved[1];
         const std::vector<Tensor> found = dispatched<QkNormRotaryBackward>().call(
-            given, heads, weights, saved[0], saved[1], data["eps"].toDouble(), data["weight_offset"].toDouble(),
+            given, heads, weights, saved[0], table, data["eps"].toDouble(), data["weight_offset"].toDouble(),
             data["over"].toStringRef(), data["layout"].toStringRef(), data["pairing"].toStringRef(),
             data["conjugate"].toBool(), saved[2].defined() ? OptionalTensor(saved[2]) : std::nullopt, wants_weights);
         for (size_t i = 0; i < wanted.size(); ++i) {

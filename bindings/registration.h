@@ -41,7 +41,7 @@ inline bool needs_gradient(const at::Tensor& x) {
 }
 
 // The backward pass of an autograd function of (heads, call, below) whose gradient is a rotation of those given:
-// rotate(gradients) of the wanted ones.
+// rotate(gradients, are_of_k_alone) of the wanted ones.
 inline std::vector<at::Tensor> backward_by_rotation(torch::autograd::AutogradContext* context,
                                                     const std::vector<at::Tensor>& gradients, const auto& rotate) {
     std::vector<at::Tensor> result(gradients.size() + 2);  // none for call and below
@@ -53,7 +53,8 @@ inline std::vector<at::Tensor> backward_by_rotation(torch::autograd::AutogradCon
         heads.push_back(with_contiguous_last_dimension(gradients[i]));
     }
     if (heads.empty()) return result;
-    const std::vector<at::Tensor> rotated = rotate(heads);
+    const bool are_of_k_alone = wanted.front() == 1;
+    const std::vector<at::Tensor> rotated = rotate(heads, are_of_k_alone);
     for (size_t i = 0; i < wanted.size(); ++i) result[wanted[i]] = rotated[i];
     return result;
 }

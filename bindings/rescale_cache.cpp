@@ -81,7 +81,7 @@ void check_sizes(const RescaleCacheCall& call, const RescaleTables& stack, const
     const auto layers = static_cast<int64_t>(call.keys.size());
     TORCH_CHECK_VALUE(stack.layers == 1 || stack.layers == layers, "tables must be for one layer or for each of the ",
                       layers, " layers of keys, got ", tables.sizes());
-    check_attention_factors(stack.of_layers);
+    check_factors(stack.of_layers);
     check_same_rows(stack);
     for (const NamedTensor& index : {NamedTensor{"old", call.from}, {"new", call.to}}) {
         TORCH_CHECK_VALUE(index.tensor.dim() == 1 && index.tensor.size(0) == batch, index.name, " must be [", batch,

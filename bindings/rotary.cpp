@@ -29,8 +29,8 @@ struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
     static std::vector<Tensor> backward(torch::autograd::AutogradContext* context, std::vector<Tensor> gradients) {
         const auto saved = context->get_saved_variables();
         auto& data = context->saved_data;
-        return backward_by_rotation(context, gradients, [&](TensorList heads) {
-            return rotary(heads, saved[0], saved[1],
+        return backward_by_rotation(context, gradients, [&](TensorList heads, bool are_of_k_alone) {
+            return rotary(heads, saved[0], are_of_k_alone ? without_query_factors(saved[1]) : saved[1],
                           {.layout = heads_layout_named(data["layout"].toStringRef()),
                            .pairing = pairing_named(data["pairing"].toStringRef()),
                            .conjugate = !data["conjugate"].toBool(),

@@ -16,14 +16,18 @@ void check_heads(at::TensorList heads, const Layout& layout, const char* q_name)
 
 void check_table_shape(const at::Tensor& table) {
     const bool is_stack = table.dim() >= 2 && table.size(0) >= 1;
-    const bool has_form =
-        table.dim() == 1 || (is_stack && table.dim() == 2) || (is_stack && table.dim() == 3 && table.size(1) == 2) ||
-        (is_stack && table.dim() == 4 && (table.size(1) == 1 || table.size(1) == 2) && table.size(2) >= 1);
+    const bool has_form = table.dim() == 1 || (is_stack && table.dim() == 2) ||
+                          (is_stack && table.dim() == 3 && table.size(1) == 2) ||
+                          (is_stack && table.dim() == 4 && table.size(1) >= 1 && table.size(2) >= 1);
     TORCH_CHECK_VALUE(has_form && table.size(-1) >= 2 && table.is_contiguous(),
                       "table must be a contiguous int64 tensor of rotary_dim / 2 turns and the attention factor, or a "
-                      "stack of those, or of pairs of rows, the second for positions with rows, or of one or two rows "
-                      "of head tables, [tables, rows, heads, words], got ",
+                      "stack of those, or of pairs of rows, the second for positions with rows, or of rows of head "
+                      "tables, [tables, rows, heads, words], those from the third on for query factors, got ",
                       table.sizes(), " with strides ", table.strides());
+}
+
+at::Tensor without_query_factors(const at::Tensor& table) {
+    return has_query_factors(table) ? table.slice(1, 0, head_table_rows).contiguous() : table;
 }
 
 namespace {
@@ -45,6 +49,7 @@ TableChoice table_choice(const RotaryCall& call, const Layout& layout) {
     if (table.dim() == 4) {
         choice.heads = static_cast<int32_t>(table.size(2));
         choice.head_stride = static_cast<int32_t>(table.size(3));
+        if (has_query_factors(table)) choice.query_factors = query_factors_of(table);
     }
     if (!index) {
         TORCH_CHECK_VALUE(count == 1 || (layout.batch >= 0 && count == layout.batch_of(q)),
@@ -117,8 +122,9 @@ RotaryArgs rotary_args(const RotaryCall& call, at::TensorList out) {
     if (q.tensor.is_same(out[0])) check_writable(call);
     RotaryArgs args = head_args(call.heads, out, layout, call.q_name);
     check_table_shape(call.table);
-    check_attention_factors(call.table);
+    check_factors(call.table);
     call.each_head([&](NamedTensor x) { check_heads_have_tables(x, layout, call.table); });
+    check_query_factors(q, layout, call.table);
     args.rotary_dim = rotary_dim_of(call.table, q);
     args.positions = positions_view({"positions", call.positions}, q, layout, call.table);
     args.table = static_cast<const uint64_t*>(call.table.const_data_ptr());

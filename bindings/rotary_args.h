@@ -41,6 +41,9 @@ void check_kinds(const RotaryCall& call);
 // Checks that it is one table, or a stack of tables, without gaps.
 void check_table_shape(const at::Tensor& table);
 
+// The same table for k alone.
+at::Tensor without_query_factors(const at::Tensor& table);
+
 // Checks sizes, strides and values, then fills the backends' struct. In place, `out` is `call.heads`.
 RotaryArgs rotary_args(const RotaryCall& call, at::TensorList out);
 

@@ -114,7 +114,7 @@ struct RotaryCosSinFunction : torch::autograd::Function<RotaryCosSinFunction> {
     static std::vector<Tensor> backward(torch::autograd::AutogradContext* context, std::vector<Tensor> gradients) {
         const auto saved = context->get_saved_variables();
         auto& data = context->saved_data;
-        return backward_by_rotation(context, gradients, [&](TensorList heads) {
+        return backward_by_rotation(context, gradients, [&](TensorList heads, bool) {
             return rotary_cos_sin(heads, saved[0], saved[1],
                                   {.layout = heads_layout_named(data["layout"].toStringRef()),
                                    .pairing = pairing_named(data["pairing"].toStringRef()),

@@ -213,18 +213,47 @@ void check_range(NamedTensor index, int64_t count) {
     }
 }
 
-void check_attention_factors(const at::Tensor& table) {
+bool has_query_factors(const at::Tensor& table) {
+    return table.dim() == 4 && table.sym_size(1) > head_table_rows;
+}
+
+const uint64_t* query_factors_of(const at::Tensor& table) {
+    return static_cast<const uint64_t*>(table.const_data_ptr()) + head_table_rows * table.size(2) * table.size(3);
+}
+
+void check_factors(const at::Tensor& table) {
     if (!table.is_cpu()) return;
     const auto* words = static_cast<const uint64_t*>(table.const_data_ptr());
     const int64_t tables = table.dim() == 1 ? 1 : table.size(0);
     const int64_t heads = table.dim() == 4 ? table.size(2) : 1;
     for (int64_t i = 0; i < tables * heads; ++i) {
         const int64_t first_word = i / heads * (table.numel() / tables) + i % heads * table.size(-1);
-        const double factor = attention_factor_of(words[first_word + table.size(-1) - 1]);
+        const double factor = factor_of(words[first_word + table.size(-1) - 1]);
         if (is_attention_factor(factor)) continue;
         const std::string of_head = heads == 1 ? "" : " of head " + std::to_string(i % heads);
         TORCH_CHECK_VALUE(false, "table must end with the bits of an attention factor, a positive ",
                           "finite number in float32's range, got ", factor, " in table ", i / heads, of_head);
+    }
+}
+
+void check_query_factors(NamedTensor q, const Layout& layout, const at::Tensor& table) {
+    if (!has_query_factors(table)) return;
+    const int64_t heads = q.tensor.size(layout.head);
+    const int64_t words = (table.size(1) - head_table_rows) * table.size(2) * table.size(3);
+    TORCH_CHECK_VALUE(heads <= words, "table must have a query factor for each of the ", heads, " heads of ", q.name,
+                      ", got rows for at most ", words);
+    if (!table.is_cpu()) return;
+    for (int64_t i = 0; i < table.size(0); ++i) {
+        const uint64_t* factors = query_factors_of(table) + i * (table.numel() / table.size(0));
+        // The words behind the last factor are 0.
+        const int64_t count = words - std::count(factors, factors + words, 0);
+        TORCH_CHECK_VALUE(count == heads, "table must have a query factor for each of the ", heads, " heads of ",
+                          q.name, ", got ", count, " in table ", i);
+        for (int64_t head = 0; head < heads; ++head) {
+            const double factor = factor_of(factors[head]);
+            TORCH_CHECK_VALUE(is_attention_factor(factor), "table must have query factors that are positive finite ",
+                              "numbers in float32's range, got ", factor, " for head ", head, " in table ", i);
+        }
     }
 }
 
@@ -314,7 +343,7 @@ void check_rows_of_pairs(const uint64_t* row_of_pair, int64_t words_of_row, int6
 PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Layout& layout, const at::Tensor& table) {
     const at::Tensor& x = heads.tensor;
     const at::Tensor& p = positions.tensor;
-    const bool has_rows = table.dim() == 3 || (table.dim() == 4 && table.size(1) == 2);
+    const bool has_rows = table.dim() == 3 || (table.dim() == 4 && table.size(1) >= head_table_rows);
     const int64_t tokens = x.size(layout.token);
     const int64_t batch = layout.batch_of(x);
     TORCH_CHECK_VALUE(!has_rows || layout.batch >= 0 || p.dim() <= 1, positions.name, " must be [", tokens,
@@ -326,11 +355,12 @@ PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Lay
                       x.sizes(), " in layout ", layout.name, ", got ", p.sizes());
     TORCH_CHECK_VALUE(p.size(0) <= max_position_rows, positions.name, " must have at most ", max_position_rows,
                       " rows, got ", p.size(0));
-    const int64_t words_of_row = table.numel() / table.size(0) / 2;  // those of all heads
+    const int64_t words_of_table = table.numel() / table.size(0);
+    const int64_t words_of_row = words_of_table / table.size(1);  // those of all heads
     const auto* row_of_pair = static_cast<const uint64_t*>(table.const_data_ptr()) + words_of_row;
     if (table.is_cpu()) {
-        for (int64_t first = 0; first < table.numel() / 2; first += words_of_row) {
-            check_rows_of_pairs(row_of_pair + 2 * first, words_of_row, table.size(-1), p.size(0));
+        for (int64_t i = 0; i < table.size(0); ++i) {
+            check_rows_of_pairs(row_of_pair + i * words_of_table, words_of_row, table.size(-1), p.size(0));
         }
     }
     return {.data = p.const_data_ptr(),

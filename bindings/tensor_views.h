@@ -75,9 +75,22 @@ void check_no_overlap(NamedTensor a, NamedTensor b, const char* purpose = "");
 // CPU tensors only: reading CUDA tensors here would synchronize, so kernels clamp their indices instead.
 void check_range(NamedTensor index, int64_t count);
 
-// CPU tables only, in any of the forms that ops take: CUDA kernels multiply by whatever the word holds. Second rows,
-// which name rows of positions, have no factor.
-void check_attention_factors(const at::Tensor& table);
+// Rows of head tables, [tables, rows, heads, words], before those that hold factors of query heads: the tables, and the
+// rows of positions that they name.
+inline constexpr int64_t head_table_rows = 2;
+
+// Holds for tensors with symbolic sizes, too.
+bool has_query_factors(const at::Tensor& table);
+
+// The word of the first query head's factor in the first table.
+const uint64_t* query_factors_of(const at::Tensor& table);
+
+// The attention factors of CPU tables only, in any of the forms that ops take: CUDA kernels multiply by whatever the
+// word holds. Second rows, which name rows of positions, have no factor.
+void check_factors(const at::Tensor& table);
+
+// Tables with query factors have one for every head of q. The words themselves are read on the CPU only.
+void check_query_factors(NamedTensor q, const Layout& layout, const at::Tensor& table);
 
 // Head tables, [tables, rows, heads, words], divide the heads evenly.
 void check_heads_have_tables(NamedTensor heads, const Layout& layout, const at::Tensor& table);
@@ -100,8 +113,8 @@ HeadsView heads_view(NamedTensor in, const at::Tensor& out, const Layout& in_lay
 // Positions of [tokens], [1, tokens] or [batch, tokens].
 PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Layout& layout);
 
-// As above, or [rows, batch, tokens] and [rows, 1, tokens] with tables of two rows, [tables, 2, words] or
-// [tables, 2, heads, words]: the second names the row of positions of each pair.
+// As above, or [rows, batch, tokens] and [rows, 1, tokens] with tables of two rows, [tables, 2, words], or more,
+// [tables, rows, heads, words]: the second names the row of positions of each pair.
 PositionsView positions_view(NamedTensor positions, NamedTensor heads, const Layout& layout, const at::Tensor& table);
 
 int head_count(NamedTensor heads, const Layout& layout);

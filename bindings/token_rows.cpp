@@ -44,6 +44,7 @@ void check_one_table_for_all_heads(const at::Tensor& table) {
     TORCH_CHECK_VALUE(table.dim() != 4 || table.size(2) == 1,
                       "table must be one for all heads, since they share the rope part of the key, got ", table.size(2),
                       " head tables");
+    TORCH_CHECK_VALUE(!has_query_factors(table), "table must be one without query factors, got ", table.sizes());
 }
 
 HeadsView behind(const HeadsView& heads, int64_t components, DType dtype) {

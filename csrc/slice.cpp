@@ -46,6 +46,7 @@ RotaryArgs slice(const RotaryArgs& args, int64_t first_batch, int64_t batch, int
     } else if (choice.count > 1) {
         part.table += first_batch * choice.stride;
         if (part.positions.row_of_pair != nullptr) part.positions.row_of_pair += first_batch * choice.stride;
+        if (choice.query_factors != nullptr) part.choice.query_factors += first_batch * choice.stride;
         part.choice.count = static_cast<int32_t>(batch);
     }
     part.batch = batch;

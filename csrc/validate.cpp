@@ -191,6 +191,8 @@ void check_copied(const CopiedPart& part, int heads, const RotaryArgs& args, con
 void check_rope_parts(const RotaryArgs& args, const Path& path) {
     require(args.choice.heads == 1, path / "choice.heads", " must be 1, one table for all heads, got ",
             args.choice.heads);
+    require(args.choice.query_factors == nullptr, path / "choice.query_factors", " must be nullptr: latent attention ",
+            "takes one table for all heads");
     check_dims(args, path);
     require(args.head_dim == args.rotary_dim, path / "head_dim", " must be rotary_dim ", args.rotary_dim, ", got ",
             args.head_dim);

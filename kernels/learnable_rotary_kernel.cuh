@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(learnable_block_threads, learnable_blocks_per_
         sums.clear_frequencies();
         if (active) {
             of_threads.phase_steps.load(table, layout);
-            const auto gain = static_cast<Real>(attention_factor_of(table[half]));
+            const auto gain = static_cast<Real>(factor_of(table[half]));
             CUTLASS_PRAGMA_NO_UNROLL
             while (item.heads > 0) {
                 number += map.item_step();

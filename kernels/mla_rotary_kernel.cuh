@@ -172,7 +172,7 @@ __device__ __forceinline__ void rotate_and_copy(const MlaRotaryLaunch& launch, i
 
     CosSin<Real> by[Vector];
     if (layout.rotates()) {
-        const auto gain = static_cast<Real>(attention_factor_of(factor));
+        const auto gain = static_cast<Real>(factor_of(factor));
         const Real direction = rotary.conjugate ? Real(-1) : Real(1);
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, direction);
@@ -290,7 +290,7 @@ __device__ __forceinline__ void rotate_sum_of_heads(const MlaRotaryGradientLaunc
     }
     uint64_t steps[Vector];
     load_phase_steps(steps, table, layout);
-    const auto gain = static_cast<Real>(attention_factor_of(table[half]));
+    const auto gain = static_cast<Real>(factor_of(table[half]));
     const Real direction = rotary.conjugate ? Real(-1) : Real(1);
     CosSin<Real> by[Vector];
     CUTLASS_PRAGMA_UNROLL

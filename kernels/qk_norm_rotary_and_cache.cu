@@ -13,7 +13,7 @@ bool is_faster_by_rotary_kernel(const QkNormRotaryAndCacheArgs& args, const QkNo
     const RotaryArgs& rotary = args.rotary;
     const bool only_rotates = args.q_weight == nullptr && args.k_weight == nullptr && args.gate.heads == 0 &&
                               !is_float8(args.q_stored_as) && rotary.positions.row_of_pair == nullptr;
-    const bool has_tables = rotary.choice.count > 1 || rotary.choice.heads > 1;
+    const bool has_tables = rotary.choice.count > 1 || rotary.choice.is_per_head();
     return only_rotates && (has_tables || rotary.rotary_dim < rotary.head_dim || !plan.in_registers ||
                             args.over == NormOver::all_heads);
 }

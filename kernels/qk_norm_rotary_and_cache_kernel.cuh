@@ -317,6 +317,21 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
             }
             angles.compute(by, lane, Real(1));
         }
+        Real query_factors[HeadsPerThread];
+        const bool has_query_factors =
+            may_have_head_tables && place.kind == HeadKind::query && args.choice.query_factors != nullptr;
+        if (has_query_factors) {
+            const int64_t offset_of_table = table_offset(args.choice, place.batch, place.token);
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < HeadsPerThread; ++j) {
+                query_factors[j] = has_head(j)
+                                       ? query_factor<Real>(args.choice, offset_of_table, /*is_q=*/true, heads.head(j))
+                                       : Real(1);
+            }
+        }
+        const auto scale_query = [&](int j, Wide& wide) {
+            if (has_query_factors && lane.rotates()) wide.scale(query_factors[j]);
+        };
         pdl_trigger();
 
         if constexpr (over_head) {
@@ -330,6 +345,7 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
             const auto norm_and_rotate = [&](int j, Wide& wide) {
                 wide.multiply(with_offset(weights[0], offset));
                 rotate_within(lane, wide, by);
+                scale_query(j, wide);
                 return launch.inverse_rms(sums[j], of);
             };
             store_heads(reduce, NormedAndRotated{norm_and_rotate});
@@ -351,6 +367,7 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
                 if (j + weights_held < HeadsPerThread) load_weights(j + weights_held);
                 wide.multiply(weight);
                 rotate_within(lane, wide, by);
+                scale_query(j, wide);
                 return Real(1);  // by[] has it
             };
             store_heads(reduce, NormedAndRotated{norm_and_rotate});

@@ -71,7 +71,7 @@ int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape) {
     constexpr int64_t threads_for_two = 1 << 16;
     const int64_t threads_for_eight = shape.rounds_cache_only ? 3 << 18 : 3 << 17;
     constexpr int64_t threads_for_four = 1 << 21;  // over all heads
-    if (shape.table_heads > 1) return norm_heads_per_thread_with_lookup;
+    if (shape.is_per_head()) return norm_heads_per_thread_with_lookup;
     const int64_t heads = shape.q_heads + 2 * shape.kv_heads + shape.gate_heads;
     const int lanes = lanes_per_head(shape, 2);  // none where only half vectors fit, as in heads of 120
     const int64_t threads = shape.batch * shape.tokens * heads * lanes;
@@ -113,26 +113,27 @@ QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args) {
     const RotaryArgs& rotary = args.rotary;
     const int element_size = size_of(rotary.dtype);
     const int cached_size = size_of(args.cached_as, rotary.dtype);
-    return {
-        .batch = rotary.batch,
-        .tokens = rotary.tokens,
-        .q_heads = rotary.q.heads,
-        .kv_heads = args.k.view.heads,
-        .gate_heads = args.gate.heads,
-        .head_dim = rotary.head_dim,
-        .rotary_dim = rotary.rotary_dim,
-        .element_size = element_size,
-        .over = args.over,
-        .aligned = rotary.positions.rows <= max_rows_with_vectors &&
-                   starts_aligned(rotary.q, element_size, size_of(args.q_stored_as, rotary.dtype)) &&
-                   starts_aligned(args.k.view, element_size, cached_size) &&
-                   starts_aligned(args.v.view, element_size, cached_size) &&
-                   starts_aligned(args.gate, element_size, element_size) && starts_aligned(args.q_weight) &&
-                   starts_aligned(args.k_weight),
-        .needs_lookup = rotary.positions.row_of_pair != nullptr || rotary.choice.count > 1 || rotary.choice.heads > 1,
-        .computes_q_scale = args.q_scale_out != nullptr,
-        .rounds_cache_only = is_float8(args.cached_as) && !is_float8(args.q_stored_as),
-        .table_heads = rotary.choice.heads};
+    return {.batch = rotary.batch,
+            .tokens = rotary.tokens,
+            .q_heads = rotary.q.heads,
+            .kv_heads = args.k.view.heads,
+            .gate_heads = args.gate.heads,
+            .head_dim = rotary.head_dim,
+            .rotary_dim = rotary.rotary_dim,
+            .element_size = element_size,
+            .over = args.over,
+            .aligned = rotary.positions.rows <= max_rows_with_vectors &&
+                       starts_aligned(rotary.q, element_size, size_of(args.q_stored_as, rotary.dtype)) &&
+                       starts_aligned(args.k.view, element_size, cached_size) &&
+                       starts_aligned(args.v.view, element_size, cached_size) &&
+                       starts_aligned(args.gate, element_size, element_size) && starts_aligned(args.q_weight) &&
+                       starts_aligned(args.k_weight),
+            .needs_lookup =
+                rotary.positions.row_of_pair != nullptr || rotary.choice.count > 1 || rotary.choice.is_per_head(),
+            .computes_q_scale = args.q_scale_out != nullptr,
+            .rounds_cache_only = is_float8(args.cached_as) && !is_float8(args.q_stored_as),
+            .table_heads = rotary.choice.heads,
+            .has_query_factors = rotary.choice.query_factors != nullptr};
 }
 
 int64_t blocks_of(const QkNormRotaryAndCachePlan& plan, int64_t tokens) {

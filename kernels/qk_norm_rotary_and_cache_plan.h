@@ -25,6 +25,9 @@ struct QkNormRotaryAndCacheShape {
     bool computes_q_scale = false;   // a scale per token and head of q
     bool rounds_cache_only = false;  // k and v are stored as float8, q is not
     int table_heads = 1;             // TableChoice::heads
+    bool has_query_factors = false;
+
+    bool is_per_head() const { return table_heads > 1 || has_query_factors; }
 };
 
 QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args);
@@ -84,8 +87,8 @@ struct QkNormRotaryAndCachePlan {
 
 QkNormRotaryAndCachePlan plan(const QkNormRotaryAndCacheShape& shape, const Device& device);
 
-// plan() with a given maximum of heads per thread: 1, 2 or 8; over all heads 1, 2 or 4, with a lookup 2; with several
-// head tables 2. Heads that are not made of such vectors, or that no warp can hold, go component by component.
+// plan() with a given maximum of heads per thread: 1, 2 or 8; over all heads 1, 2 or 4, with a lookup 2; with head
+// tables 2. Heads that are not made of such vectors, or that no warp can hold, go component by component.
 QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const Device& device, int heads_per_thread);
 
 // qk_norm_rotary_and_cache_cuda by a given plan.

@@ -50,7 +50,7 @@ struct WarpRotations {
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < at_once; ++j) loaded[j] = load(place.sharer + j * place.sharers);
         load_heads();
-        const Real gain = lane.rotates() ? static_cast<Real>(attention_factor_of(factor)) : Real(1);
+        const Real gain = lane.rotates() ? static_cast<Real>(factor_of(factor)) : Real(1);
         CUTLASS_PRAGMA_NO_UNROLL
         for (int i = place.sharer; i < Vector; i += at_once * place.sharers) {
             CUTLASS_PRAGMA_UNROLL

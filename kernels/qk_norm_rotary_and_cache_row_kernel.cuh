@@ -68,6 +68,8 @@ private:
     __device__ void each_result(int head, F&& f) const {
         const int half = rotates_ ? args_.rotary_dim / 2 : 0;
         const int heads_per_table = of_.view.heads / args_.choice.heads;
+        const Real factor = query_factor<Real>(args_.choice, table_offset(args_.choice, row_.batch, row_.token),
+                                               row_.kind == HeadKind::query, head);
         CUTLASS_PRAGMA_NO_UNROLL
         for (int pair = threadIdx.x; pair < half; pair += static_cast<int>(blockDim.x)) {
             const WholeHeadLayout<pairing, 1> lane(pair, half);
@@ -77,7 +79,8 @@ private:
             angles.load(args_, lane, row_.batch, row_.token, table_head);
             CosSin<Real> by[1];
             angles.compute(by, lane, Real(1));
-            const Pair<Real> rotated = rotate<Real>({normed(head, lane.first()), normed(head, lane.second())}, by[0]);
+            const Pair<Real> rotated =
+                scaled(rotate<Real>({normed(head, lane.first()), normed(head, lane.second())}, by[0]), factor);
             f(lane.first(), rotated.first);
             f(lane.second(), rotated.second);
         }

@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
     Real gain = 1;
     if constexpr (keeps_steps) {
         steps.load(args.table, lane);
-        if (lane.rotates()) gain = static_cast<Real>(attention_factor_of(args.table[args.rotary_dim / 2]));
+        if (lane.rotates()) gain = static_cast<Real>(factor_of(args.table[args.rotary_dim / 2]));
     }
     LaneAngles<Lane, Vector, true> angles;
     const auto load_angles = [&] {
@@ -197,6 +197,16 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
             angles.load_positions(args, lane, row.batch, row.token, heads.table);  // ahead, they would spill
             angles.compute(by, lane, direction);
         }
+        Real query_factors[HeadsPerThread];
+        const bool has_query_factors = needs_lookup && view.is_q && args.choice.query_factors != nullptr;
+        if (has_query_factors) {
+            const int64_t offset_of_table = table_offset(args.choice, row.batch, row.token);
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < HeadsPerThread; ++j) {
+                query_factors[j] =
+                    has_head(j) ? query_factor<Real>(args.choice, offset_of_table, view.is_q, heads.head(j)) : Real(1);
+            }
+        }
         Element* out = view.out + offset_of(view.out_strides, row.batch, row.token, heads.first);
         const int heads_left = row.active ? heads.end - heads.first : 0;  // heads.step is the same in every row
         Staged::wait();
@@ -218,6 +228,7 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
         for (int j = 0; j < HeadsPerThread; ++j) {
             rotated[j] = output_gradient[j].widened();
             rotated[j].template rotate<Lane::crosses_vectors>(by);
+            if (has_query_factors && lane.rotates()) rotated[j].scale(query_factors[j]);
             const Wide wide = x[j].widened();
             const Wide weight = weight_of(j);
             Wide weighted;
@@ -318,6 +329,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     }
     for (int64_t row = mine.block.block; row < rows; row += mine.block.blocks) {
         const auto [batch, token, is_q, first_head] = launch.map.row(mine.block, row);
+        const int64_t offset_of_table = table_offset(args.choice, batch, token);
         const Element* in = view.in + offset_of(view.in_strides, batch, token, first_head);
         const Element* output_gradient = mine.gradient + offset_of(mine.gradient_strides, batch, token, first_head);
         Element* out = view.out + offset_of(view.out_strides, batch, token, first_head);
@@ -335,8 +347,9 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
                 angles.load(args, lane, batch, token, table_head);
                 CosSin<Real> by[1];
                 angles.compute(by, lane, direction);
-                const Pair<Real> v =
-                    rotate<Real>({gradient_at(head, lane.first()), gradient_at(head, lane.second())}, by[0]);
+                const Real factor = query_factor<Real>(args.choice, offset_of_table, is_q, first_head + head);
+                const Pair<Real> v = scaled(
+                    rotate<Real>({gradient_at(head, lane.first()), gradient_at(head, lane.second())}, by[0]), factor);
                 f(head, lane.first(), v.first);
                 f(head, lane.second(), v.second);
             });

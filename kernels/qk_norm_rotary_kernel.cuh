@@ -99,6 +99,16 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         }
         angles.compute(by, lane, direction);
     }
+    Real query_factors[HeadsPerThread];
+    const bool has_query_factors = may_have_head_tables && place.is_q && args.choice.query_factors != nullptr;
+    if (has_query_factors) {
+        const int64_t offset_of_table = table_offset(args.choice, place.batch, place.token);
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < HeadsPerThread; ++j) {
+            query_factors[j] =
+                has_head(j) ? query_factor<Real>(args.choice, offset_of_table, place.is_q, heads.head(j)) : Real(1);
+        }
+    }
     pdl_trigger();
     // Folding the weights into cos/sin costs registers, which pays off with eight heads per thread.
     constexpr bool folds_weights = over_head && HeadsPerThread == 8;
@@ -157,6 +167,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
                 wide.multiply(weight);
                 rotate_within</*selects=*/shares_cos_sin>(lane, wide, by);
             }
+            if (has_query_factors && lane.rotates()) wide.scale(query_factors[j]);
             Fragment rotated;
             rotated.narrow(wide);
             if (j + held < HeadsPerThread) load_head(j + held);
@@ -194,6 +205,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     const int half = args.rotary_dim / 2;
     const int heads_per_table = view.heads / args.choice.heads;
     const Real direction = args.conjugate ? Real(-1) : Real(1);
+    const int64_t offset_of_table = table_offset(args.choice, batch, token);
     for_each_row_pair(threadIdx.x, heads, half, [&](int head, int pair) {
         const WholeHeadLayout<pairing, 1> lane(pair, half);
         const Element* weight = view.weight + static_cast<int64_t>(head) * args.head_dim;
@@ -207,7 +219,8 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
         angles.load(args, lane, batch, token, table_head);
         CosSin<Real> by[1];
         angles.compute(by, lane, direction);
-        const Pair<Real> rotated = rotate<Real>({normed(lane.first()), normed(lane.second())}, by[0]);
+        const Real factor = query_factor<Real>(args.choice, offset_of_table, is_q, first_head + head);
+        const Pair<Real> rotated = scaled(rotate<Real>({normed(lane.first()), normed(lane.second())}, by[0]), factor);
         out[head * view.out_strides.head + lane.first()] = static_cast<Element>(rotated.first);
         out[head * view.out_strides.head + lane.second()] = static_cast<Element>(rotated.second);
     });

@@ -62,7 +62,7 @@ int choose_heads_per_thread(const QkNormRotaryShape& shape, const Device& device
     const int64_t threads = shape.batch * shape.tokens * (shape.q_heads + shape.k_heads) * lanes;
     const int max_heads = std::max(shape.q_heads, shape.k_heads);
     if (shape.needs_lookup) {
-        const bool shares_lookup = shape.over == NormOver::head && shape.table_heads == 1 && max_heads > 2;
+        const bool shares_lookup = shape.over == NormOver::head && !shape.is_per_head() && max_heads > 2;
         return shares_lookup && threads >= threads_for_eight_with_lookup ? 8 : norm_heads_per_thread_with_lookup;
     }
     if (shape.over == NormOver::all_heads) {
@@ -97,8 +97,9 @@ QkNormRotaryShape shape_of(const QkNormRotaryArgs& args) {
             .element_size = shape.element_size,
             .over = args.over,
             .aligned = shape.aligned && starts_aligned(args.q_weight) && starts_aligned(args.k_weight),
-            .needs_lookup = shape.with_rows || rotary.choice.count > 1 || rotary.choice.heads > 1,
-            .table_heads = rotary.choice.heads};
+            .needs_lookup = shape.with_rows || rotary.choice.count > 1 || rotary.choice.is_per_head(),
+            .table_heads = shape.table_heads,
+            .has_query_factors = shape.has_query_factors};
 }
 
 QkNormRotaryShape shape_of(const QkNormRotaryGradientArgs& args) {

@@ -22,6 +22,9 @@ struct QkNormRotaryShape {
     bool aligned = false;       // as in RotaryShape, of the weights, too
     bool needs_lookup = false;  // several tables, or several positions per token
     int table_heads = 1;        // TableChoice::heads
+    bool has_query_factors = false;
+
+    bool is_per_head() const { return table_heads > 1 || has_query_factors; }
 };
 
 QkNormRotaryShape shape_of(const QkNormRotaryArgs& args);
@@ -77,7 +80,7 @@ struct QkNormRotaryPlan {
 QkNormRotaryPlan plan(const QkNormRotaryShape& shape, const Device& device);
 
 // plan() with a given maximum of heads per thread: 1, 2, 4 or 8; over all heads 2 or 4; with a lookup 2, or over a head
-// with one head table 8.
+// with one table for all heads 8.
 QkNormRotaryPlan plan_with(const QkNormRotaryShape& shape, const Device& device, int heads_per_thread);
 
 // qk_norm_rotary_cuda by a given plan.

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(rescale_cache_block_threads, rescale_cache_min
             };
             const uint64_t* from = table(launch.from);
             const uint64_t* to = table(launch.to);
-            gain = static_cast<Real>(attention_factor_of(to[launch.half]) / attention_factor_of(from[launch.half]));
+            gain = static_cast<Real>(factor_of(to[launch.half]) / factor_of(from[launch.half]));
             CUTLASS_PRAGMA_UNROLL
             for (int j = 0; j < Vector; ++j) steps[j] = to[layout.pair(j)] - from[layout.pair(j)];
         };

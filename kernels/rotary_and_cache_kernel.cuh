@@ -72,7 +72,18 @@ __global__ void __launch_bounds__(rotary_block_threads,
     // Loads that lead to the angles are issued first: with a table index they are two dependent round trips.
     const int64_t position = load_position(rotary.positions, token_position);
     int64_t offset = 0;
-    if constexpr (has_tables) offset = table_offset(rotary.choice, token.outer, token.inner, heads.table);
+    Real query_factors[HeadsPerThread];
+    const bool has_query_factors = has_tables && is_query && rotary.choice.query_factors != nullptr;
+    if constexpr (has_tables) {
+        const int64_t offset_of_table = table_offset(rotary.choice, token.outer, token.inner);
+        offset = offset_of_table + head_table_offset(rotary.choice, heads.table);
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; has_query_factors && j < HeadsPerThread; ++j) {
+            if (exists(j)) {
+                query_factors[j] = query_factor<Real>(rotary.choice, offset_of_table, is_query, heads.head(j));
+            }
+        }
+    }
     const int64_t slot = load_position(args.slots.of_tokens, token_slot);
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
@@ -97,7 +108,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
         const uint64_t* table = rotary.table + offset;
         uint64_t steps[Vector];
         load_phase_steps(steps, table, layout);
-        const auto gain = static_cast<Real>(attention_factor_of(table[half]));
+        const auto gain = static_cast<Real>(factor_of(table[half]));
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, Real(1));
     }
@@ -120,7 +131,11 @@ __global__ void __launch_bounds__(rotary_block_threads,
     for (int j = 0; j < HeadsPerThread; ++j) {
         if (!exists(j)) break;
         if (keeps_dtype || is_query) {
-            if (rotates) fragments[j].template rotate<Layout::crosses_vectors>(by);
+            if (rotates) {
+                fragments[j].template rotate<Layout::crosses_vectors>(by, [&](auto& rotated) {
+                    if (has_query_factors) rotated.scale(query_factors[j]);
+                });
+            }
             fragments[j].store(out_same_dtype + j * out_step, layout);
         } else if constexpr (!keeps_dtype) {
             auto wide = fragments[j].widened();
@@ -185,7 +200,7 @@ void launch_cached_lookup(const RotaryAndCacheArgs& args, const RotaryPlan& plan
     if (plan.vector == 1) {
         return launch_cached_planned<Element, Cached, 1, 1, pairing, TableLookup::indexed>(args, plan, stream);
     }
-    if (args.rotary.choice.count > 1 || args.rotary.choice.heads > 1) {
+    if (args.rotary.choice.count > 1 || args.rotary.choice.is_per_head()) {
         return launch_cached_vectors<Element, Cached, pairing, TableLookup::indexed>(args, plan, stream);
     }
     return launch_cached_vectors<Element, Cached, pairing, TableLookup::single>(args, plan, stream);

@@ -41,8 +41,8 @@ using LayoutOf = std::conditional_t<whole_heads, WholeHeadLayout<pairing, Vector
 // whole_heads: further lanes copy the tail, so that neighbouring threads access whole heads. Otherwise the lanes copy
 // it in a loop after the rotation, one vector at a time.
 //
-// has_head_tables: there are several head tables, and a thread's heads are all of one. A run-time choice costs 1 token
-// 0.07 us and 8192 tokens 3 %.
+// has_head_tables: there are several head tables, and a thread's heads are all of one, or factors of query heads. A
+// run-time choice costs 1 token 0.07 us and 8192 tokens 3 %.
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool has_head_tables,
           bool whole_heads, bool tokens_inside>
 __global__ void __launch_bounds__(rotary_block_threads,
@@ -126,6 +126,17 @@ __global__ void __launch_bounds__(rotary_block_threads,
     [[maybe_unused]] PairRows<Layout, Vector> rows;
     if constexpr (has_rows) rows.load(positions.row_of_pair + offset, layout);
     uint64_t factor = table[half];
+    const bool has_query_factors = has_head_tables && args.choice.query_factors != nullptr;
+    Real query_factors[HeadsPerThread];
+    const auto load_query_factors = [&](uint32_t index) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < HeadsPerThread; ++j) {
+            const int head = heads.first + j;
+            query_factors[j] = query_factor<Real>(args.choice, table_offset(args.choice, index),
+                                                  heads_of_table.is_q(head), heads_of_table.index_of(head));
+        }
+    };
+    if (has_query_factors) load_query_factors(index);
     if constexpr (!schedule.loads_heads_before_table) load_heads();
     uint32_t verified_index = index;
     if constexpr (schedule.speculates_index) {
@@ -142,7 +153,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
     const Real direction = args.conjugate ? Real(-1) : Real(1);
     CosSin<Real> by[Vector];
     const auto compute_cos_sin = [&] {
-        const auto gain = static_cast<Real>(attention_factor_of(factor));
+        const auto gain = static_cast<Real>(factor_of(factor));
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < Vector; ++j) {
             if constexpr (has_rows) {
@@ -160,12 +171,17 @@ __global__ void __launch_bounds__(rotary_block_threads,
         load_phase_steps(steps, table, layout);
         factor = table[half];
         compute_cos_sin();
+        if (has_query_factors) load_query_factors(verified_index);
     }
 
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
         if (j >= heads.count) break;
-        if (layout.rotates()) fragments[j].template rotate<Layout::crosses_vectors>(by);
+        if (layout.rotates()) {
+            fragments[j].template rotate<Layout::crosses_vectors>(by, [&](auto& rotated) {
+                if (has_query_factors) rotated.scale(query_factors[j]);
+            });
+        }
         fragments[j].store(HeadPointers<Element>(args, heads_of_table, batch, token, heads.first + j).out, layout);
     }
 
@@ -242,7 +258,7 @@ void with_plan(const RotaryPlan& plan, Pairing pairing, Launch&& launch) {
 
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads>
 void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    const bool has_head_tables = args.choice.heads > 1;
+    const bool has_head_tables = args.choice.is_per_head();
     const auto launch = [&]<TableLookup lookup> {
         if (has_head_tables) {
             if constexpr (lookup != TableLookup::position_rows || HeadsPerThread == heads_per_thread_with_rows) {

@@ -40,12 +40,12 @@ constexpr int64_t threads_for_vectors = 1 << 11;
 constexpr int64_t threads_for_full_vectors_of_head_tables = 3 << 14;
 
 bool takes_full_vectors(const RotaryShape& shape, int64_t threads) {
-    const bool has_even_head_tables = shape.table_heads > 1 && shape.heads / shape.table_heads % 2 == 0;
+    const bool has_even_head_tables = shape.is_per_head() && shape.heads / shape.table_heads % 2 == 0;
     return threads >= (has_even_head_tables ? threads_for_full_vectors_of_head_tables : threads_for_full_vectors);
 }
 
 bool has_rows_and_head_tables(const RotaryShape& shape) {
-    return shape.with_rows && shape.table_heads > 1;
+    return shape.with_rows && shape.is_per_head();
 }
 
 int choose_vector(const RotaryShape& shape, int64_t threads, int full) {
@@ -94,7 +94,7 @@ int choose_heads_per_thread(const RotaryShape& shape, const Device& device, int6
     const bool takes_three = shape.with_rows && threads >= threads_for_three_heads_with_rows;
     if (full > 1 && heads > 2 && takes_three) return 3;
     if (full == 1 || heads % 2 == 0) return 2;
-    if (shape.table_heads > 1) return choose_heads_per_thread_of_table(heads, threads, device);
+    if (shape.is_per_head()) return choose_heads_per_thread_of_table(heads, threads, device);
     return heads <= 5 ? 3 : 2;  // with five heads two per thread would leave every third thread with one
 }
 
@@ -137,7 +137,8 @@ RotaryShape shape_of(const RotaryArgs& args) {
             .with_rows = args.positions.row_of_pair != nullptr,
             .copies_tail = copies_tail(args),
             .tokens_adjacent = tokens_are_adjacent(args.q) && tokens_are_adjacent(args.k),
-            .table_heads = args.choice.heads};
+            .table_heads = args.choice.heads,
+            .has_query_factors = args.choice.query_factors != nullptr};
 }
 
 RotaryPlan plan(const RotaryShape& shape, const Device& device) {

@@ -24,6 +24,9 @@ struct RotaryShape {
     bool copies_tail = false;      // out of place, with unrotated components
     bool tokens_adjacent = false;  // the tokens of a head lie closer together than the heads of a token
     int table_heads = 1;           // TableChoice::heads
+    bool has_query_factors = false;
+
+    bool is_per_head() const { return table_heads > 1 || has_query_factors; }
 };
 
 RotaryShape shape_of(const RotaryArgs& args);
@@ -51,7 +54,7 @@ inline constexpr int heads_of_whole_table = 5;
 // rotary_plan.cpp.
 inline constexpr int64_t threads_for_full_vectors = 1 << 16;
 
-// The only instantiation for tokens with several positions and several head tables.
+// The only instantiation for tokens with several positions and head tables.
 inline constexpr int heads_per_thread_with_rows = 2;
 
 // Whether there is an instantiation with tokens inside, of one table: for large launches only.

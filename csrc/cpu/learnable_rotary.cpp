@@ -89,7 +89,7 @@ void learnable_rotary_gradient_cpu(const LearnableRotaryGradientArgs& args, cons
     };
     for (int table = 0; table < call.tables; ++table) {
         const int64_t first = static_cast<int64_t>(table) * (half + 1);
-        const double factor = attention_factor_of(call.packed_tables[first + half]);
+        const double factor = factor_of(call.packed_tables[first + half]);
         for (int i = 0; i < half; ++i) {
             const double gradient = factor * sum_of(first + i);
             set_real(args.frequencies, call.table_dtype, int64_t{table} * half + i, gradient);

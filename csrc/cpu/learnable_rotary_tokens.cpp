@@ -129,7 +129,7 @@ void MRROPE_INSTRUCTION_SET::learnable_gradient_tokens(const LearnableRotaryGrad
                 const uint64_t* words = call.packed_tables + first_word;
                 tile.fill(words, position, static_cast<Real>(rotary.conjugate ? 1 : -1));
                 PairSums<Real> of_token{};
-                const auto gain = static_cast<Real>(attention_factor_of(words[half]));
+                const auto gain = static_cast<Real>(factor_of(words[half]));
                 const auto add_views = [&]<Pairing pairing>() {
                     add_view<pairing, Storage>(call, rotary.q, args.q, batch, token, table, gain, tile, of_token);
                     add_view<pairing, Storage>(call, rotary.k, args.k, batch, token, table, gain, tile, of_token);

@@ -18,6 +18,7 @@ struct Row {
     int heads;
     int head_dim;
     int heads_per_table;
+    bool is_q;
 
     int size() const { return heads * head_dim; }
     int64_t offset(const HeadStrides& strides, int head) const {
@@ -30,7 +31,7 @@ void for_each_row(const RotaryArgs& args, NormOver over, const HeadsView& view, 
     const int heads = over == NormOver::head ? 1 : view.heads;
     const int heads_per_table = view.heads / args.choice.heads;
     for (int first = 0; first < view.heads; first += heads) {
-        f(Row{batch, token, first, heads, args.head_dim, heads_per_table});
+        f(Row{batch, token, first, heads, args.head_dim, heads_per_table, &view == &args.q});
     }
 }
 
@@ -74,7 +75,12 @@ struct TokenCosSin {
         const int half = args.rotary_dim / 2;
         for (int head = 0; head < row.heads; ++head, wide += row.head_dim) {
             const int64_t table = int64_t{(row.first + head) / row.heads_per_table} * half;
-            rotate_pairs(wide, wide, args, 0, half, cos + table, sin + table);
+            if (row.is_q && args.choice.query_factors != nullptr) {
+                const double factor = query_factor(args.choice, row.batch, row.token, row.first + head);
+                rotate_pairs_times(static_cast<Real>(factor), wide, wide, args, 0, half, cos + table, sin + table);
+            } else {
+                rotate_pairs(wide, wide, args, 0, half, cos + table, sin + table);
+            }
         }
     }
 };

@@ -12,8 +12,7 @@ namespace {
 void subtract_tables(std::span<uint64_t> difference, const uint64_t* to, const uint64_t* from, int64_t words) {
     for (size_t i = 0; i < difference.size(); ++i) difference[i] = to[i] - from[i];
     for (size_t factor = words - 1; factor < difference.size(); factor += words) {
-        difference[factor] =
-            std::bit_cast<uint64_t>(attention_factor_of(to[factor]) / attention_factor_of(from[factor]));
+        difference[factor] = std::bit_cast<uint64_t>(factor_of(to[factor]) / factor_of(from[factor]));
     }
 }
 

@@ -29,7 +29,7 @@ struct TokenSpan {
     int count;
 };
 
-// Calls f(in, out, t) for every head of every token of the span, in memory order.
+// Calls f(in, out, t, head) for every head of every token of the span, in memory order.
 template <class Storage, class F>
 void for_each_head(const HeadsView& view, const TokenSpan& span, F&& f) {
     const auto origin = [&](const HeadStrides& strides) {
@@ -39,7 +39,7 @@ void for_each_head(const HeadsView& view, const TokenSpan& span, F&& f) {
     auto* out = static_cast<Storage*>(view.out) + origin(view.out_strides);
     const auto visit = [&](int t, int head) {
         f(in + t * view.in_strides.token + head * view.in_strides.head,
-          out + t * view.out_strides.token + head * view.out_strides.head, t);
+          out + t * view.out_strides.token + head * view.out_strides.head, t, head);
     };
     if (view.in_strides.head > view.in_strides.token) {
         for (int head = 0; head < view.heads; ++head) {
@@ -67,17 +67,27 @@ template <class Storage>
 void copy_tail(const RotaryArgs& args, const HeadsView& view, const TokenSpan& span) {
     const size_t bytes = (args.head_dim - args.rotary_dim) * sizeof(Storage);
     if (bytes == 0 || view.in == view.out) return;
-    for_each_head<Storage>(view, span, [&](const Storage* in, Storage* out, int) {
+    for_each_head<Storage>(view, span, [&](const Storage* in, Storage* out, int, int) {
         std::memcpy(out + args.rotary_dim, in + args.rotary_dim, bytes);
     });
 }
 
+// The heads of q or k that use the table of `table_head`.
 template <class Storage, class Real>
-void rotate_heads(const RotaryArgs& args, const HeadsView& view, const Tile<Real>& tile, const TokenSpan& span,
-                  int first_pair, int pairs) {
-    for_each_head<Storage>(view, span, [&](const Storage* in, Storage* out, int t) {
-        rotate_pairs(in, out, args, first_pair, pairs, tile.cos[t], tile.sin[t]);
-    });
+void rotate_heads(const RotaryArgs& args, const HeadsView& q_or_k, int table_head, const Tile<Real>& tile,
+                  const TokenSpan& span, int first_pair, int pairs) {
+    const HeadsView view = heads_of_table<Storage>(q_or_k, args.choice, table_head);
+    if (&q_or_k == &args.q && args.choice.query_factors != nullptr) {
+        const int first_head = table_head * view.heads;
+        for_each_head<Storage>(view, span, [&](const Storage* in, Storage* out, int t, int head) {
+            const double factor = query_factor(args.choice, span.batch, span.token + t, first_head + head);
+            rotate_pairs_times(static_cast<Real>(factor), in, out, args, first_pair, pairs, tile.cos[t], tile.sin[t]);
+        });
+    } else {
+        for_each_head<Storage>(view, span, [&](const Storage* in, Storage* out, int t, int) {
+            rotate_pairs(in, out, args, first_pair, pairs, tile.cos[t], tile.sin[t]);
+        });
+    }
 }
 
 // fill(cos, sin, t, table_head, first_pair, pairs) computes the cosines and sines of the span's token t.
@@ -90,9 +100,8 @@ void rotate_span(const RotaryArgs& args, const TokenSpan& span, Fill&& fill) {
         const int pairs = std::min(pairs_per_tile, half - first_pair);
         for (int table_head = 0; table_head < args.choice.heads; ++table_head) {
             for (int t = 0; t < span.count; ++t) fill(tile.cos[t], tile.sin[t], t, table_head, first_pair, pairs);
-            for (const HeadsView& view : {args.q, args.k}) {
-                rotate_heads<Storage>(args, heads_of_table<Storage>(view, args.choice, table_head), tile, span,
-                                      first_pair, pairs);
+            for (const HeadsView* view : {&args.q, &args.k}) {
+                rotate_heads<Storage>(args, *view, table_head, tile, span, first_pair, pairs);
             }
         }
     }

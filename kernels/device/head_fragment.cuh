@@ -130,11 +130,18 @@ struct HeadFragment {
         static_cast<cutlass::Array<Element, Vector>&>(second) = narrow(wide.second);
     }
 
-    template <bool crosses_vectors>
-    __device__ void rotate(const CosSin<Real> (&by)[Vector]) {
+    // Calls finish(wide) with what is rotated before it is rounded.
+    template <bool crosses_vectors, class F>
+    __device__ void rotate(const CosSin<Real> (&by)[Vector], F&& finish) {
         Wide wide = widened();
         wide.template rotate<crosses_vectors>(by);
+        finish(wide);
         narrow(wide);
+    }
+
+    template <bool crosses_vectors>
+    __device__ void rotate(const CosSin<Real> (&by)[Vector]) {
+        rotate<crosses_vectors>(by, [](const Wide&) {});
     }
 };
 

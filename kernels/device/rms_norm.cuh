@@ -94,7 +94,7 @@ struct LaneAngles {
 
     template <class Real>
     __device__ void compute(CosSin<Real> (&by)[Vector], const Lane& lane, Real direction) const {
-        const Real gain = lane.rotates() ? static_cast<Real>(attention_factor_of(factor)) : Real(1);
+        const Real gain = lane.rotates() ? static_cast<Real>(factor_of(factor)) : Real(1);
         // Once: for every pair it would be a branch.
         const auto of_rotated = lane.rotates() ? position : decltype(position){};
         CUTLASS_PRAGMA_UNROLL

@@ -125,7 +125,7 @@ struct RotaryEpilogue {
         template <int count>
         CUTLASS_DEVICE PairsCosSin<count> cos_sin_of(int pair, int step) const {
             PairsCosSin<count> pairs;
-            const auto gain = static_cast<float>(attention_factor_of(params.table[params.rotary_dim / 2]));
+            const auto gain = static_cast<float>(factor_of(params.table[params.rotary_dim / 2]));
             CUTLASS_PRAGMA_UNROLL
             for (int j = 0; j < count; ++j) {
                 const uint64_t phase_step = params.table[pair + j];

@@ -5,8 +5,9 @@
 #include <cstdint>
 
 #include "mrrope/rotary.h"
+#include "mrrope/rotation.h"
 
-// Finding a token's table among several.
+// Finding a token's table among several, and the factors of its query heads.
 
 namespace mrrope {
 
@@ -42,10 +43,20 @@ __device__ inline int head_table_offset(const TableChoice& choice, int table_hea
     return table_head * choice.head_stride;
 }
 
-// Offset of the table of a token and a table head, for kernels that do not speculate.
+// Offset of the table of a token, for kernels that do not speculate.
+__device__ inline int64_t table_offset(const TableChoice& choice, int batch, int token) {
+    return table_offset(choice, load_index(choice, index_address(choice, batch, token), batch));
+}
+
 __device__ inline int64_t table_offset(const TableChoice& choice, int batch, int token, int table_head) {
-    return table_offset(choice, load_index(choice, index_address(choice, batch, token), batch)) +
-           head_table_offset(choice, table_head);
+    return table_offset(choice, batch, token) + head_table_offset(choice, table_head);
+}
+
+// The factor of a head of q by the table at an offset. 1 for heads of k, and where there are no factors.
+template <class Real>
+__device__ Real query_factor(const TableChoice& choice, int64_t offset_of_table, bool is_q, int head) {
+    if (choice.query_factors == nullptr || !is_q) return 1;
+    return static_cast<Real>(factor_of(choice.query_factors[offset_of_table + head]));
 }
 
 }  // namespace mrrope

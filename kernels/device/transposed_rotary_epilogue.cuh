@@ -139,7 +139,7 @@ private:
             }
             phase_step[0] = rotation.table[component];
             phase_step[1] = rotation.table[component + TransposedAccumulators::component_offset(1, 0)];
-            gain = static_cast<float>(attention_factor_of(rotation.table[rotation.rotary_dim / 2]));
+            gain = static_cast<float>(factor_of(rotation.table[rotation.rotary_dim / 2]));
         }
 
         CUTLASS_DEVICE int64_t first_position() const { return __shfl_sync(~0u, position[0], 0); }

@@ -54,7 +54,8 @@ inline auto fields_of(TableChoice& c) {
                       Field{"head_stride", c.head_stride},
                       Field{"index", c.index},
                       Field{"batch_stride", c.batch_stride},
-                      Field{"token_stride", c.token_stride}};
+                      Field{"token_stride", c.token_stride},
+                      Field{"query_factors", c.query_factors}};
 }
 
 inline auto fields_of(RotaryArgs& a) {

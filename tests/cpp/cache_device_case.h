@@ -37,7 +37,11 @@ public:
         if (args.rotary.positions.row_of_pair != nullptr) {
             args.rotary.positions.row_of_pair = args.rotary.table + cache_.rotary().tables().first_row_word();
         }
-        if (args.rotary.choice.index != nullptr) args.rotary.choice.index = indices_.as<int32_t>();
+        TableChoice& choice = args.rotary.choice;
+        if (choice.index != nullptr) choice.index = indices_.as<int32_t>();
+        if (choice.query_factors != nullptr) {
+            choice.query_factors = args.rotary.table + cache_.rotary().tables().first_factor_word();
+        }
         args.k.view.in = k_.data() + cache_.k().first_byte;
         args.v.view.in = v_.data() + cache_.v().first_byte;
         args.k.view.out = key_cache_.data() + cache_.key_cache().first_byte;

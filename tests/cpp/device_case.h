@@ -31,6 +31,9 @@ public:
             args.positions.row_of_pair = args.table + rotary_.tables().first_row_word();
         }
         if (args.choice.index != nullptr) args.choice.index = indices_.as<int32_t>();
+        if (args.choice.query_factors != nullptr) {
+            args.choice.query_factors = args.table + rotary_.tables().first_factor_word();
+        }
         return args;
     }
 

@@ -14,7 +14,7 @@ inline std::vector<RotaryPlan> every_plan(const RotaryShape& shape, bool has_cho
     large.tokens = 1 << 20;
     const int full = plan(large, h200).vector;
     std::vector<RotaryPlan> plans;
-    const bool has_rows_and_head_tables = shape.with_rows && shape.table_heads > 1;
+    const bool has_rows_and_head_tables = shape.with_rows && shape.is_per_head();
     for (const int heads_per_thread : {1, 2}) {
         if (!has_rows_and_head_tables || heads_per_thread == heads_per_thread_with_rows) {
             plans.push_back(plan_with(shape, h200, full, heads_per_thread));
@@ -22,10 +22,10 @@ inline std::vector<RotaryPlan> every_plan(const RotaryShape& shape, bool has_cho
     }
     if (full > 1 && !has_rows_and_head_tables) {
         plans.push_back(plan_with(shape, h200, full, 3));
-        if (shape.table_heads > 1) plans.push_back(plan_with(shape, h200, full, heads_of_whole_table));
+        if (shape.is_per_head()) plans.push_back(plan_with(shape, h200, full, heads_of_whole_table));
         for (const int vector : {full / 2, 1}) plans.push_back(plan_with(shape, h200, vector, 1));
     }
-    if (!has_choice && !shape.with_rows && shape.table_heads == 1 && full * shape.element_size == access_bytes) {
+    if (!has_choice && !shape.with_rows && !shape.is_per_head() && full * shape.element_size == access_bytes) {
         plans.push_back(plan_with(shape, h200, full, 2));
         plans.back().tokens_inside = true;
     }
@@ -50,7 +50,8 @@ inline std::string describe(const RotaryShape& s) {
            std::to_string(s.heads) + " head_dim " + std::to_string(s.head_dim) + " rotary_dim " +
            std::to_string(s.rotary_dim) + " element " + std::to_string(s.element_size) +
            (s.aligned ? " aligned" : " unaligned") +
-           (s.table_heads == 1 ? "" : " head tables " + std::to_string(s.table_heads));
+           (s.table_heads == 1 ? "" : " head tables " + std::to_string(s.table_heads)) +
+           (s.has_query_factors ? " query factors" : "");
 }
 
 inline std::string describe(const RotaryPlan& plan) {

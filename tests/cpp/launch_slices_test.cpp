@@ -195,7 +195,8 @@ TEST(Slice, StepsThroughIndicesAndKeepsTheTables) {
                                  .stride = 20,
                                  .index = index.data(),
                                  .batch_stride = batch_stride,
-                                 .token_stride = token_stride};
+                                 .token_stride = token_stride,
+                                 .query_factors = tables.data() + 18};
         const RotaryArgs part = slice(args_with_choice(tables.data(), choice), 2, 3, 4, 6);
         EXPECT_EQ(part.choice.index - index.data(), 2 * batch_stride + 4 * token_stride);
         EXPECT_EQ(part.choice.count, 5);
@@ -204,13 +205,15 @@ TEST(Slice, StepsThroughIndicesAndKeepsTheTables) {
         EXPECT_EQ(part.choice.token_stride, token_stride);
         EXPECT_EQ(part.table, tables.data());
         EXPECT_EQ(part.positions.row_of_pair, tables.data() + 9);
+        EXPECT_EQ(part.choice.query_factors, tables.data() + 18);
     }
 }
 
 TEST(Slice, StepsThroughTheTablesOfSequences) {
     const std::vector<uint64_t> tables(160);
     for (const int64_t batch : {1, 3}) {
-        RotaryArgs args = args_with_choice(tables.data(), {.count = 8, .stride = 20});
+        RotaryArgs args =
+            args_with_choice(tables.data(), {.count = 8, .stride = 20, .query_factors = tables.data() + 18});
         RotaryArgs part = slice(args, 2, batch, 4, 6);
         EXPECT_EQ(part.choice.index, nullptr);
         EXPECT_EQ(part.choice.count, batch);
@@ -219,11 +222,14 @@ TEST(Slice, StepsThroughTheTablesOfSequences) {
         EXPECT_EQ(part.positions.row_of_pair, tables.data() + 2 * 20 + 9);
         EXPECT_EQ(part.positions.rows, 3);
         EXPECT_EQ(part.positions.row_stride, 160);
+        EXPECT_EQ(part.choice.query_factors, tables.data() + 2 * 20 + 18);
 
         args.positions.row_of_pair = nullptr;
+        args.choice.query_factors = nullptr;
         part = slice(args, 2, batch, 4, 6);
         EXPECT_EQ(part.table, tables.data() + 2 * 20);
         EXPECT_EQ(part.positions.row_of_pair, nullptr);
+        EXPECT_EQ(part.choice.query_factors, nullptr);
     }
 }
 

@@ -68,12 +68,12 @@ TEST(PhaseStep, OfFrequenciesThatAreRevolutions) {
 
 TEST(PhaseStep, FactorsThatCannotBePackedAreNan) {
     for (const double factor : {0.0, 5e-324, 1.0, 1.7, HUGE_VAL}) {
-        EXPECT_EQ(attention_factor_of(attention_factor_word(factor, true)), factor);
-        EXPECT_TRUE(std::isnan(attention_factor_of(attention_factor_word(factor, false))));
+        EXPECT_EQ(factor_of(attention_factor_word(factor, true)), factor);
+        EXPECT_TRUE(std::isnan(factor_of(attention_factor_word(factor, false))));
     }
-    EXPECT_EQ(attention_factor_of(attention_factor_word(-0.0, true)), 0.0);
+    EXPECT_EQ(factor_of(attention_factor_word(-0.0, true)), 0.0);
     for (const double factor : {-5e-324, -1.0, -HUGE_VAL, std::nan(""), -std::nan("")}) {
-        EXPECT_TRUE(std::isnan(attention_factor_of(attention_factor_word(factor, true)))) << factor;
+        EXPECT_TRUE(std::isnan(factor_of(attention_factor_word(factor, true)))) << factor;
     }
 }
 

@@ -39,7 +39,8 @@ FieldChanges<Args> mla_rotation_changes() {
         .keep("rotary.positions.row_stride", one_row)
         .keep("rotary.positions.row_of_pair", one_row)
         .keep("rotary.choice.heads", one_table)
-        .keep("rotary.choice.head_stride", one_table);
+        .keep("rotary.choice.head_stride", one_table)
+        .keep("rotary.choice.query_factors", one_table);
 }
 
 inline RotaryArgs add_mla_rotation(CallParts& parts) {
@@ -47,6 +48,7 @@ inline RotaryArgs add_mla_rotation(CallParts& parts) {
     rotation.head_dim = rotation.rotary_dim;
     rotation.choice.heads = 1;
     rotation.choice.head_stride = 0;
+    rotation.choice.query_factors = nullptr;
     return rotation;
 }
 

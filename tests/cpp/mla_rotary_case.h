@@ -224,6 +224,7 @@ inline MlaOptions random_mla_options(uint64_t seed) {
     const auto coin = [&] { return upto(0, 1) == 1; };
     o.rotary.position_rows = 0;
     o.rotary.tables.heads = 1;
+    o.rotary.tables.has_query_factors = false;
     o.rotary.in_place = false;
     o.rotary.k_heads = static_cast<int>(upto(0, 9));
     const int usual_dims[] = {16, 32, 64, 128};

@@ -174,8 +174,9 @@ private:
         }
         const int half = o.rotary_dim / 2;
         const bool halves = o.pairing == Pairing::halves;
-        const RotaryCase& rotary = const_cast<NormCacheCase*>(this)->cache_.rotary();
-        const auto cos_sins = rotary.reference_cos_sins(batch, token, rotary.table_head_of(head, heads.shape.heads));
+        RotaryCase& rotary = const_cast<NormCacheCase*>(this)->cache_.rotary();
+        const bool is_q = &heads == &rotary.q().in;
+        const auto cos_sins = rotary.reference_cos_sins(is_q, batch, token, head, heads.shape.heads);
         Exact exact{x, std::vector<long double>(x.size())};
         for (int at = 0; at < o.head_dim; ++at) exact.norm[at] = std::abs(x[at]);
         for (int pair = 0; pair < half; ++pair) {

@@ -205,9 +205,15 @@ TEST_F(QkNormRotaryAndCacheCuda, HeadTablesAndRows) {
                 o.cache.rotary.k_heads = 3;
                 o.cache.rotary.head_dim = o.cache.rotary.rotary_dim = head_dim;
                 o.cache.rotary.position_rows = rows;
-                o.cache.rotary.tables = {.table_for = TableFor::each_index, .count = 2, .padding = 1, .heads = 3};
                 o.over = over;
-                store_and_expect(o);
+                for (const auto& [tables, has_query_factors] : {std::pair{3, false}, {3, true}, {1, true}}) {
+                    o.cache.rotary.tables = {.table_for = TableFor::each_index,
+                                             .count = 2,
+                                             .padding = 1,
+                                             .heads = tables,
+                                             .has_query_factors = has_query_factors};
+                    store_and_expect(o);
+                }
             }
         }
     }

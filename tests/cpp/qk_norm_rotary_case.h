@@ -239,8 +239,8 @@ private:
         RotatedRow rotated{x, std::vector<long double>(x.size())};
         for (int head = 0; head < row.heads; ++head) {
             const int start = head * o.head_dim;
-            const int table_head = rotary_.table_head_of(row.first + head, heads(row.is_q));
-            const std::vector<ReferenceCosSin> cos_sins = rotary_.reference_cos_sins(row.batch, row.token, table_head);
+            const std::vector<ReferenceCosSin> cos_sins =
+                rotary_.reference_cos_sins(row.is_q, row.batch, row.token, row.first + head, heads(row.is_q));
             for (int at = 0; at < o.head_dim; ++at) rotated.norm[start + at] = std::abs(x[start + at]);
             for (int pair = 0; pair < half; ++pair) {
                 const int a = start + (halves ? pair : 2 * pair);

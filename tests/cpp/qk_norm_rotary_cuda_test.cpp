@@ -199,7 +199,8 @@ TEST_F(QkNormRotaryCuda, HeadTablesByEveryKernel) {
     for (const DType dtype : all_dtypes) {
         for (const Pairing pairing : both_pairings) {
             for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
-                for (const auto& [tables, q_per_table, k_per_table] : {std::tuple{8, 4, 1}, {3, 3, 1}, {2, 1, 3}}) {
+                for (const auto& [tables, q_per_table, k_per_table, has_query_factors] :
+                     {std::tuple{8, 4, 1, true}, {3, 3, 1, false}, {2, 1, 3, true}, {1, 5, 2, true}}) {
                     for (const int64_t misalignment : {0, 1}) {
                         NormCaseOptions o;
                         o.over = over;
@@ -211,7 +212,10 @@ TEST_F(QkNormRotaryCuda, HeadTablesByEveryKernel) {
                         o.rotary.head_dim = 96;
                         o.rotary.rotary_dim = 64;
                         o.rotary.in.misalignment = misalignment;
-                        o.rotary.tables = {.table_for = TableFor::each_index, .count = 2, .heads = tables};
+                        o.rotary.tables = {.table_for = TableFor::each_index,
+                                           .count = 2,
+                                           .heads = tables,
+                                           .has_query_factors = has_query_factors};
                         norm_and_expect(o);
                         differentiate_and_expect(o);
                         o.rotary.tables.table_for = TableFor::all;

@@ -107,7 +107,7 @@ inline void write_head(const RotaryArgs& args, const HeadsView& view, const Plac
 // --- rotation
 
 struct Rotation {
-    Numbers cos;  // both include the attention factor
+    Numbers cos;  // both include the attention factor and that of a query head
     Numbers sin;
 };
 
@@ -119,7 +119,10 @@ inline Rotation rotation_of(const RotaryArgs& args, const HeadsView& view, const
     const int64_t table = choice.count == 1 ? 0 : by_index;
     const int64_t first = table * choice.stride + at.head / (view.heads / choice.heads) * choice.head_stride;
     const int half = args.rotary_dim / 2;
-    const double gain = std::bit_cast<double>(args.table[first + half]);
+    double gain = std::bit_cast<double>(args.table[first + half]);
+    if (&view == &args.q && choice.query_factors != nullptr) {
+        gain *= std::bit_cast<double>(choice.query_factors[table * choice.stride + at.head]);
+    }
     Rotation by;
     for (int pair = 0; pair < half; ++pair) {
         int64_t row = 0;

@@ -125,13 +125,12 @@ public:
 private:
     void expect_keys_cached() const {
         SCOPED_TRACE("key cache");
-        expect_only_cached(k_, token_slots_, key_cache_,
-                           [&](int64_t batch, int64_t token, int head, const std::byte* actual) {
-                               const int table_head = rotary_.table_head_of(head, k_.shape.heads);
-                               expect_cached_head(k_.shape, options_.rotary.pairing, k_.head_before(batch, token, head),
-                                                  actual, rotary_.reference_cos_sins(batch, token, table_head),
-                                                  options_.cached_as, scale_of(key_scales_, head));
-                           });
+        expect_only_cached(
+            k_, token_slots_, key_cache_, [&](int64_t batch, int64_t token, int head, const std::byte* actual) {
+                const auto cos_sins = rotary_.reference_cos_sins(/*is_q=*/false, batch, token, head, k_.shape.heads);
+                expect_cached_head(k_.shape, options_.rotary.pairing, k_.head_before(batch, token, head), actual,
+                                   cos_sins, options_.cached_as, scale_of(key_scales_, head));
+            });
     }
 
     CachedHeads cached(HeadBuffer& heads, CacheBuffer& cache, const std::vector<float>& scales) {

@@ -134,7 +134,8 @@ TEST_F(RotaryAndCacheCuda, HeadTablesByEveryKernelThatOnlyRotates) {
     for (const DType dtype : all_dtypes) {
         for (const StoredAs cached_as : every_stored_as) {
             if (is_float8(cached_as) && dtype == DType::float64) continue;
-            for (const auto& [tables, q_per_table, k_per_table] : {std::tuple{3, 3, 1}, {2, 5, 3}}) {
+            for (const auto& [tables, q_per_table, k_per_table, has_query_factors] :
+                 {std::tuple{3, 3, 1, false}, {2, 5, 3, true}, {1, 3, 2, true}}) {
                 for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
                     for (const auto& [heads_per_thread, aligned, full] :
                          {std::tuple{1, false, false}, {1, true, false}, {1, true, true}, {2, true, true}}) {
@@ -146,7 +147,10 @@ TEST_F(RotaryAndCacheCuda, HeadTablesByEveryKernelThatOnlyRotates) {
                         o.rotary.head_dim = o.rotary.rotary_dim = 512;
                         o.rotary.in_place = true;
                         o.rotary.in.misalignment = aligned ? 0 : 1;
-                        o.rotary.tables = {.table_for = table_for, .count = 4, .heads = tables};
+                        o.rotary.tables = {.table_for = table_for,
+                                           .count = 4,
+                                           .heads = tables,
+                                           .has_query_factors = has_query_factors};
                         o.cached_as = cached_as;
                         o.scale_for = is_float8(cached_as) ? ScaleFor::each_head : ScaleFor::none;
                         o.rotary.tokens = full ? fewest_tokens(o, heads_per_thread, full) : 3;

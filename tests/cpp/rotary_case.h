@@ -26,12 +26,14 @@ struct TableOptions {
     int64_t count = 1;    // for each_index; each_sequence has one per sequence
     int64_t padding = 0;  // words of noise after each table, and after each of several head tables
     int heads = 1;        // head tables: as many divide the heads of q and of k
+    bool has_query_factors = false;
     bool same_index_for_all_sequences = false;
     bool same_index_for_all_tokens = false;
 };
 
 inline std::string describe(const TableOptions& o) {
-    const std::string heads = o.heads == 1 ? "" : std::to_string(o.heads) + " head tables, ";
+    const std::string heads = (o.heads == 1 ? "" : std::to_string(o.heads) + " head tables, ") +
+                              (o.has_query_factors ? "query factors, " : "");
     switch (o.table_for) {
         case TableFor::all: return heads + "one table";
         case TableFor::each_sequence: return heads + "a table a sequence, padding " + std::to_string(o.padding);
@@ -113,7 +115,8 @@ public:
                    .attention_factor = options.attention_factor,
                    .position_rows = options.position_rows,
                    .padding = options.tables.padding,
-                   .heads = options.tables.heads},
+                   .heads = options.tables.heads,
+                   .query_heads = options.tables.has_query_factors ? options.q_heads : 0},
                   random_),
           indices_(options.tables, options.batch, options.tokens, random_),
           positions_(options.positions, std::max<int64_t>(1, options.position_rows), options.batch, options.tokens,
@@ -141,6 +144,7 @@ public:
         }
         args.choice.heads = options_.tables.heads;
         args.choice.head_stride = static_cast<int32_t>(tables_.head_stride());
+        if (options_.tables.has_query_factors) args.choice.query_factors = args.table + tables_.first_factor_word();
         if (options_.tables.table_for == TableFor::each_index) {
             args.choice.index = indices_.words().data();
             args.choice.batch_stride = static_cast<int32_t>(indices_.batch_stride());
@@ -168,9 +172,21 @@ public:
         return 0;
     }
 
-    // The head table of a head of `count` heads.
-    int table_head_of(int head, int count) const { return head / (count / options_.tables.heads); }
+    // Those of a head of q or of k, which has `count` heads, with the factors of the head.
+    std::vector<ReferenceCosSin> reference_cos_sins(bool is_q, int64_t batch, int64_t token, int head,
+                                                    int count) const {
+        std::vector<ReferenceCosSin> cos_sins =
+            reference_cos_sins(batch, token, head / (count / options_.tables.heads));
+        if (!is_q || !options_.tables.has_query_factors) return cos_sins;
+        const double factor = tables_.query_factor(table_of(batch, token), head);
+        for (auto& [cos, sin] : cos_sins) {
+            cos *= factor;
+            sin *= factor;
+        }
+        return cos_sins;
+    }
 
+    // Those of a head table.
     std::vector<ReferenceCosSin> reference_cos_sins(int64_t batch, int64_t token, int table_head) const {
         std::vector<ReferenceCosSin> cos_sins(options_.rotary_dim / 2);
         const int64_t table = table_of(batch, token);
@@ -229,8 +245,8 @@ private:
         std::vector<ReferenceCosSin> cos_sins;
         heads.in.for_each_head([&](int64_t batch, int64_t token, int head) {
             const int heads_per_table = heads.count() / options_.tables.heads;
-            if (head % heads_per_table == 0) {
-                cos_sins = reference_cos_sins(batch, token, table_head_of(head, heads.count()));
+            if (head % heads_per_table == 0 || options_.tables.has_query_factors) {
+                cos_sins = reference_cos_sins(&heads == &q_, batch, token, head, heads.count());
             }
             expect_rotated_head(heads.in.shape, options_.pairing, heads.in.head_before(batch, token, head),
                                 out.head(batch, token, head), cos_sins);
@@ -308,6 +324,7 @@ inline CaseOptions random_options(uint64_t seed, RandomLimits limits = {}) {
     o.positions = random_position_options(random);
     o.position_rows = coin() ? 0 : upto(1, 6);
     o.tables = random_table_options(random);
+    o.tables.has_query_factors = upto(0, 3) == 0;
     if (coin()) return o;
     o.tables.heads = static_cast<int>(upto(2, 4));
     o.q_heads = o.tables.heads * static_cast<int>(upto(1, 4));

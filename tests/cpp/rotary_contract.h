@@ -21,7 +21,7 @@ namespace mrrope::testing {
 // By default, a call in which every field matters. The others run other kernels.
 struct ContractOptions {
     DType dtype = DType::float32;
-    bool has_choice = true;  // of tables, by index, each of them for several groups of heads
+    bool has_choice = true;  // of tables, by index, each of them for several groups of heads, with query factors
     bool has_rows = true;    // of positions
     bool rotates_whole_heads = false;
     bool aligned = true;
@@ -87,7 +87,9 @@ inline FieldChanges<TableChoice> choice_changes() {
         .add("index", [](TableChoice& c) { advance(c.index); })
         .add("index", [](TableChoice& c) { c.index = nullptr; })
         .add("batch_stride", [](TableChoice& c) { ++c.batch_stride; })
-        .add("token_stride", [](TableChoice& c) { ++c.token_stride; });
+        .add("token_stride", [](TableChoice& c) { ++c.token_stride; })
+        .add("query_factors", [](TableChoice& c) { advance(c.query_factors); })
+        .add("query_factors", [](TableChoice& c) { c.query_factors = nullptr; });
 }
 
 inline DType other_dtype(DType dtype) {
@@ -175,7 +177,8 @@ public:
                 .head_stride = head_stride,
                 .index = memory_->add_random_integers("choice.index", 64, 3),
                 .batch_stride = 16,
-                .token_stride = 1};
+                .token_stride = 1,
+                .query_factors = memory_->add_tables("choice.query_factors", Holds::input, table_words)};
     }
 
     const uint64_t* add_table() { return memory_->add_tables("table", Holds::input, table_words); }

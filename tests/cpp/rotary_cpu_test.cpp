@@ -257,7 +257,7 @@ TEST_P(EveryKind, EveryTableHasPositionRowsOfItsOwn) {
 // One, three and four query heads per table, with and without k; the tables' words at odd strides.
 TEST_P(EveryKind, ATableForEveryGroupOfHeads) {
     for (const auto& [tables, q_per_table, k_per_table] :
-         {std::tuple{3, 1, 1}, {2, 3, 1}, {3, 4, 1}, {2, 1, 3}, {4, 3, 0}}) {
+         {std::tuple{3, 1, 1}, {2, 3, 1}, {3, 4, 1}, {2, 1, 3}, {4, 3, 0}, {1, 3, 1}}) {
         for (const TableFor table_for : {TableFor::all, TableFor::each_sequence, TableFor::each_index}) {
             for (const int64_t rows : {0, 2}) {
                 const int64_t padding = rows == 0 ? 0 : 1;
@@ -271,6 +271,8 @@ TEST_P(EveryKind, ATableForEveryGroupOfHeads) {
                 o.in = {.order = "bhs", .padding = padding};
                 o.position_rows = rows;
                 o.tables = {.table_for = table_for, .count = 3, .padding = padding, .heads = tables};
+                rotate_and_expect(o);
+                o.tables.has_query_factors = true;
                 rotate_and_expect(o);
             }
         }

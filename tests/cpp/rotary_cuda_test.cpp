@@ -164,8 +164,12 @@ TEST_F(RotaryCuda, EveryKernel) {
 TEST_F(RotaryCuda, HeadTablesByEveryKernel) {
     for (const DType dtype : all_dtypes) {
         for (const Pairing pairing : both_pairings) {
-            for (const auto& [tables, q_per_table, k_per_table] :
-                 {std::tuple{3, 1, 0}, {8, 4, 1}, {3, 3, 1}, {2, 1, 1}, {2, 2, 3}}) {
+            for (const auto& [tables, q_per_table, k_per_table, has_query_factors] : {std::tuple{3, 1, 0, false},
+                                                                                      {8, 4, 1, true},
+                                                                                      {3, 3, 1, true},
+                                                                                      {2, 1, 1, false},
+                                                                                      {2, 2, 3, true},
+                                                                                      {1, 3, 2, true}}) {
                 for (const TableFor table_for : {TableFor::all, TableFor::each_sequence, TableFor::each_index}) {
                     for (const int64_t rows : {0, 3}) {
                         for (const int64_t misalignment : {0, 1}) {
@@ -180,7 +184,11 @@ TEST_F(RotaryCuda, HeadTablesByEveryKernel) {
                             o.rotary_dim = 64;
                             o.in.misalignment = misalignment;
                             o.position_rows = rows;
-                            o.tables = {.table_for = table_for, .count = 3, .padding = misalignment, .heads = tables};
+                            o.tables = {.table_for = table_for,
+                                        .count = 3,
+                                        .padding = misalignment,
+                                        .heads = tables,
+                                        .has_query_factors = has_query_factors};
                             rotate_by_every_kernel_and_expect(o);
                             if (HasFailure()) return;
                         }
@@ -202,8 +210,11 @@ TEST_F(RotaryCuda, HeadTablesOfManyTokens) {
         o.k_heads = tables;
         o.head_dim = o.rotary_dim = head_dim;
         o.tables.heads = tables;
-        ASSERT_GT(plan(shape_of(RotaryCase(o).args()), current_device()).heads_per_thread, 1);
-        rotate_and_expect(o);
+        for (const bool has_query_factors : {false, true}) {
+            o.tables.has_query_factors = has_query_factors;
+            ASSERT_GT(plan(shape_of(RotaryCase(o).args()), current_device()).heads_per_thread, 1);
+            rotate_and_expect(o);
+        }
     }
 }
 
@@ -211,8 +222,10 @@ TEST_F(RotaryCuda, HeadTablesOfManyTokens) {
 TEST_F(RotaryCuda, AllKernelsGiveTheSameBits) {
     for (const DType dtype : all_dtypes) {
         for (const Pairing pairing : both_pairings) {
-            for (const auto& [table_for, head_tables] :
-                 {std::pair{TableFor::all, 1}, {TableFor::each_index, 1}, {TableFor::all, 2}}) {
+            for (const auto& [table_for, head_tables, has_query_factors] : {std::tuple{TableFor::all, 1, false},
+                                                                            {TableFor::each_index, 1, false},
+                                                                            {TableFor::each_index, 1, true},
+                                                                            {TableFor::all, 2, false}}) {
                 CaseOptions o;
                 o.dtype = dtype;
                 o.pairing = pairing;
@@ -222,7 +235,8 @@ TEST_F(RotaryCuda, AllKernelsGiveTheSameBits) {
                 o.head_dim = o.rotary_dim = 128;
                 o.attention_factor = 1.3;
                 o.in_place = true;
-                o.tables = {.table_for = table_for, .count = 4, .heads = head_tables};
+                o.tables = {
+                    .table_for = table_for, .count = 4, .heads = head_tables, .has_query_factors = has_query_factors};
                 const RotaryArgs args = RotaryCase(o).args();
                 std::vector<RotaryPlan> plans = every_plan(args);
                 for (const int heads_per_thread : {1, 2}) {

@@ -20,6 +20,7 @@ struct TableStackOptions {
     int64_t position_rows = 0;  // 0: none; else the tables of all heads are followed by the position row of each pair
     int64_t padding = 0;        // words of noise after each table, and after each of several head tables
     int heads = 1;              // head tables
+    int query_heads = 0;        // 0: no query factors; else those of so many heads follow in each table
 };
 
 class TableStack {
@@ -28,7 +29,8 @@ public:
         : pairs_(options.rotary_dim / 2),
           heads_(options.heads),
           head_stride_(pairs_ + 1 + (heads_ == 1 ? 0 : options.padding)),
-          stride_((options.position_rows == 0 ? 1 : 2) * heads_ * head_stride_ + options.padding),
+          first_factor_word_((options.position_rows == 0 ? 1 : 2) * heads_ * head_stride_),
+          stride_(first_factor_word_ + options.query_heads + options.padding),
           words_(options.count * stride_) {
         for (uint64_t& word : words_) word = random();
         for (int64_t table = 0; table < options.count * heads_; ++table) {
@@ -44,6 +46,12 @@ public:
             std::copy(one.begin(), one.end(), words_.begin() + first_word);
             if (options.position_rows > 0) name_rows(first_word + first_row_word(), options.position_rows, random);
         }
+        std::uniform_real_distribution<double> factors(0.5, 2.0);
+        for (int64_t table = 0; table < options.count; ++table) {
+            for (int head = 0; head < options.query_heads; ++head) {
+                words_[table * stride_ + first_factor_word_ + head] = std::bit_cast<uint64_t>(factors(random));
+            }
+        }
     }
 
     std::vector<uint64_t>& words() { return words_; }
@@ -53,6 +61,12 @@ public:
     uint64_t phase_step(int64_t table, int pair, int head = 0) const { return words_[word_of(table, head) + pair]; }
     double attention_factor(int64_t table, int head = 0) const {
         return std::bit_cast<double>(words_[word_of(table, head) + pairs_]);
+    }
+
+    // Only with query_heads > 0.
+    int64_t first_factor_word() const { return first_factor_word_; }
+    double query_factor(int64_t table, int head) const {
+        return std::bit_cast<double>(words_[table * stride_ + first_factor_word_ + head]);
     }
 
     // Only with position_rows > 0.
@@ -81,6 +95,7 @@ private:
     int pairs_;
     int heads_;
     int64_t head_stride_;
+    int64_t first_factor_word_;
     int64_t stride_;
     std::vector<uint64_t> words_;
 };

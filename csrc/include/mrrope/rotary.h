@@ -70,6 +70,12 @@ struct TableChoice {
     const int32_t* index = nullptr;  // in the tables' memory space; below `count`
     int32_t batch_stride = 0;
     int32_t token_stride = 0;
+    // The bits of a factor for every head of q, beside the attention factor; those of table t begin t * stride words
+    // on. In the tables' memory space. nullptr: no factors.
+    const uint64_t* query_factors = nullptr;
+
+    // Whether heads of one token may be rotated differently.
+    bool is_per_head() const { return heads > 1 || query_factors != nullptr; }
 };
 
 struct RotaryArgs {

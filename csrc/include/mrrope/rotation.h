@@ -32,15 +32,15 @@ MRROPE_HOST_DEVICE uint64_t phase_of(int64_t position, uint64_t phase_step) {
     return static_cast<uint64_t>(position) * phase_step;
 }
 
-// Decodes a word of a packed table that is not a phase step: an attention factor or a row of positions. Both are
+// Decodes a word of a packed table that is not a phase step: a factor or a row of positions. Both are
 // nonnegative, so the top bit is set only if the table was negated word by word, to rotate backwards; this undoes it.
 // Negative factors cannot be stored: the bits of -1.0 would decode to 4.0.
 MRROPE_HOST_DEVICE uint64_t without_negation(uint64_t word) {
     return word >> 63 ? 0 - word : word;
 }
 
-// The attention factor in the last word of a packed table.
-MRROPE_HOST_DEVICE double attention_factor_of(uint64_t word) {
+// The attention factor in the last word of a packed table, or the factor of a query head.
+MRROPE_HOST_DEVICE double factor_of(uint64_t word) {
     return std::bit_cast<double>(without_negation(word));
 }
 
@@ -135,6 +135,12 @@ MRROPE_HOST_DEVICE Real multiply_add(Real a, Real b, Real c) {
 template <class Real>
 MRROPE_HOST_DEVICE Pair<Real> rotate(Pair<Real> x, CosSin<Real> by) {
     return {multiply_add(x.first, by.cos, -(x.second * by.sin)), multiply_add(x.second, by.cos, x.first * by.sin)};
+}
+
+// Multiplies what `rotate` returns, not the cosines, so that neighbouring heads share those.
+template <class Real>
+MRROPE_HOST_DEVICE Pair<Real> scaled(Pair<Real> x, Real factor) {
+    return {factor * x.first, factor * x.second};
 }
 
 }  // namespace mrrope
