@@ -112,6 +112,18 @@ def of_every_head(of_tables: Sequence[torch.Tensor], x: torch.Tensor, layout: st
     return torch.cat(list(of_tables), dim=axis).repeat_interleave(x.shape[axis] // len(of_tables), dim=axis)
 
 
+def times_query_factors(
+    by: torch.Tensor, query_factors: torch.Tensor, index: torch.Tensor | None, layout: str
+) -> torch.Tensor:
+    """Return the factors of every pair of every head of q times those of the heads, ``[tables, heads]``."""
+    of_heads = query_factors.to(by.device)[..., None]
+    if index is not None:
+        of_heads = of_heads[index.long()]
+    if layout != "thd":
+        of_heads = of_heads.unsqueeze(2 if layout == "bhsd" else 1)
+    return by * of_heads
+
+
 def pair_norms(x: torch.Tensor, rotary_dim: int, pairing: str) -> torch.Tensor:
     """Return the norm of every component's pair; the magnitude of components without a pair."""
     norms = pairs_of(x[..., :rotary_dim], pairing).abs()

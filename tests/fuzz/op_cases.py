@@ -36,6 +36,7 @@ CACHING = ("rotary_and_cache_", "qk_norm_rotary_and_cache_")
 ROTATING = ("rotary", "rotary_", "qk_norm_rotary", "qk_norm_rotary_")
 IN_PLACE = ("rotary_", "rescale_cache_", *CACHING, "qk_norm_rotary_", "mla_rotary_and_cache_", "chain")
 WITH_KEYS = (*CACHING, "qkv_rotary", "chain")  # k has at least one head
+WITH_QUERY_FACTORS = (*ROTATING, *CACHING, "qkv_rotary")
 WITH_HEAD_TABLES = (*ROTATING, *WITH_KEYS, "rescale_cache_", "learnable_rotary")
 DIFFERENTIABLE = (
     "rotary", "rotary_", "qk_norm_rotary", "qkv_rotary", "learnable_rotary", "mla_rotary", "rotary_cos_sin"
@@ -92,6 +93,7 @@ class OpCase:
     tables: str = choice("one", "one", "each", "index")
     table_count: int = choice(1, 2, 3, 5)
     table_heads: int = choice(1, 1, 1, 2, 3, 4)
+    query_factors: bool = choice(False, False, False, True)
     table_dtype: str = choice("float32", "float64")
     conjugate: bool = choice(False, False, False, True)
     negated: bool = choice(False, False, False, False, True)
@@ -136,6 +138,9 @@ class OpCase:
             changes["table_heads"] = 1
         if op != "rescale_cache_" or changes.get("position_rows", self.position_rows):
             changes["table_sets"] = False
+        is_row_table = op in CACHING and changes.get("position_rows", self.position_rows) > 0
+        if op not in WITH_QUERY_FACTORS or is_row_table or self.fault:
+            changes["query_factors"] = False
         if op not in ("rotary", "rotary_"):
             changes |= {"conjugate": False, "negated": False}
         if self.fault or (self.alias and op not in ALIASES[self.alias]):
@@ -250,6 +255,12 @@ class OpCase:
         numbers = [heads * i + (0 if is_one[i] else head) for i in range(count) for head in range(heads)]
         return [self.make_table(number) for number in numbers]
 
+    def make_query_factors(self, count: int) -> torch.Tensor | None:
+        """Return a factor for every head of q by each of ``count`` tables; None where there are none."""
+        if not self.query_factors:
+            return None
+        return torch.from_numpy(self.numpy_random(11).uniform(0.5, 2.0, size=(count, self.q_heads)))
+
     def make_rows(self, tables: int) -> torch.Tensor | None:
         """Return the row of positions of every table's pairs; None where a token has one position."""
         if not self.position_rows:
@@ -301,13 +312,20 @@ class RowTables(OpTable):
 
 
 def by_heads(
-    tables: Sequence[mrrope.FrequencyTable], heads: int, row_of_pair: torch.Tensor | None = None, rows: int = 0
+    tables: Sequence[mrrope.FrequencyTable],
+    heads: int,
+    row_of_pair: torch.Tensor | None = None,
+    rows: int = 0,
+    query_factors: torch.Tensor | None = None,
 ) -> list[OpTable]:
     """Return every ``heads`` neighbouring tables as the ops take them: as one table where all of them are equal."""
     groups = [slice(i, i + heads) for i in range(0, len(tables), heads)]
     if row_of_pair is not None:
         return [RowTables(tables[group], row_of_pair[group], rows) for group in groups]
-    return [tables[g][0] if len(set(tables[g])) == 1 else mrrope.HeadTables(tables[g]) for g in groups]
+    distinct = [tables[g][:1] if len(set(tables[g])) == 1 else tables[g] for g in groups]
+    if query_factors is not None:
+        return [mrrope.HeadTables(of, query_factors=f) for of, f in zip(distinct, query_factors.tolist(), strict=True)]
+    return [of[0] if len(of) == 1 else mrrope.HeadTables(of) for of in distinct]
 
 
 class CaseTensors:

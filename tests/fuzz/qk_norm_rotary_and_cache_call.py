@@ -62,7 +62,7 @@ class QkNormRotaryAndCacheCall(RotaryAndCacheCall):
         x, weight = before[name].double(), before[f"{name}_weight"]
         if weight is not None:
             x = normed(x, weight.double(), case.over, case.layout, case.weight_offset, case.eps)
-        value = self.rotated(x, before)
+        value = self.rotated(x, before, name == "q")
         norms = float64_reference.pair_norms(value, case.rotary_dim, case.pairing)
         # The norm adds a sum of squares and an inverse square root.
         return value, (TOLERANCES[case.torch_dtype].arithmetic + 16 * compute_eps(case)) * norms

@@ -43,7 +43,9 @@ class QkvRotaryCall(OpCall):
         outputs = (case.q_heads + 2 * case.k_heads) * case.head_dim
         weight = self.tensors.random((outputs, case.inputs)) / case.magnitude
         self.tables = case.make_tables(1 if case.tables == "one" else case.batch, case.table_heads)
-        given = by_heads(self.tables, case.table_heads)
+        count = len(self.tables) // case.table_heads
+        self.query_factors = case.make_query_factors(count)
+        given = by_heads(self.tables, case.table_heads, query_factors=self.query_factors)
         x = self.tensors.random((*rows, case.inputs + 8))[..., : case.inputs]
         self.arguments = {
             "x": x if case.memory == "padded" else x.contiguous(),
@@ -82,12 +84,16 @@ class QkvRotaryCall(OpCall):
         )
         return [part.transpose(1, 2) if case.layout == "bhsd" else part for part in parts]
 
-    def by_head(self, by: list[Tensor], x: Tensor) -> Tensor:
-        return float64_reference.of_every_head(by, x, self.case.layout)
+    def by_head(self, by: list[Tensor], x: Tensor, is_q: bool) -> Tensor:
+        of_heads = float64_reference.of_every_head(by, x, self.case.layout)
+        if self.query_factors is None or not is_q:
+            return of_heads
+        return float64_reference.times_query_factors(of_heads, self.query_factors, None, self.case.layout)
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor | None, by: list[Tensor]) -> list[Tensor]:
         q, k, v = self.heads(linear(x, weight, bias))
-        return [*(float64_reference.rotated(heads, self.by_head(by, heads), self.case.pairing) for heads in (q, k)), v]
+        rotated_q = float64_reference.rotated(q, self.by_head(by, q, is_q=True), self.case.pairing)
+        return [rotated_q, float64_reference.rotated(k, self.by_head(by, k, is_q=False), self.case.pairing), v]
 
     def expected(self, before: Arguments) -> list[Expected]:
         """Return q, k and v, with a rounding of the product, one of the rotation, and the error of sums allowed."""
@@ -105,6 +111,8 @@ class QkvRotaryCall(OpCall):
                               for n in (2, 3)), strict=True)
         ]  # fmt: skip
         gain = max(table.attention_factor for table in self.tables)
+        if self.query_factors is not None:
+            gain *= max(1.0, float(self.query_factors.max()) if self.query_factors.numel() else 1.0)
         found = []
         for i, value in enumerate(x.detach() for x in whole):
             dim = case.rotary_dim if i < 2 else 0
@@ -126,7 +134,10 @@ class QkvRotaryCall(OpCall):
         given = [g.double() for g in before["gradients"]]
         wanted = [x for x in leaves if x is not None]
         values = torch.autograd.grad(whole, wanted, given)
-        rotated_back = [float64_reference.rotated(g, self.by_head(by, g).conj(), case.pairing) for g in given[:2]]
+        rotated_back = [
+            float64_reference.rotated(g, self.by_head(by, g, is_q).conj(), case.pairing)
+            for g, is_q in zip(given[:2], (True, False), strict=True)
+        ]
         back = [float64_reference.pair_norms(g, case.rotary_dim, case.pairing) for g in rotated_back]
         joined = torch.cat([g.transpose(1, 2) if case.layout == "bhsd" else g for g in (*back, given[2].abs())], dim=-2)
         joined = joined.flatten(-2).reshape(-1, leaves[1].shape[0])

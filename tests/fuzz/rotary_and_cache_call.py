@@ -29,7 +29,8 @@ class RotaryAndCacheCall(OpCall):
         self.tables = case.make_tables(count, self.table_heads)
         rows = case.make_rows(len(self.tables))
         self.row_of_pair = None if rows is None else rows.to(case.device)
-        given = by_heads(self.tables, self.table_heads, rows, case.position_rows)
+        self.query_factors = case.make_query_factors(count)
+        given = by_heads(self.tables, self.table_heads, rows, case.position_rows, self.query_factors)
         tokens, sequences = case.tokens, case.sequences
         blocks, size = (-(-sequences * tokens // 4) + 2, 5) if case.paged else (sequences, tokens + SPARE_SLOTS)
         random = case.numpy_random(7)
@@ -87,7 +88,7 @@ class RotaryAndCacheCall(OpCall):
         q = mrrope.rotary_and_cache_(**arguments)
         return [q, arguments["key_cache"], arguments["value_cache"]]
 
-    def rotated(self, x: Tensor, before: Arguments) -> Tensor:
+    def rotated(self, x: Tensor, before: Arguments, is_q: bool) -> Tensor:
         """Return q or k rotated; neighbouring heads share a head table."""
         case, index = self.case, before["table_index"]
         of_tables = []
@@ -97,11 +98,13 @@ class RotaryAndCacheCall(OpCall):
                 steps, rows = steps.select(index), None if rows is None else rows[index.long()]
             of_tables.append(float64_reference.rotations(before["positions"], steps, case.layout, rows))
         by = float64_reference.of_every_head(of_tables, x, case.layout)
+        if is_q and self.query_factors is not None:
+            by = float64_reference.times_query_factors(by, self.query_factors, index, case.layout)
         return float64_reference.rotated(x, by, case.pairing)
 
     def expected(self, before: Arguments) -> list[Expected]:
         case = self.case
-        q, k = (self.rotated(before[name], before) for name in ("q", "k"))
+        q, k = (self.rotated(before[name], before, name == "q") for name in ("q", "k"))
         options = (case.torch_dtype, case.rotary_dim, case.pairing)
         found = [Expected("q", q, float64_reference.allowed_error(q, *options))]
         k_scale, v_scale = (self.divisor(before[f"{name}_scale"]) for name in ("key", "value"))

@@ -17,6 +17,16 @@ from mrrope.tables.frequency_table import packed_stack
 from mrrope.tables.position_rows import packed_rows
 
 
+def with_query_factors(packed: Tensor, query_factors: Tensor) -> Tensor:
+    """Return head tables, ``[tables, rows, heads, words]``, with the factors of ``[tables, query heads]``."""
+    tables, rows, heads, words = packed.shape
+    more_rows = -(-query_factors.shape[1] // (heads * words))
+    whole = packed.new_zeros(tables, 2 + more_rows, heads, words)
+    whole[:, :rows] = packed
+    whole[:, 2:].view(tables, -1)[:, : query_factors.shape[1]] = query_factors.view(torch.int64)
+    return whole
+
+
 class RotaryCall(OpCall):
     """A call through the Python function, or of torch.ops.mrrope where only the op takes the arguments."""
 
@@ -26,10 +36,13 @@ class RotaryCall(OpCall):
         if case.alias:
             k = [self.tensors.alias_of(q)]
         self.tables = [case.make_table(i) for i in range(self.table_count * case.table_heads)]
+        self.query_factors = case.make_query_factors(self.table_count)
         index = self.tensors.table_index(0) if case.tables == "index" else None
         positions = self.tensors.positions()
         self.is_norm = case.op.startswith("qk_norm")
-        self.is_raw_op = bool(case.position_rows or case.conjugate or case.negated or case.table_heads > 1)
+        self.is_raw_op = bool(
+            case.position_rows or case.conjugate or case.negated or case.table_heads > 1 or case.query_factors
+        )
         self.arguments = {"q": q, "k": k[0] if k else None}
         if self.is_norm:
             counts = [case.q_heads, case.k_heads if case.has_k else None]
@@ -62,9 +75,11 @@ class RotaryCall(OpCall):
             packed = torch.stack([packed, packed_rows(rows)], dim=1)
         elif case.tables == "one" and case.table_heads == 1:
             packed = packed[0]
-        if case.table_heads > 1:
+        if case.table_heads > 1 or self.query_factors is not None:
             by_head = packed.view(self.table_count, case.table_heads, -1, packed.shape[-1])
             packed = by_head.transpose(1, 2).contiguous()
+        if self.query_factors is not None:
+            packed = with_query_factors(packed, self.query_factors)
         return (-packed if case.negated else packed).to(case.device)
 
     def heads_of(self, arguments: Arguments) -> list[Tensor]:
@@ -127,8 +142,13 @@ class RotaryCall(OpCall):
             of_tables.append(float64_reference.rotations(before["positions"], steps, self.case.layout, rows))
         return of_tables
 
-    def by_head(self, by: list[Tensor], x: Tensor) -> Tensor:
-        return float64_reference.of_every_head(by, x, self.case.layout)
+    def by_head(self, by: list[Tensor], x: Tensor, before: Arguments, is_q: bool) -> Tensor:
+        of_heads = float64_reference.of_every_head(by, x, self.case.layout)
+        if self.query_factors is None or not is_q:
+            return of_heads
+        return float64_reference.times_query_factors(
+            of_heads, self.query_factors, before["table_index"], self.case.layout
+        )
 
     def expected(self, before: Arguments) -> list[Expected]:
         case, by, heads = self.case, self.rotations(before), self.heads_of(before)
@@ -138,7 +158,7 @@ class RotaryCall(OpCall):
         whole = []
         for i, x in enumerate(leaves):
             normed = self.normed(x, weights[i]) if self.is_norm else x
-            whole.append(float64_reference.rotated(normed, self.by_head(by, x), case.pairing))
+            whole.append(float64_reference.rotated(normed, self.by_head(by, x, before, i == 0), case.pairing))
             # The norm adds a sum of squares and an inverse square root.
             more = 16 * compute_eps(case) if self.is_norm else 0.0
             value = whole[i].detach()
@@ -162,9 +182,11 @@ class RotaryCall(OpCall):
             ]
         back = [
             float64_reference.pair_norms(
-                float64_reference.rotated(g, self.by_head(by, g).conj(), case.pairing), case.rotary_dim, case.pairing
+                float64_reference.rotated(g, self.by_head(by, g, before, i == 0).conj(), case.pairing),
+                case.rotary_dim,
+                case.pairing,
             )
-            for g in given
+            for i, g in enumerate(given)
         ]
         tolerance, eps = TOLERANCES[case.torch_dtype], compute_eps(case)
         head_bounds, weight_bounds = [], []
