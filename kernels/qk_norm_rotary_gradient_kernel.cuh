@@ -76,7 +76,7 @@ __device__ void store_vectors(Real* to, const cutlass::Array<Real, Vector>& valu
 
 // A thread holds two vectors of two heads and of their gradients, all of q or all of k. Over a head, each team of a
 // block takes one group of heads at a time; over all heads, the block takes one token at a time, whose cos/sin its
-// threads share unless there are several head tables.
+// threads share unless there are head tables.
 //
 // needs_lookup: tokens may differ in their tables, and pairs in their positions. Otherwise a lane over a head has the
 // same phase steps in every row, and keeps them: the loop has a third of its instructions less. 8192 tokens of 32/8
@@ -198,7 +198,8 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
             angles.compute(by, lane, direction);
         }
         Real query_factors[HeadsPerThread];
-        const bool has_query_factors = needs_lookup && view.is_q && args.choice.query_factors != nullptr;
+        const bool has_query_factors =
+            needs_lookup && !shares_cos_sin && view.is_q && args.choice.query_factors != nullptr;
         if (has_query_factors) {
             const int64_t offset_of_table = table_offset(args.choice, row.batch, row.token);
             CUTLASS_PRAGMA_UNROLL

@@ -169,7 +169,7 @@ QkNormRotaryGradientPlan plan_gradient(const QkNormRotaryShape& shape, const Dev
             rows_per_block = plan.block_threads / plan.team;
         } else {
             plan.block_threads = static_cast<int>(threads_over_all_heads(shape, lanes, heads_per_thread));
-            plan.shares_cos_sin = shape.table_heads == 1;
+            plan.shares_cos_sin = !shape.is_per_head();
         }
     } else {
         plan.q_groups = rows_of(shape, shape.q_heads);

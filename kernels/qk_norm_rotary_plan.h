@@ -102,7 +102,7 @@ constexpr int norm_gradient_threads_per_sm(NormOver over, bool shares_cos_sin) {
 // the gradient of the weights.
 struct QkNormRotaryGradientPlan {
     bool in_registers = false;
-    bool shares_cos_sin = false;  // over all heads, by one table
+    bool shares_cos_sin = false;  // over all heads, by one table without query factors, which would spill
     int lanes = 1;
     int team = 1;
     int q_groups = 0;

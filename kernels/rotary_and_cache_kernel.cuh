@@ -32,7 +32,9 @@ struct RotaryAndCacheLaunch {
 // cache of their own dtype. Cached is Element, or uint8_t for float8.
 template <class Element, class Cached, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup>
 __global__ void __launch_bounds__(rotary_block_threads,
-                                  rotary_and_cache_min_blocks_per_sm(!std::is_same_v<Element, Cached>))
+                                  rotary_and_cache_min_blocks_per_sm(!std::is_same_v<Element, Cached>,
+                                                                     HeadsPerThread == 2 &&
+                                                                         lookup != TableLookup::single))
     rotary_and_cache_kernel(const __grid_constant__ RotaryAndCacheLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LaneLayout<pairing, Vector>;
@@ -72,18 +74,16 @@ __global__ void __launch_bounds__(rotary_block_threads,
     // Loads that lead to the angles are issued first: with a table index they are two dependent round trips.
     const int64_t position = load_position(rotary.positions, token_position);
     int64_t offset = 0;
-    Real query_factors[HeadsPerThread];
+    if constexpr (has_tables) offset = table_offset(rotary.choice, token.outer, token.inner, heads.table);
     const bool has_query_factors = has_tables && is_query && rotary.choice.query_factors != nullptr;
-    if constexpr (has_tables) {
-        const int64_t offset_of_table = table_offset(rotary.choice, token.outer, token.inner);
-        offset = offset_of_table + head_table_offset(rotary.choice, heads.table);
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; has_query_factors && j < HeadsPerThread; ++j) {
-            if (exists(j)) {
-                query_factors[j] = query_factor<Real>(rotary.choice, offset_of_table, is_query, heads.head(j));
-            }
-        }
-    }
+    const auto load_query_factor = [&](int j) {
+        return query_factor<Real>(rotary.choice, table_offset(rotary.choice, token.outer, token.inner), is_query,
+                                  heads.head(j));
+    };
+    // Ahead in small launches, which are bound by latency. With several heads it would spill.
+    constexpr bool loads_query_factor_ahead = HeadsPerThread == 1;
+    Real query_factor_ahead = 1;
+    if (loads_query_factor_ahead && has_query_factors && exists(0)) query_factor_ahead = load_query_factor(0);
     const int64_t slot = load_position(args.slots.of_tokens, token_slot);
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
@@ -132,9 +132,14 @@ __global__ void __launch_bounds__(rotary_block_threads,
         if (!exists(j)) break;
         if (keeps_dtype || is_query) {
             if (rotates) {
-                fragments[j].template rotate<Layout::crosses_vectors>(by, [&](auto& rotated) {
-                    if (has_query_factors) rotated.scale(query_factors[j]);
-                });
+                if constexpr (has_tables) {
+                    fragments[j].template rotate<Layout::crosses_vectors>(by, [&](auto& rotated) {
+                        if (!has_query_factors) return;
+                        rotated.scale(loads_query_factor_ahead ? query_factor_ahead : load_query_factor(j));
+                    });
+                } else {
+                    fragments[j].template rotate<Layout::crosses_vectors>(by);
+                }
             }
             fragments[j].store(out_same_dtype + j * out_step, layout);
         } else if constexpr (!keeps_dtype) {

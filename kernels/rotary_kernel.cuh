@@ -46,8 +46,8 @@ using LayoutOf = std::conditional_t<whole_heads, WholeHeadLayout<pairing, Vector
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool has_head_tables,
           bool whole_heads, bool tokens_inside>
 __global__ void __launch_bounds__(rotary_block_threads,
-                                  rotary_min_blocks_per_sm(HeadsPerThread) -
-                                      (whole_heads && lookup == TableLookup::position_rows ? 1 : 0))
+                                  rotary_min_blocks_per_sm(HeadsPerThread, has_head_tables) -
+                                      (whole_heads && lookup == TableLookup::position_rows ? 1 + has_head_tables : 0))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LayoutOf<pairing, Vector, whole_heads>;
@@ -127,16 +127,15 @@ __global__ void __launch_bounds__(rotary_block_threads,
     if constexpr (has_rows) rows.load(positions.row_of_pair + offset, layout);
     uint64_t factor = table[half];
     const bool has_query_factors = has_head_tables && args.choice.query_factors != nullptr;
-    Real query_factors[HeadsPerThread];
-    const auto load_query_factors = [&](uint32_t index) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < HeadsPerThread; ++j) {
-            const int head = heads.first + j;
-            query_factors[j] = query_factor<Real>(args.choice, table_offset(args.choice, index),
-                                                  heads_of_table.is_q(head), heads_of_table.index_of(head));
-        }
+    const auto load_query_factor = [&](int j, uint32_t index) {
+        const int head = heads.first + j;
+        return query_factor<Real>(args.choice, table_offset(args.choice, index), heads_of_table.is_q(head),
+                                  heads_of_table.index_of(head));
     };
-    if (has_query_factors) load_query_factors(index);
+    // Ahead in small launches, which are bound by latency. With several heads it would spill.
+    constexpr bool loads_query_factor_ahead = HeadsPerThread == 1;
+    Real query_factor_ahead = 1;
+    if (loads_query_factor_ahead && has_query_factors) query_factor_ahead = load_query_factor(0, index);
     if constexpr (!schedule.loads_heads_before_table) load_heads();
     uint32_t verified_index = index;
     if constexpr (schedule.speculates_index) {
@@ -171,16 +170,21 @@ __global__ void __launch_bounds__(rotary_block_threads,
         load_phase_steps(steps, table, layout);
         factor = table[half];
         compute_cos_sin();
-        if (has_query_factors) load_query_factors(verified_index);
+        if (loads_query_factor_ahead && has_query_factors) query_factor_ahead = load_query_factor(0, verified_index);
     }
 
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
         if (j >= heads.count) break;
         if (layout.rotates()) {
-            fragments[j].template rotate<Layout::crosses_vectors>(by, [&](auto& rotated) {
-                if (has_query_factors) rotated.scale(query_factors[j]);
-            });
+            if constexpr (has_head_tables) {
+                fragments[j].template rotate<Layout::crosses_vectors>(by, [&](auto& rotated) {
+                    if (!has_query_factors) return;
+                    rotated.scale(loads_query_factor_ahead ? query_factor_ahead : load_query_factor(j, verified_index));
+                });
+            } else {
+                fragments[j].template rotate<Layout::crosses_vectors>(by);
+            }
         }
         fragments[j].store(HeadPointers<Element>(args, heads_of_table, batch, token, heads.first + j).out, layout);
     }

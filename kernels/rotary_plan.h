@@ -40,9 +40,9 @@ inline constexpr int rotary_block_threads = 128;
 
 // Minimum blocks per SM for __launch_bounds__: enough occupancy to hide sin/cos behind memory latency. Without it the
 // compiler spills a few registers to reach occupancies that gain nothing. More heads per thread need more registers,
-// and fewer threads to keep as many bytes in flight.
-constexpr int rotary_min_blocks_per_sm(int heads_per_thread) {
-    if (heads_per_thread <= 2) return 8;
+// and fewer threads to keep as many bytes in flight. So do the factors of query heads.
+constexpr int rotary_min_blocks_per_sm(int heads_per_thread, bool has_head_tables = false) {
+    if (heads_per_thread <= 2) return heads_per_thread == 2 && has_head_tables ? 7 : 8;
     return heads_per_thread == 3 ? 6 : 4;
 }
 

@@ -141,7 +141,9 @@ struct HeadFragment {
 
     template <bool crosses_vectors>
     __device__ void rotate(const CosSin<Real> (&by)[Vector]) {
-        rotate<crosses_vectors>(by, [](const Wide&) {});
+        Wide wide = widened();
+        wide.template rotate<crosses_vectors>(by);
+        narrow(wide);
     }
 };
 

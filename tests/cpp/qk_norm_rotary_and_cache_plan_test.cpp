@@ -41,6 +41,7 @@ struct HeadCounts {
     int kv_heads;
     int gate_heads;
     int table_heads = 1;
+    bool has_query_factors = false;
 };
 
 template <class F>
@@ -54,20 +55,22 @@ void for_each_shape(const std::vector<HeadCounts>& heads, const std::vector<int>
                     for (const NormOver over : both_overs) {
                         for (int flags = 0; flags < 8; ++flags) {
                             for (const auto& [batch, tokens] : sizes) {
-                                const QkNormRotaryAndCacheShape shape{
-                                    .batch = batch,
-                                    .tokens = tokens,
-                                    .q_heads = count.q_heads,
-                                    .kv_heads = count.kv_heads,
-                                    .gate_heads = count.gate_heads,
-                                    .head_dim = head_dim,
-                                    .rotary_dim = rotary_dim,
-                                    .element_size = element_size,
-                                    .over = over,
-                                    .aligned = (flags & 1) != 0,
-                                    .needs_lookup = (flags & 2) != 0 || count.table_heads > 1,
-                                    .computes_q_scale = (flags & 4) != 0,
-                                    .table_heads = count.table_heads};
+                                const QkNormRotaryAndCacheShape shape{.batch = batch,
+                                                                      .tokens = tokens,
+                                                                      .q_heads = count.q_heads,
+                                                                      .kv_heads = count.kv_heads,
+                                                                      .gate_heads = count.gate_heads,
+                                                                      .head_dim = head_dim,
+                                                                      .rotary_dim = rotary_dim,
+                                                                      .element_size = element_size,
+                                                                      .over = over,
+                                                                      .aligned = (flags & 1) != 0,
+                                                                      .needs_lookup = (flags & 2) != 0 ||
+                                                                                      count.table_heads > 1 ||
+                                                                                      count.has_query_factors,
+                                                                      .computes_q_scale = (flags & 4) != 0,
+                                                                      .table_heads = count.table_heads,
+                                                                      .has_query_factors = count.has_query_factors};
                                 SCOPED_TRACE(describe(shape));
                                 f(shape);
                                 if (::testing::Test::HasFailure()) return;
@@ -95,23 +98,31 @@ bool has_kernel(const QkNormRotaryAndCacheShape& shape, int heads) {
 
 TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
     for_each_shape(
-        {{1, 0, 0}, {0, 2, 0}, {5, 3, 5}, {32, 8, 0}, {16, 2, 16}, {64, 64, 0}, {200, 1, 200}, {32, 8, 32, 8}},
+        {{1, 0, 0},
+         {0, 2, 0},
+         {5, 3, 5},
+         {32, 8, 0},
+         {16, 2, 16},
+         {64, 64, 0},
+         {200, 1, 200},
+         {32, 8, 32, 8},
+         {32, 8, 0, 1, true}},
         {2, 17, 64, 72, 80, 96, 120, 128, 256, 512, 576},
         {{1, 0}, {1, 1}, {3, 17}, {1, 8192}, {1, 131072}, {int64_t{1} << 20, 5}, {3, int64_t{1} << 33}},
         [](const QkNormRotaryAndCacheShape& shape) {
             const QkNormRotaryAndCachePlan planned = plan(shape, h200);
             const bool over_head = shape.over == NormOver::head;
             if (over_head) {
-                // Threads of one head take half vectors, and have one head table.
+                // Threads of one head take half vectors, and have one table for all heads.
                 EXPECT_EQ(planned.in_registers,
-                          fits_registers(shape, 16) || (fits_registers(shape, 8) && shape.table_heads == 1));
+                          fits_registers(shape, 16) || (fits_registers(shape, 8) && !shape.is_per_head()));
             }
             if (planned.in_registers) {
                 EXPECT_TRUE(fits_registers(shape, planned.vector * shape.element_size));
                 EXPECT_TRUE(has_kernel(shape, planned.heads_per_thread));
                 EXPECT_LE(planned.block_threads,
                           norm_and_cache_max_block_threads(shape.over, planned.heads_per_thread));
-                EXPECT_TRUE(planned.heads_per_thread == norm_heads_per_thread_with_lookup || shape.table_heads == 1);
+                EXPECT_TRUE(planned.heads_per_thread == norm_heads_per_thread_with_lookup || !shape.is_per_head());
                 EXPECT_EQ(planned.vector * shape.element_size, planned.heads_per_thread == 1 ? 8 : 16);
                 EXPECT_EQ(planned.lanes * 2 * planned.vector, shape.head_dim);
                 EXPECT_EQ(planned.team, static_cast<int>(std::bit_ceil(static_cast<unsigned>(planned.lanes))));
@@ -394,22 +405,23 @@ private:
 };
 
 TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
-    for_each_shape({{1, 1, 1}, {5, 3, 0}, {0, 2, 0}, {3, 0, 3}, {16, 2, 16}, {32, 8, 32, 8}, {6, 3, 0, 3}},
-                   {16, 17, 80, 96, 120, 128, 256}, {{2, 3}}, [](const QkNormRotaryAndCacheShape& shape) {
-                       std::vector<int> all_heads_per_thread{shape.table_heads > 1 ? 2 : 1};
-                       if (plan(shape, h200).in_registers) {
-                           all_heads_per_thread = shape.table_heads > 1          ? std::vector{2}
-                                                  : shape.over == NormOver::head ? std::vector{1, 2, 8}
-                                                  : shape.needs_lookup           ? std::vector{2}
-                                                                                 : std::vector{1, 2, 4};
-                       }
-                       for (const int heads_per_thread : all_heads_per_thread) {
-                           Coverage kernel(shape);
-                           kernel.run(plan_with(shape, h200, heads_per_thread));
-                           if (!::testing::Test::HasFatalFailure()) kernel.expect_each_component_once();
-                           if (::testing::Test::HasFailure()) return;
-                       }
-                   });
+    for_each_shape(
+        {{1, 1, 1}, {5, 3, 0}, {0, 2, 0}, {3, 0, 3}, {16, 2, 16}, {32, 8, 32, 8}, {6, 3, 0, 3}, {8, 2, 0, 1, true}},
+        {16, 17, 80, 96, 120, 128, 256}, {{2, 3}}, [](const QkNormRotaryAndCacheShape& shape) {
+            std::vector<int> all_heads_per_thread{shape.is_per_head() ? 2 : 1};
+            if (plan(shape, h200).in_registers) {
+                all_heads_per_thread = shape.is_per_head()            ? std::vector{2}
+                                       : shape.over == NormOver::head ? std::vector{1, 2, 8}
+                                       : shape.needs_lookup           ? std::vector{2}
+                                                                      : std::vector{1, 2, 4};
+            }
+            for (const int heads_per_thread : all_heads_per_thread) {
+                Coverage kernel(shape);
+                kernel.run(plan_with(shape, h200, heads_per_thread));
+                if (!::testing::Test::HasFatalFailure()) kernel.expect_each_component_once();
+                if (::testing::Test::HasFailure()) return;
+            }
+        });
 }
 
 // Several tiles, four sharers, and sharers with different numbers of heads.

@@ -375,14 +375,16 @@ private:
 
 const std::vector<std::pair<int, int>> covered_heads{{0, 2}, {5, 3}, {9, 0}};
 
+// One table has query factors.
 QkNormRotaryShape with_head_tables(QkNormRotaryShape shape, int table_heads) {
     shape.needs_lookup = true;
     shape.table_heads = table_heads;
+    shape.has_query_factors = table_heads == 1;
     return shape;
 }
 
 TEST(Kernel, GivesEveryHeadItsTable) {
-    for (const int table_heads : {2, 3, 8}) {
+    for (const int table_heads : {1, 2, 3, 8}) {
         const std::vector<std::pair<int, int>> heads{
             {4 * table_heads, table_heads}, {table_heads, 3 * table_heads}, {3 * table_heads, 0}, {0, table_heads}};
         for_each_shape(heads, {6, 64, 80, 128}, {{2, 3}}, [&](const QkNormRotaryShape& plain) {

@@ -177,23 +177,24 @@ public:
                 .head_stride = head_stride,
                 .index = memory_->add_random_integers("choice.index", 64, 3),
                 .batch_stride = 16,
-                .token_stride = 1,
-                .query_factors = memory_->add_tables("choice.query_factors", Holds::input, table_words)};
+                .token_stride = 1};
     }
 
     const uint64_t* add_table() { return memory_->add_tables("table", Holds::input, table_words); }
 
     RotaryArgs add_rotation() {
-        return {.q = {},
-                .k = {},
-                .positions = add_positions(),
-                .table = add_table(),
-                .choice = add_choice(),
-                .batch = batch,
-                .tokens = tokens,
-                .head_dim = head_dim,
-                .rotary_dim = rotary_dim(),
-                .dtype = options_.dtype};
+        RotaryArgs args{.q = {},
+                        .k = {},
+                        .positions = add_positions(),
+                        .table = add_table(),
+                        .choice = add_choice(),
+                        .batch = batch,
+                        .tokens = tokens,
+                        .head_dim = head_dim,
+                        .rotary_dim = rotary_dim(),
+                        .dtype = options_.dtype};
+        if (options_.has_choice) args.choice.query_factors = args.table + table_words / 2;
+        return args;
     }
 
     RotaryArgs add_rotary() {

@@ -145,6 +145,9 @@ TEST(Plan, UsesTheOnlyInstantiationForPositionRowsAndHeadTables) {
         const RotaryPlan by_rows = plan(shape, h200);
         EXPECT_EQ(by_rows.vector, by_one_position.vector) << describe(shape);
         EXPECT_GE(by_rows.heads_per_thread, by_one_position.heads_per_thread) << describe(shape);
+        shape.has_query_factors = true;
+        EXPECT_EQ(plan(shape, h200).heads_per_thread, heads_per_thread_with_rows) << describe(shape);
+        shape.has_query_factors = false;
         if (shape.heads == 1) return;
         shape.table_heads = shape.heads;
         const RotaryPlan planned = plan(shape, h200);
@@ -282,23 +285,24 @@ TEST(Plan, DividesTheHeadsOfATable) {
     }
 }
 
-// Single components and float64 included.
+// Single components and float64 included; with one table the query heads have factors.
 TEST(Plan, WithHeadTablesHasAKernelForEveryShape) {
     for (const int heads : {2, 3, 4, 5, 6, 7, 9, 10}) {
         for (const int head_dim : {6, 64, 80, 128}) {
             for (const int element_size : {2, 4, 8}) {
                 for (const bool aligned : {false, true}) {
-                    for (const bool with_rows : {false, true}) {
+                    for (const auto& [with_rows, tables] : {std::pair{false, 1}, {false, 8}, {true, 1}, {true, 8}}) {
                         for (int64_t tokens = 1; tokens < 1 << 20; tokens *= 2) {
                             const RotaryShape shape{.batch = 1,
                                                     .tokens = tokens,
-                                                    .heads = 8 * heads,
+                                                    .heads = tables * heads,
                                                     .head_dim = head_dim,
                                                     .rotary_dim = head_dim,
                                                     .element_size = element_size,
                                                     .aligned = aligned,
                                                     .with_rows = with_rows,
-                                                    .table_heads = 8};
+                                                    .table_heads = tables,
+                                                    .has_query_factors = tables == 1};
                             const RotaryPlan planned = plan(shape, h200);
                             const auto is_that_plan = [&](const RotaryPlan& one) {
                                 return one.vector == planned.vector && one.heads_per_thread == planned.heads_per_thread;

@@ -274,7 +274,7 @@ std::vector<BadCall<A>> bad_rope_parts() {
             {[](A& a) { a.rotary.positions.rows = 3; }, "rotary.positions.row_of_pair", "got 3"},
             {[](A& a) { a.rotary.choice.heads = 2; }, "rotary.choice.heads", "all heads, got 2"},
             {[](A& a) { a.rotary.choice.query_factors = a.rotary.table; }, "rotary.choice.query_factors",
-             "must be nullptr"},
+             "one table for all heads"},
             {[](A& a) { a.rotary.q.in = nullptr; }, "rotary.q.in", "nullptr"},
             {[](A& a) { a.rotary.table = nullptr; }, "rotary.table", "nullptr"}};
 }

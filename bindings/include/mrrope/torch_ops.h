@@ -34,8 +34,9 @@ enum class CacheLayout { nhd, hnd };
 // the last word tells whether the table is negated. On a CPU the ops reject a factor that is not a positive finite
 // float32; on a GPU they multiply by it unchecked. Tables stack to [count, words]. For positions of [rows, batch,
 // tokens], each table has a second row, [count, 2, words], with the row of positions of each pair; negating a table
-// negates both rows. Head tables, [count, 1 or 2 rows, tables, words], hold a table for each group of neighbouring
-// heads: head h of n uses table h / (n / tables).
+// negates both rows. Head tables, [count, rows, tables, words], hold a table for each group of neighbouring heads: head
+// h of n uses table h / (n / tables). Their third row and those after it, if there are any, hold the bits of a factor
+// for every head of q, flattened and followed by zeros; k alone is rotated by the first two rows.
 at::Tensor packed_tensor(const FrequencyTable& table, at::Device device);
 
 //   conjugate  rotate by the negated angle, with the same attention factor
