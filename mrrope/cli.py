@@ -25,6 +25,9 @@ from mrrope.tables.table_set import TableSet
 SHOWN_PAIRS = 8
 """Number of pairs of which ``mrrope table`` shows the cumulative scale in every layer and head."""
 
+FACTORS_PER_LINE = 8
+"""Number of query factors in a line of ``mrrope table``."""
+
 PACKAGE_COMMANDS = (
     ("eval", "evaluation", "compare methods on a model: perplexity by length, retrieval tasks"),
     ("bench", "benchmark", "time the rotary op beside a copy, transformers and installed peers"),
@@ -154,18 +157,33 @@ def print_table(table: FrequencyTable) -> None:
 
 
 def print_tables(tables: HeadTables | TableSet) -> None:
-    """Print one row per layer and key head: the attention factor and the cumulative scale of some pairs."""
+    """Print a row per layer and key head: attention factor and the cumulative scales of some pairs; query factors."""
     print(tables)
     pairs = tables.rotary_dim // 2
     shown = sorted({round(i * (pairs - 1) / (SHOWN_PAIRS - 1)) for i in range(SHOWN_PAIRS)})
     print("layer  head  attention factor  cumulative scale of pair" + "".join(f"{pair:>9}" for pair in shown))
     for number, layer in enumerate(tables if isinstance(tables, TableSet) else [tables]):
-        rows = enumerate(layer) if isinstance(layer, HeadTables) else [("all", layer)]
+        own = list(layer) if isinstance(layer, HeadTables) else [layer]
+        rows = [("all", own[0])] if layer.key_heads is None else enumerate(own)
         for head, table in rows:
             scales = table.cumulative_scale.tolist() or [math.nan] * pairs
             numbers = "".join(f"{scales[pair]:9.3f}" for pair in shown)
             place = f"{number:>5}" if isinstance(tables, TableSet) else f"{'all':>5}"
             print(f"{place}{head:>6}{table.attention_factor:18.6f}{'':>26}{numbers}")
+    if tables.query_heads is not None:
+        print_query_factors(tables)
+
+
+def print_query_factors(tables: HeadTables | TableSet) -> None:
+    """Print the factors of all query heads, in the layers that have them."""
+    print("layer  query heads  query factors")
+    for number, layer in enumerate(tables if isinstance(tables, TableSet) else [tables]):
+        factors = layer.query_factors or ()
+        place = number if isinstance(tables, TableSet) else "all"
+        for first in range(0, len(factors), FACTORS_PER_LINE):
+            shown = factors[first : first + FACTORS_PER_LINE]
+            heads = f"{first} to {first + len(shown) - 1}"
+            print(f"{place:>5}{heads:>13}  {''.join(f'{factor:10.6f}' for factor in shown).lstrip()}")
 
 
 def run_export(options: argparse.Namespace) -> None:

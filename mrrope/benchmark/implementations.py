@@ -70,6 +70,15 @@ def ours_by_head(heads: Heads) -> RotatedHeads:
     return heads.rotated()
 
 
+def ours_by_query_head(heads: Heads) -> RotatedHeads:
+    """Rotate by the same tables, with a factor for each query head."""
+    shared = heads.shared
+    torch.ops.mrrope.rotary_.default(
+        [heads.q, heads.k], shared.positions, shared.query_factor_tables, heads.layout, heads.case.pairing
+    )
+    return heads.rotated()
+
+
 def ours_by_cos_sin(heads: Heads) -> RotatedHeads:
     """By the model's cosines and sines, out of place: ``rotary_cos_sin``."""
     case = heads.case
@@ -146,6 +155,7 @@ OURS = (
         "mrrope by table_index", ours_by_index, lambda case: case == Case(case.tokens, case.q_heads, case.k_heads)
     ),
     Contender("mrrope by head", ours_by_head, is_usual_of_any_heads),
+    Contender("mrrope by query head", ours_by_query_head, is_usual_of_any_heads),
     Contender("mrrope by cos/sin", ours_by_cos_sin),
 )
 TRANSFORMERS = (

@@ -10,6 +10,7 @@ import torch
 from mrrope.benchmark import baseline
 from mrrope.benchmark.timing import copy_buffers
 from mrrope.tables.frequency_table import FrequencyTable, frequency_table
+from mrrope.tables.head_tables import HeadTables
 
 LAYOUTS = ("projected", "bhsd", "bshd", "thd")
 """``projected`` has the shape of bhsd and the memory order of bshd, as a model's q and k projections have."""
@@ -111,6 +112,12 @@ class Positions:
         self.index = torch.full((case.tokens,), len(SCALES) - 1, device=device, dtype=torch.int32)
         # A table for each key head, as packed for the ops: all alike, so that errors compare, but not shared in memory.
         self.head_tables = self.table.packed(torch.device(device)).repeat(1, 1, case.k_heads, 1)
+
+    @cached_property
+    def query_factor_tables(self) -> torch.Tensor:
+        """The head tables with a factor of 1 for each query head, packed: repeated rotation overflows by others."""
+        tables = HeadTables([self.table] * self.case.k_heads, query_factors=[1.0] * self.case.q_heads)
+        return tables.packed(torch.device(self.device))
 
     @cached_property
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:

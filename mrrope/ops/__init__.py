@@ -11,12 +11,16 @@ import torch
 
 import mrrope._core as _core
 from mrrope.tables.axis_tables import AxisTables
-from mrrope.tables.frequency_table import FrequencyTable, packed_stack, require_op_table
+from mrrope.tables.frequency_table import FrequencyTable, OpTable, packed_stack, require_op_table
 from mrrope.tables.head_tables import HeadTables
+from mrrope.tables.query_factors import has_query_factors
 from mrrope.torch_library import PACKAGE, library_for, minor_of
 
 Tables = FrequencyTable | HeadTables | AxisTables | Sequence[FrequencyTable | HeadTables] | Sequence[AxisTables]
 """One table for all sequences, or several."""
+
+HEADS_DIM = {"bhsd": 1, "bshd": 2, "thd": 1}
+"""The dimension of the heads of q and k in every layout."""
 
 
 def _load() -> None:
@@ -55,19 +59,55 @@ def require_tensors_or_none(**arguments: object) -> None:
 
 
 def checked_heads(
-    q: torch.Tensor, k: torch.Tensor | None, positions: torch.Tensor, table: Tables
+    q: torch.Tensor, k: torch.Tensor | None, positions: torch.Tensor, table: Tables, layout: str
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """Return heads, positions and packed table in the form of the ops' schemas.
 
     Raises:
         TypeError: An argument is not a tensor or a table.
+        ValueError: q has another number of heads than ``table`` has query factors, or tokens have several positions
+            with these.
     """
     # The check that names the argument runs only where one is wrong: it would add 1 us to every call.
     if not (isinstance(q, torch.Tensor) and isinstance(positions, torch.Tensor)):
         require_tensors(q=q, positions=positions)
     if k is not None and not isinstance(k, torch.Tensor):
         require_tensors_or_none(k=k)
-    return [q] if k is None else [q, k], positions, packed_table(table, q.device)
+    packed = packed_table(table, q.device)
+    if packed.dim() == 4 and has_query_factors(packed):  # dim first: it is all that one table needs
+        dim = HEADS_DIM.get(layout)
+        check_factors(None if dim is None or q.dim() <= dim else q.shape[dim], positions, table)
+    return [q] if k is None else [q, k], positions, packed
+
+
+def check_factors(heads: int | None, positions: torch.Tensor, table: Tables) -> None:
+    """Raise ValueError where q, or its positions, are not those of a table with query factors.
+
+    The ops see how many factors there are only in memory that the host can read.
+
+    Args:
+        heads: the number of heads of q; None where q has no such dimension, which the ops refuse.
+        positions: the op's.
+        table: with query factors.
+    """
+    tables: Sequence[OpTable] = [table] if isinstance(table, OpTable) else table
+    expected = next(one.query_heads for one in tables if one.query_heads is not None)
+    if heads not in (None, expected):
+        raise ValueError(f"q must have {expected} heads, one for each of table's query_factors, got {heads}")
+    # Packed query factors follow rows of positions, here all 0, which would ignore all positions but the first.
+    if positions.dim() > 2:
+        raise ValueError(
+            f"positions must be one a token with table's query_factors, [batch, tokens] or [tokens], got "
+            f"{list(positions.shape)}"
+        )
+
+
+def table_without_factors(table: Tables, device: torch.device) -> torch.Tensor:
+    """Return the packed table for an op whose heads share one key; raise ValueError where it has query factors."""
+    packed = packed_table(table, device)
+    if has_query_factors(packed):
+        raise ValueError(f"table must be one for all heads, without query_factors, got {table!r}")
+    return packed
 
 
 def packed_table(table: Tables, device: torch.device) -> torch.Tensor:

@@ -11,6 +11,8 @@ import math
 
 import torch
 
+from mrrope.tables.query_factors import factors_in, has_query_factors
+
 RADIANS_PER_PHASE_UNIT = 2 * math.pi * 2.0**-64
 """Phases are 64-bit fixed-point fractions of a revolution."""
 
@@ -53,8 +55,23 @@ def rotary(
     cos, sin = (part.movedim(2, heads_dim).unsqueeze(heads_dim + 1) for part in (cos, sin))
     tables = table.shape[2]
     grouped = [torch.unflatten(x.float(), heads_dim, (tables, x.shape[heads_dim] // tables)) for x in heads]
-    rotated = [_rotated(x, cos, sin, pairing).flatten(heads_dim, heads_dim + 1) for x in grouped]
+    factors: list[torch.Tensor | None] = [None] * len(heads)
+    if has_query_factors(table):
+        factors[0] = _query_factors(table, heads[0].shape[heads_dim], heads_dim)
+    rotated = [
+        _rotated(x, cos, sin, pairing, factor).flatten(heads_dim, heads_dim + 1)
+        for x, factor in zip(grouped, factors, strict=True)
+    ]
     return [x.to(like.dtype) for x, like in zip(rotated, heads, strict=True)]
+
+
+def _query_factors(table: torch.Tensor, query_heads: int, heads_dim: int) -> torch.Tensor:
+    """Return the factors of q's heads, float32, in the dimensions of heads grouped by table."""
+    tables = table.shape[2]
+    factors = factors_in(table, query_heads).abs().view(torch.float64).float()
+    shape = [table.shape[0], 1, 1, 1, 1]
+    shape[heads_dim : heads_dim + 2] = [tables, query_heads // tables]
+    return factors.reshape(shape)
 
 
 def _heads_dim(layout: str) -> int:
@@ -92,9 +109,12 @@ def _cos_sin(
     return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: str) -> torch.Tensor:
+def _rotated(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: str, factor: torch.Tensor | None = None
+) -> torch.Tensor:
     rotary_dim = cos.shape[-1]
     head, tail = x[..., :rotary_dim], x[..., rotary_dim:]
     pairs = torch.unflatten(head, -1, (2, -1) if pairing == "halves" else (-1, 2))
     rotated = head * cos + pairs.flip(_pair_dim(pairing)).flatten(-2) * sin
+    rotated = rotated if factor is None else rotated * factor
     return torch.cat([rotated, tail], -1) if tail.shape[-1] else rotated

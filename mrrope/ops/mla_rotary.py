@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mrrope.ops import Tables, checked_index, packed_table, require_tensors
+from mrrope.ops import Tables, checked_index, require_tensors, table_without_factors
 
 
 def mla_rotary(
@@ -54,7 +54,7 @@ def mla_rotary(
         k_nope,
         k_rope,
         positions,
-        packed_table(table, q.device),
+        table_without_factors(table, q.device),
         layout,
         pairing,
         table_index=checked_index(table_index),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mrrope.ops import Tables, checked_index, packed_table, require_tensors, require_tensors_or_none
+from mrrope.ops import Tables, checked_index, require_tensors, require_tensors_or_none, table_without_factors
 
 
 def mla_rotary_and_cache_(
@@ -70,7 +70,7 @@ def mla_rotary_and_cache_(
     is_paged = slots is not None
     if slots is None:
         slots = positions if cache_positions is None else cache_positions
-    packed = packed_table(table, q_rope.device)
+    packed = table_without_factors(table, q_rope.device)
     options = (layout, pairing, scale, checked_index(table_index))
     others = (k_rope, latent, positions, packed, cache, slots, is_paged, *options)
     if q_out is None or q_out is q_rope:

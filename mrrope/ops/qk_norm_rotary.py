@@ -53,7 +53,7 @@ def qk_norm_rotary(
         RuntimeError: The tensors are on different devices.
     """
     normed = torch.ops.mrrope.qk_norm_rotary.default(
-        *_checked_operands(q, k, q_weight, k_weight, positions, table),
+        *_checked_operands(q, k, q_weight, k_weight, positions, table, layout),
         eps,
         weight_offset,
         over,
@@ -85,7 +85,7 @@ def qk_norm_rotary_(
         The given q and k.
     """
     torch.ops.mrrope.qk_norm_rotary_.default(
-        *_checked_operands(q, k, q_weight, k_weight, positions, table),
+        *_checked_operands(q, k, q_weight, k_weight, positions, table, layout),
         eps,
         weight_offset,
         over,
@@ -103,9 +103,10 @@ def _checked_operands(
     k_weight: torch.Tensor | None,
     positions: torch.Tensor,
     table: Tables,
+    layout: str,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """Return heads, weights, positions and packed table in the form of the op's schema."""
-    heads, positions, packed = checked_heads(q, k, positions, table)
+    heads, positions, packed = checked_heads(q, k, positions, table, layout)
     require_tensors(q_weight=q_weight)
     if k is None:
         if k_weight is not None:

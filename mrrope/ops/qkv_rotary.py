@@ -6,7 +6,8 @@ from numbers import Integral
 
 import torch
 
-from mrrope.ops import Tables, packed_table, require_tensors, require_tensors_or_none
+from mrrope.ops import Tables, check_factors, packed_table, require_tensors, require_tensors_or_none
+from mrrope.tables.query_factors import has_query_factors
 
 LAYOUTS = ("bhsd", "bshd", "thd")
 
@@ -58,9 +59,10 @@ def qkv_rotary(
         raise ValueError(f"x must be {form} for layout {layout}, got a tensor of {x.dim()} dimensions")
     _require_integer("num_q_heads", num_q_heads)
     _require_integer("num_kv_heads", num_kv_heads)
-    packed = torch.ops.mrrope.qkv_rotary.default(
-        x, weight, bias, positions, packed_table(table, x.device), num_q_heads, num_kv_heads, pairing
-    )
+    words = packed_table(table, x.device)
+    if has_query_factors(words):
+        check_factors(num_q_heads, positions, table)
+    packed = torch.ops.mrrope.qkv_rotary.default(x, weight, bias, positions, words, num_q_heads, num_kv_heads, pairing)
     q, k, v = split_qkv(packed, num_q_heads, num_kv_heads)
     if layout == "bhsd":
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -41,7 +41,8 @@ def rescale_cache_(
         positions: Positions of the cached tokens, int32 or int64: ``[tokens]``, ``[1, tokens]`` or
             ``[batch, tokens]``. With ``AxisTables`` also ``[axes, batch, tokens]`` or ``[axes, 1, tokens]``.
         old: The table the keys are rotated by: a ``FrequencyTable``, ``HeadTables``, ``AxisTables`` or a ``TableSet``
-            with the tables of every layer of ``keys``. One for all sequences, or a list with one per sequence.
+            with the tables of every layer of ``keys``. One for all sequences, or a list with one per sequence. Query
+            factors do not matter: keys have none.
         new: The table to re-rotate to, in the same forms. ``AxisTables`` of a call divide the pairs among the axes
             alike, and no other tables come with them.
         layout: Layout of the keys: ``bhsd``, ``bshd`` or ``thd``.
@@ -116,14 +117,19 @@ def _checked_layers(keys: object, layout: str) -> list[torch.Tensor]:
 
 def _table_per_sequence(name: str, tables: CacheTables | Sequence[CacheTables], sequences: int) -> list[CacheTables]:
     if isinstance(tables, CacheTables):
-        return [tables] * sequences
+        return [_of_keys(tables)] * sequences
     if not isinstance(tables, (list, tuple)) or not all(isinstance(table, CacheTables) for table in tables):
         raise TypeError(
             f"{name} must be a FrequencyTable or a list of them, of HeadTables, AxisTables or TableSets, got {tables!r}"
         )
     if len(tables) != sequences:
         raise ValueError(f"{name} must be one table, or one for each of {sequences} sequences, got {len(tables)}")
-    return list(tables)
+    return [_of_keys(table) for table in tables]
+
+
+def _of_keys(tables: CacheTables) -> CacheTables:
+    """Return tables without query factors, so that tables that differ in these alone are equal."""
+    return tables if isinstance(tables, AxisTables) else tables.without_query_factors()
 
 
 def _check_key_heads(name: str, table: CacheTables, others: list[CacheTables]) -> None:

@@ -24,9 +24,10 @@ def rotary(
         positions: Int32 or int64, any value: ``[tokens]``, ``[1, tokens]`` or ``[batch, tokens]``. With ``AxisTables``
             also ``[axes, batch, tokens]`` or ``[axes, 1, tokens]``.
         table: The frequencies. Components past its ``rotary_dim`` are copied. ``HeadTables`` have a table for each
-            key head, which its query heads share; the heads of q and of k are multiples of their number. A list with
-            tables of both kinds and of one ``rotary_dim`` has one per sequence, or those that ``table_index`` selects
-            from. ``AxisTables`` rotate each pair by one of a token's positions; in a list they stand alone.
+            key head, which its query heads share; the heads of q and of k are multiples of their number. Their query
+            factors are those of q's heads; for k alone use ``without_query_factors()``. A list with tables of both
+            kinds and of one ``rotary_dim`` has one per sequence, or those that ``table_index`` selects from.
+            ``AxisTables`` rotate each pair by one of a token's positions; in a list they stand alone.
         layout: ``bhsd`` ``[batch, heads, tokens, head_dim]``, ``bshd`` ``[batch, tokens, heads, head_dim]``, or
             ``thd`` ``[tokens, heads, head_dim]``.
         pairing: ``halves`` pairs components i and i + rotary_dim / 2, as in Llama; ``interleaved`` pairs 2i and
@@ -44,7 +45,7 @@ def rotary(
         RuntimeError: The tensors are on different devices.
     """
     rotated = torch.ops.mrrope.rotary.default(
-        *checked_heads(q, k, positions, table), layout, pairing, table_index=checked_index(table_index)
+        *checked_heads(q, k, positions, table, layout), layout, pairing, table_index=checked_index(table_index)
     )
     return rotated[0], None if k is None else rotated[1]
 
@@ -66,6 +67,6 @@ def rotary_(
         The given q and k.
     """
     torch.ops.mrrope.rotary_.default(
-        *checked_heads(q, k, positions, table), layout, pairing, table_index=checked_index(table_index)
+        *checked_heads(q, k, positions, table, layout), layout, pairing, table_index=checked_index(table_index)
     )
     return q, k

@@ -66,7 +66,7 @@ def rotary_and_cache_(
             tokens whose slot is out of range are not written.
         RuntimeError: The tensors are on different devices, share memory or require grad.
     """
-    _, positions, packed = checked_heads(q, k, positions, table)
+    _, positions, packed = checked_heads(q, k, positions, table, layout)
     require_tensors(k=k, v=v, key_cache=key_cache, value_cache=value_cache)
     require_tensors_or_none(key_scale=key_scale, value_scale=value_scale, q_out=q_out)
     slots, is_paged, cache_layout = cache_destination(positions, slots, cache_positions, cache_layout)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from mrrope.tables.frequency_table import FrequencyTable, OpTable, integers, require_table
+from mrrope.tables.frequency_table import FrequencyTable, OpTable, require_table
+from mrrope.tables.numbers import integers
 from mrrope.tables.position_rows import MAX_ROWS, packed_rows, rows_of_sections
 
 

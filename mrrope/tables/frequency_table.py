@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
-import operator
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, SupportsFloat, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 
 import mrrope._core as _core
 from mrrope.tables import json as table_json
 from mrrope.tables import shipped
+from mrrope.tables.numbers import integer, integers, list_of, real
+from mrrope.tables.query_factors import (
+    are_alike,
+    factor_rows,
+    factors_in,
+    require_multiple,
+    require_one_number,
+)
 
 METHOD_TRAITS: dict[str, _core.MethodTraits] = {method.name: method for method in _core.methods()}
 """The row of every method in ``csrc/frequency_table.cpp``: all other lists of methods derive from it.
@@ -32,42 +39,6 @@ SCALE_ONLY_METHODS: tuple[str, ...] = tuple(name for name, method in METHOD_TRAI
 """The methods that need no argument besides the scale."""
 
 _Table = TypeVar("_Table", bound="OpTable")
-
-
-def _integer(argument: str, value: SupportsIndex, bits: int = 31) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{argument} must be an integer, got {value!r}") from None
-    if not -(2**bits) <= number < 2**bits:
-        raise ValueError(f"{argument} must be below 2^{bits}, got {number}")
-    return number
-
-
-def _real(argument: str, value: SupportsFloat) -> float:
-    if isinstance(value, str | bool):
-        raise TypeError(f"{argument} must be a number, got {value!r}")
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{argument} must be a number, got {value!r}") from None
-    except OverflowError:
-        raise ValueError(f"{argument} must be within the range of a float, got an integer far beyond") from None
-
-
-def _list_of(convert: Callable[[str, Any], Any], argument: str, values: Iterable[Any]) -> list[Any]:
-    if isinstance(values, torch.Tensor):
-        values = values.tolist()
-    try:
-        items = list(values)
-    except TypeError:
-        raise TypeError(f"{argument} must be a sequence of numbers, got {values!r}") from None
-    return [convert(argument, value) for value in items]
-
-
-def integers(argument: str, values: Iterable[SupportsIndex]) -> list[int]:
-    """Return a list of integers; raise TypeError or ValueError that names ``argument``."""
-    return _list_of(_integer, argument, values)
 
 
 def _bounds(value: Iterable[SupportsIndex]) -> tuple[int, int]:
@@ -124,6 +95,8 @@ class OpTable(ABC):
 
     key_heads: int | None = None
     """The number of key heads that have a table each; None where one table rotates all heads."""
+    query_factors: tuple[float, ...] | None = None
+    """The factor of every query head, beside the attention factor; None where there are none."""
     axes: int | None = None
     """The number of positions that a token may have; None where it has one."""
 
@@ -146,8 +119,15 @@ class OpTable(ABC):
         self.packed(torch.empty(0, device=device).device)
         return self
 
+    @property
+    def query_heads(self) -> int | None:
+        """The number of query heads that have a factor each; None where there are no factors."""
+        return None if self.query_factors is None else len(self.query_factors)
+
     def is_like(self, other: OpTable) -> bool:
         """Whether both tables rotate alike, whatever their method and settings."""
+        if not are_alike(self.query_factors, other.query_factors):
+            return False
         mine, others = self._words_of_heads(), other._words_of_heads()
         heads = max(len(mine), len(others))
         # One table for all heads is like as many equal ones.
@@ -239,6 +219,10 @@ class FrequencyTable(OpTable):
         """Return the table that undoes this one: angles negated, attention factor inverted."""
         return FrequencyTable(_core.inverse(self._core))
 
+    def without_query_factors(self) -> FrequencyTable:
+        """Return this table, which has none: keys and queries are rotated alike."""
+        return self
+
     def to_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """Return the table as a JSON-serializable dict.
 
@@ -276,15 +260,15 @@ class FrequencyTable(OpTable):
         fields = table_json.without_format(data, table_json.TABLE_FORMAT)
         expected: dict[str, Callable[[str, Any], Any]] = {
             "method": lambda _, value: str(value),
-            "rotary_dim": _integer,
-            "base": _real,
-            "original_max_position": _real,
-            "scale": _real,
+            "rotary_dim": integer,
+            "base": real,
+            "original_max_position": real,
+            "scale": real,
             "bounds": lambda _, value: None if value is None else _bounds(value),
-            "attention_factor": _real,
-            "inv_freq": lambda name, value: _list_of(_real, name, value),
-            "cumulative_scale": lambda name, value: _list_of(_real, name, value),
-            "turns": lambda name, value: _list_of(partial(_integer, bits=63), name, value),
+            "attention_factor": real,
+            "inv_freq": lambda name, value: list_of(real, name, value),
+            "cumulative_scale": lambda name, value: list_of(real, name, value),
+            "turns": lambda name, value: list_of(partial(integer, bits=63), name, value),
         }
         is_compact = fields.keys().isdisjoint(IMPLIED_FIELDS)
         if is_compact:
@@ -353,19 +337,30 @@ class TableStack(DeviceCopies):
 
 
 def words_per_head(packed: torch.Tensor) -> torch.Tensor:
-    """Return a packed table as ``[heads, words]``; one that rotates all heads has one row."""
-    return packed.view(-1, packed.shape[-1])
+    """Return a packed table as ``[heads, words]``, without query factors; one that rotates all heads has one row."""
+    return packed[0, 0] if packed.dim() == 4 else packed.view(1, -1)
 
 
 def _stacked(tables: Sequence[OpTable], device: torch.device) -> torch.Tensor:
-    """Return ``[tables, words]``; with head tables among them all are expanded to ``[tables, 1, heads, words]``."""
+    """Return ``[tables, words]``; with head tables among them all are expanded to ``[tables, rows, heads, words]``."""
     packed = [table.packed(device) for table in tables]
     if tables[0].axes is not None:
         return torch.cat(packed)
     heads = max(table.key_heads or 0 for table in tables)
-    if not heads:
+    query_heads = max(table.query_heads or 0 for table in tables)
+    if not heads and not query_heads:
         return torch.stack(packed)
-    return torch.stack([words_per_head(words).expand(heads, -1) for words in packed]).unsqueeze(1)
+    words = torch.stack([words_per_head(one).expand(max(heads, 1), -1) for one in packed]).unsqueeze(1)
+    if not query_heads:
+        return words
+    ones = torch.ones(query_heads, dtype=torch.float64, device=device).view(torch.int64)
+    # Those of packed tables are read there: torch.compile would guard every factor of a Python list.
+    bits = [
+        ones if table.query_heads is None else factors_in(one, query_heads)[0]
+        for table, one in zip(tables, packed, strict=True)
+    ]
+    rows = torch.stack([factor_rows(of_table, *words.shape[-2:]) for of_table in bits])
+    return torch.cat([words, torch.zeros_like(words), rows], dim=1)
 
 
 def packed_stack(tables: Sequence[OpTable], device: torch.device) -> torch.Tensor:
@@ -380,7 +375,7 @@ def packed_stack(tables: Sequence[OpTable], device: torch.device) -> torch.Tenso
         stack = require_op_table("table[0]", tables[0])._stacks.get(tuple(map(id, tables)))
         if stack is not None:
             return stack.on(device)
-    with_heads: OpTable | None = None
+    key_heads = query_heads = None
     for i, table in enumerate(tables):
         require_op_table(f"table[{i}]", table)
         if table.rotary_dim != tables[0].rotary_dim:
@@ -389,14 +384,13 @@ def packed_stack(tables: Sequence[OpTable], device: torch.device) -> torch.Tenso
             )
         if table.axes != tables[0].axes:
             raise ValueError(f"table[{i}] must have table[0]'s axes, {tables[0].axes}, got {table.axes}")
-        if table.key_heads is None:
-            continue
-        with_heads = with_heads or table
-        if table.key_heads != with_heads.key_heads:
+        if None not in (table.key_heads, key_heads) and table.key_heads != key_heads:
             raise ValueError(
-                f"table[{i}] must hold tables for {with_heads.key_heads} key heads, as those before it do, got "
-                f"{table.key_heads}"
+                f"table[{i}] must hold tables for {key_heads} key heads, as those before it do, got {table.key_heads}"
             )
+        key_heads = key_heads or table.key_heads
+        query_heads = require_one_number(f"table[{i}]", table.query_heads, query_heads)
+    require_multiple("table", query_heads, key_heads)
     if _is_tracing():
         return _stacked(tables, device)
     # setdefault: the first of two racing threads wins, as in DeviceCopies.on.
@@ -471,16 +465,16 @@ def frequency_table(
     return FrequencyTable(
         _core.build_table(
             method=method,
-            rotary_dim=_integer("rotary_dim", rotary_dim),
-            base=_real("base", base),
-            original_max_position=_real("original_max_position", original_max_position),
-            scale=_real("scale", scale),
-            alpha=_real("alpha", alpha),
-            beta=_real("beta", beta),
+            rotary_dim=integer("rotary_dim", rotary_dim),
+            base=real("base", base),
+            original_max_position=real("original_max_position", original_max_position),
+            scale=real("scale", scale),
+            alpha=real("alpha", alpha),
+            beta=real("beta", beta),
             bounds=None if bounds is None else _bounds(bounds),
-            power=None if power is None else _real("power", power),
-            factors=[] if factors is None else _list_of(_real, "factors", factors),
-            attention_factor=None if attention_factor is None else _real("attention_factor", attention_factor),
+            power=None if power is None else real("power", power),
+            factors=[] if factors is None else list_of(real, "factors", factors),
+            attention_factor=None if attention_factor is None else real("attention_factor", attention_factor),
             native_scale=[] if native is None else native.cumulative_scale.tolist(),
             native_attention_factor=1.0 if native is None else native.attention_factor,
         )

@@ -1,4 +1,7 @@
-"""Head tables ``[N, R, H, W]`` in every op: head h of n is rotated by table h / (n / H), against float64."""
+"""Head tables ``[N, R, H, W]`` in every op: head h of n is rotated by table h / (n / H), against float64.
+
+Query factors follow the rows of positions, one for every head of q.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,9 +20,12 @@ from torch.library import opcheck
 
 from mrrope.ops import decompositions
 from mrrope.tables.position_rows import packed_rows
+from mrrope.tables.query_factors import FACTOR_ROW, factor_rows, factors_in
 
 OPS = torch.ops.mrrope
 EPS = 1e-6
+Q, K = 0, 1
+FACTORS = pytest.mark.parametrize("query_factors", [False, True], ids=["", "factors"])
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class HeadCase:
     memory: str = "contiguous"
     choice: str = "one"  # one, sequence, or index
     position_rows: int = 0
+    query_factors: bool = False
     seed: int = 0
 
     def count(self) -> int:
@@ -61,15 +68,23 @@ class HeadCase:
             found.append(onto(device, x))
         return found
 
+    def query_heads(self) -> int:
+        return self.tables * self.per_table[Q]
+
     def packed(self) -> torch.Tensor:
-        """Random phase steps and attention factors: any two tables differ in every word."""
+        """Random phase steps and factors: any two tables differ in every word of the first row."""
         generator = torch.Generator().manual_seed(self.seed + 1)
-        shape = self.count(), 2 if self.position_rows else 1, self.tables, self.rotary_dim // 2 + 1
+        rows = 2 if self.position_rows else 1
+        shape = self.count(), rows, self.tables, self.rotary_dim // 2 + 1
         words = torch.randint(-(2**63), 2**63 - 1, shape, generator=generator)
         words[..., -1] = (0.5 + torch.rand(shape[:-1], generator=generator, dtype=torch.float64)).view(torch.int64)
         if self.position_rows:
             words[:, 1] = packed_rows(torch.randint(self.position_rows, words[:, 1, :, 1:].shape, generator=generator))
-        return words
+        if not self.query_factors:
+            return words
+        factors = 0.5 + torch.rand(self.count(), self.query_heads(), generator=generator, dtype=torch.float64)
+        behind = torch.stack([factor_rows(bits, *shape[2:]) for bits in factors.view(torch.int64)])
+        return torch.cat([words, *[torch.zeros_like(words)] * (FACTOR_ROW - rows), behind], dim=1)
 
     def positions(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.seed + 2)
@@ -96,8 +111,8 @@ class HeadCase:
             None if index is None else index.to(device),
         )
 
-    def rotations(self, n_heads: int) -> np.ndarray:
-        """Return exp(i * angle) times the factor, in float64, ``[(batch,) tokens, heads, pairs]``."""
+    def rotations(self, n_heads: int, place: int) -> np.ndarray:
+        """Return exp(i * angle) times the factors, in float64, ``[(batch,) tokens, heads, pairs]``."""
         table, positions = self.packed(), self.positions()
         batch = 1 if self.layout == "thd" else self.batch
         index = self.index()
@@ -118,12 +133,15 @@ class HeadCase:
                         of_pairs = positions[at].expand(self.rotary_dim // 2)
                     units = [unit_rotations(p, s)[0] for p, s in zip(of_pairs, words[0, :-1, None], strict=True)]
                     result[b, token, head] = np.array(units) * float(words[0, -1:].view(torch.float64))
+                    if self.query_factors and place == Q:
+                        factors = factors_in(table, n_heads).view(torch.float64)
+                        result[b, token, head] *= float(factors[number, head])
         return result[0] if self.layout == "thd" else result
 
-    def rotated(self, x: torch.Tensor, conjugate: bool = False) -> torch.Tensor:
-        """Return q or k rotated, in float64."""
+    def rotated(self, x: torch.Tensor, place: int = Q, conjugate: bool = False) -> torch.Tensor:
+        """Return q or k, whichever is at that place, rotated in float64."""
         whole = x.detach().cpu().double().numpy()
-        by = self.rotations(x.shape[HEAD_AXIS[self.layout]])
+        by = self.rotations(x.shape[HEAD_AXIS[self.layout]], place)
         by = np.moveaxis(by, -2, -3) if self.layout == "bhsd" else by
         dim = self.rotary_dim
         pairs = pairs_of(whole[..., :dim], self.pairing) * (by.conj() if conjugate else by)
@@ -155,6 +173,7 @@ def head_cases() -> st.SearchStrategy[HeadCase]:
         memory=st.sampled_from(OWN_MEMORY),
         choice=st.sampled_from(["one", "sequence", "index"]),
         position_rows=st.sampled_from([0, 0, 1, 3]),
+        query_factors=st.booleans(),
         seed=st.integers(0, 99),
     )
     packed = batched.map(
@@ -171,6 +190,8 @@ def head_cases() -> st.SearchStrategy[HeadCase]:
 @given(case=head_cases(), in_place=st.booleans())
 @example(HeadCase(dtype=torch.bfloat16, head_dim=128, rotary_dim=128, tokens=3, choice="index"), False)
 @example(HeadCase(dtype=torch.float16, tables=2, per_table=(3, 1), head_dim=64, rotary_dim=64, tokens=3), True)
+@example(HeadCase(dtype=torch.bfloat16, head_dim=128, rotary_dim=128, tokens=3, query_factors=True), False)
+@example(HeadCase(tables=1, per_table=(12, 3), rotary_dim=2, choice="index", query_factors=True), True)
 @settings(max_examples=80)
 def test_every_head_uses_its_table(device, case, in_place):
     heads = case.heads_on(device)
@@ -178,8 +199,8 @@ def test_every_head_uses_its_table(device, case, in_place):
     result = heads if in_place else OPS.rotary(heads, *case.rest(device))
     if in_place:
         OPS.rotary_(heads, *case.rest(device))
-    for x, y in zip(before, result, strict=True):
-        expected = case.rotated(x)
+    for place, (x, y) in enumerate(zip(before, result, strict=True)):
+        expected = case.rotated(x, place)
         assert torch.equal(y[..., case.rotary_dim :].cpu().double(), expected[..., case.rotary_dim :])
         case.assert_near(y, expected)
     assert all(torch.equal(bytes_outside(x), y) for x, y in zip(heads, around, strict=True))
@@ -223,14 +244,28 @@ def test_the_decomposition(device, case, conjugate):
     case = replace(case, dtype=torch.float32 if case.dtype == torch.float64 else case.dtype)
     heads, (positions, table, *_) = case.heads_on(device), case.rest(device)
     result = decompositions.rotary(heads, positions, table, case.layout, case.pairing, conjugate)
-    for x, y in zip(heads, result, strict=True):
+    for place, (x, y) in enumerate(zip(heads, result, strict=True)):
         assert (y.shape, y.dtype) == (x.shape, x.dtype)
-        case.assert_near(y, case.rotated(x, conjugate))
+        case.assert_near(y, case.rotated(x, place, conjugate))
 
 
-def test_compiled(device):
+@pytest.mark.parametrize("rows", [0, 3])
+@FACTORS
+def test_a_negated_table_rotates_backwards(device, query_factors, rows):
+    """All its words are negated; those of factors and rows of positions count by their magnitude."""
+    case = HeadCase(position_rows=rows, query_factors=query_factors)
+    heads, (positions, table, *rest) = case.heads_on(device), case.rest(device)
+    by_op = OPS.rotary(heads, positions, -table, *rest)
+    by_decomposition = decompositions.rotary(heads, positions, -table, case.layout, case.pairing, False)
+    for result in (by_op, by_decomposition):
+        for place, (x, y) in enumerate(zip(heads, result, strict=True)):
+            case.assert_near(y, case.rotated(x, place, conjugate=True))
+
+
+@FACTORS
+def test_compiled(device, query_factors):
     """The op and the decomposition, each in one graph."""
-    case = HeadCase(dtype=torch.bfloat16, head_dim=64, rotary_dim=64)
+    case = HeadCase(dtype=torch.bfloat16, head_dim=64, rotary_dim=64, query_factors=query_factors)
     heads, rest = case.heads_on(device), case.rest(device)
 
     def by_op(heads):
@@ -241,8 +276,8 @@ def test_compiled(device):
 
     for function in (by_op, by_decomposition):
         result = torch.compile(function, fullgraph=True, backend="aot_eager")(heads)
-        for x, y in zip(heads, result, strict=True):
-            case.assert_near(y, case.rotated(2 * x))
+        for place, (x, y) in enumerate(zip(heads, result, strict=True)):
+            case.assert_near(y, case.rotated(2 * x, place))
 
 
 # --- gradients, and what torch asks of an op ---
@@ -250,30 +285,34 @@ def test_compiled(device):
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("choice", ["one", "index"])
-def test_gradcheck(device, pairing, choice):
+@FACTORS
+def test_gradcheck(device, pairing, choice, query_factors):
     case = HeadCase(dtype=torch.float64, pairing=pairing, choice=choice, tokens=2, head_dim=6, rotary_dim=4)
+    case = replace(case, query_factors=query_factors)
     heads = [x.requires_grad_() for x in case.heads_on(device)]
     rest = case.rest(device)
     assert gradcheck(lambda *heads: OPS.rotary(heads, *rest), heads)
     assert gradgradcheck(lambda *heads: OPS.rotary(heads, *rest), heads)
 
 
-@pytest.mark.parametrize("wanted", [0, 1])
-def test_the_gradient_of_one_of_q_and_k(device, wanted):
-    """The backward pass of k alone keeps the tables, which then belong to fewer heads each."""
-    case = HeadCase(dtype=torch.float64)
+@pytest.mark.parametrize("wanted", [Q, K])
+@FACTORS
+def test_the_gradient_of_one_of_q_and_k(device, wanted, query_factors):
+    """The backward pass of k alone keeps the tables, which then belong to fewer heads each, without query factors."""
+    case = HeadCase(dtype=torch.float64, query_factors=query_factors)
     heads = case.heads_on(device)
     heads[wanted].requires_grad_()
     result = OPS.rotary(heads, *case.rest(device))
     gradient = torch.randn(heads[wanted].shape, dtype=torch.float64, device=device)
     result[wanted].backward(gradient)
-    case.assert_near(heads[wanted].grad, case.rotated(gradient, conjugate=True))
+    case.assert_near(heads[wanted].grad, case.rotated(gradient, wanted, conjugate=True))
 
 
 @pytest.mark.parametrize("rows", [0, 2])
 @pytest.mark.parametrize("choice", ["one", "index"])
-def test_opcheck(device, choice, rows):
-    case = HeadCase(choice=choice, position_rows=rows)
+@FACTORS
+def test_opcheck(device, choice, rows, query_factors):
+    case = HeadCase(choice=choice, position_rows=rows, query_factors=query_factors)
     heads, rest = [x.requires_grad_() for x in case.heads_on(device)], case.rest(device)
     opcheck(OPS.rotary.default, (heads, *rest))
     opcheck(OPS.rotary_.default, ([x.detach() for x in heads], *rest))
@@ -309,14 +348,15 @@ def test_qk_norm_rotary(device, case, over, in_place):
         OPS.qk_norm_rotary_(heads, *rest)
     result = heads if in_place else OPS.qk_norm_rotary(heads, *rest)
     extra = 16 * torch.finfo(torch.promote_types(case.dtype, torch.float32)).eps
-    for x, weight, y in zip(before, weights, result, strict=True):
+    for place, (x, weight, y) in enumerate(zip(before, weights, result, strict=True)):
         exact = normed(x.cpu().double(), weight.cpu().double(), over, layout)
-        case.assert_near(y, case.rotated(exact), extra)
+        case.assert_near(y, case.rotated(exact, place), extra)
 
 
 @pytest.mark.parametrize("over", ["head", "all_heads"])
-def test_gradients_of_qk_norm_rotary(device, over):
-    case = HeadCase(dtype=torch.float64, tokens=2, head_dim=6, rotary_dim=4)
+@FACTORS
+def test_gradients_of_qk_norm_rotary(device, over, query_factors):
+    case = HeadCase(dtype=torch.float64, tokens=2, head_dim=6, rotary_dim=4, query_factors=query_factors)
     heads = case.heads_on(device)
     weights = norm_weights(case, heads, over)
     positions, table, layout, pairing, _, index = case.rest(device)
@@ -333,9 +373,11 @@ def test_gradients_of_qk_norm_rotary(device, over):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("over", ["head", "all_heads"])
-def test_gradients_of_qk_norm_rotary_against_float64(device, over, dtype):
+@FACTORS
+def test_gradients_of_qk_norm_rotary_against_float64(device, over, dtype, query_factors):
     """Shapes of the kernels that hold heads in registers."""
     case = HeadCase(dtype=dtype, tokens=7, head_dim=64, rotary_dim=32, per_table=(3, 1), choice="index")
+    case = replace(case, query_factors=query_factors)
     heads = case.heads_on(device)
     weights = norm_weights(case, heads, over)
     positions, table, layout, pairing, _, index = case.rest(device)
@@ -346,7 +388,7 @@ def test_gradients_of_qk_norm_rotary_against_float64(device, over, dtype):
     )
     for i, (x, weight, gradient) in enumerate(zip(heads, weights, gradients, strict=True)):
         wide = [y.detach().cpu().double().requires_grad_() for y in (x, weight)]
-        normed(*wide, over, layout).backward(case.rotated(gradient, conjugate=True))
+        normed(*wide, over, layout).backward(case.rotated(gradient, i, conjugate=True))
         for actual, exact in zip((found[i], found[len(heads) + i]), (wide[0].grad, wide[1].grad), strict=True):
             error = (actual.cpu().double() - exact).norm() / exact.norm()
             # One rounding, the rotation, and the sums of the norm.
@@ -356,10 +398,12 @@ def test_gradients_of_qk_norm_rotary_against_float64(device, over, dtype):
 @pytest.mark.parametrize("float8", [False, True])
 @pytest.mark.parametrize("choice", ["one", "index"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rotary_and_cache(device, layout, choice, float8):
+@FACTORS
+def test_rotary_and_cache(device, layout, choice, float8, query_factors):
     """Equals the rotation by itself and a scatter: rotary is checked against float64 above."""
     batch = 1 if layout == "thd" else 2
     case = HeadCase(layout=layout, batch=batch, choice=choice, dtype=torch.bfloat16, head_dim=64, rotary_dim=32)
+    case = replace(case, query_factors=query_factors)
     q, k = case.heads_on(device)
     v = torch.randn_like(k)
     positions, table, layout, pairing, _, index = case.rest(device)
@@ -368,7 +412,9 @@ def test_rotary_and_cache(device, layout, choice, float8):
     caches = [torch.zeros(total + 3, 4, case.tables, case.head_dim, device=device).to(cache_dtype) for _ in range(2)]
     slots = torch.randperm(4 * (total + 3), generator=torch.Generator().manual_seed(5))[:total].to(device)
     # Float8 caches are rounded once, from the float32 result.
-    expected_q, wide_k = (OPS.rotary([x], *case.rest(device))[0] for x in (q, k.float() if float8 else k))
+    expected_q, wide_k = OPS.rotary([q, k], *case.rest(device))
+    if float8:
+        wide_k = OPS.rotary([q.float(), k.float()], *case.rest(device))[K]
     OPS.rotary_and_cache_(
         q, k, v, positions, table, *caches, slots if layout == "thd" else slots.view(case.batch, -1), True, layout,
         "nhd", pairing, table_index=index,
@@ -380,10 +426,50 @@ def test_rotary_and_cache(device, layout, choice, float8):
         assert torch.equal(cache.flatten(0, 1)[slots].float(), expected.float())
 
 
+@pytest.mark.parametrize("over", ["head", "all_heads"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@FACTORS
+def test_qk_norm_rotary_and_cache(device, layout, dtype, over, query_factors):
+    """Norms and rotation against float64 in q and in the cache, beside the gate."""
+    batch = 1 if layout == "thd" else 2
+    case = HeadCase(layout=layout, batch=batch, choice="index", dtype=dtype, head_dim=64, rotary_dim=32)
+    case = replace(case, query_factors=query_factors)
+    heads = case.heads_on(device)
+    before, weights = [x.clone() for x in heads], norm_weights(case, heads, over)
+    q, k = heads
+    v, gate = torch.randn_like(k), torch.randn_like(q)
+    expected_gate = gate.double().sigmoid()
+    positions, table, layout, pairing, _, index = case.rest(device)
+    total = case.batch * case.tokens
+    caches = [torch.zeros(total + 3, 4, case.tables, case.head_dim, device=device, dtype=dtype) for _ in range(2)]
+    slots = torch.randperm(4 * (total + 3), generator=torch.Generator().manual_seed(5))[:total].to(device)
+    OPS.qk_norm_rotary_and_cache_(
+        q, k, v, *weights, positions, table, *caches, slots if layout == "thd" else slots.view(case.batch, -1), True,
+        EPS, 0.0, over, layout, "nhd", pairing, table_index=index, gate=gate,
+    )  # fmt: skip
+    expected_q, expected_k = (
+        case.rotated(normed(x.cpu().double(), weight.cpu().double(), over, layout), place)
+        for place, (x, weight) in enumerate(zip(before, weights, strict=True))
+    )
+    extra = 16 * torch.finfo(torch.float32).eps
+    case.assert_near(q, expected_q, extra)
+    stored_k, stored_v = (cache.flatten(0, 1)[slots].unflatten(0, (case.batch, case.tokens)) for cache in caches)
+    for stored, expected in ((stored_k, expected_k), (stored_v, v)):
+        by_layout = {"bhsd": stored.transpose(1, 2), "bshd": stored, "thd": stored[0]}[layout]
+        if expected is v:
+            assert torch.equal(by_layout, v)
+        else:
+            case.assert_near(by_layout, expected, extra)
+    torch.testing.assert_close(gate.double(), expected_gate, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
 @pytest.mark.parametrize("num_tokens", [3, 64])
-def test_qkv_rotary_is_unfused(device, num_tokens):
+@FACTORS
+def test_qkv_rotary_is_unfused(device, num_tokens, query_factors):
     """Head tables take the plain projection, then rotary."""
     case = HeadCase(layout="bshd", tokens=num_tokens, per_table=(2, 1), head_dim=64, rotary_dim=64)
+    case = replace(case, query_factors=query_factors)
     positions, table, _, pairing, _, _ = case.rest(device)
     generator = torch.Generator().manual_seed(0)
     outputs = (2 + 1 + 1) * case.tables * case.head_dim
@@ -392,7 +478,8 @@ def test_qkv_rotary_is_unfused(device, num_tokens):
     projected = OPS.qkv_rotary(x, weight, None, positions, table, 2 * case.tables, case.tables, pairing)
     plain = (x @ weight.T).unflatten(-1, (-1, case.head_dim))
     parts = plain.split([2 * case.tables, case.tables, case.tables], dim=2)
-    expected = torch.cat([*(case.rotated(part) for part in parts[:2]), parts[2].cpu()], dim=2).flatten(2)
+    rotated = [case.rotated(part, place) for place, part in enumerate(parts[:2])]
+    expected = torch.cat([*rotated, parts[2].cpu()], dim=2).flatten(2)
     torch.testing.assert_close(projected.cpu(), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -445,7 +532,7 @@ def changed(case: HeadCase, **changes: Any) -> tuple[list[torch.Tensor], tuple[A
 @pytest.mark.parametrize(
     ("table", "texts"),
     [
-        (torch.ones(1, 3, 3, 9, dtype=torch.int64), ["table must be", "[1, 3, 3, 9]"]),
+        (torch.ones(1, 3, 3, 9, dtype=torch.int64), ["attention factor", "of head 0"]),
         (torch.ones(1, 0, 3, 9, dtype=torch.int64), ["table must be", "[1, 0, 3, 9]"]),
         (torch.ones(1, 1, 0, 9, dtype=torch.int64), ["table must be", "[1, 1, 0, 9]"]),
         (torch.ones(0, 1, 3, 9, dtype=torch.int64), ["table must be", "[0, 1, 3, 9]"]),
@@ -464,6 +551,74 @@ def test_bad_tables_are_refused(table, texts):
     assert_refused(lambda: OPS.rotary(heads, *rest), ValueError, *texts)
     assert_refused(lambda: OPS.rotary_(heads, *rest), ValueError, *texts)
     assert all(torch.equal(x, y) for x, y in zip(heads, before, strict=True))
+
+
+def with_factors(changes: dict[int, float], **settings: Any) -> torch.Tensor:
+    """Return a table for 12 query heads, with other words behind the first ones in its last table."""
+    packed = HeadCase(query_factors=True, **settings).packed()
+    words = packed[-1, FACTOR_ROW:].view(-1)
+    for word, factor in changes.items():
+        words[word] = torch.tensor(factor, dtype=torch.float64).view(torch.int64)
+    return packed
+
+
+EACH_HEAD = "table must have a query factor for each of the 12 heads of q, got"
+IN_RANGE = "table must have query factors that are positive finite numbers in float32's range, got"
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        (with_factors({11: 0.0}), f"{EACH_HEAD} 11 in table 0"),
+        (with_factors({3: 0.0}), f"{EACH_HEAD} 11 in table 0"),
+        (with_factors({12: 1.0}), f"{EACH_HEAD} 13 in table 0"),
+        (with_factors({26: 1.0}), f"{EACH_HEAD} 13 in table 0"),
+        (with_factors({12: 1.0}, choice="sequence"), f"{EACH_HEAD} 13 in table 1"),
+        (with_factors({3: 0.0, 12: 1.0}), f"{IN_RANGE} 0 for head 3 in table 0"),
+        (with_factors({0: torch.inf}), f"{IN_RANGE} inf for head 0 in table 0"),
+        (with_factors({11: torch.nan}), f"{IN_RANGE} nan for head 11 in table 0"),
+        (with_factors({5: 1e-39}, choice="sequence"), f"{IN_RANGE} 1e-39 for head 5 in table 1"),
+        (with_factors({5: 1e39}), f"{IN_RANGE} 1e+39 for head 5 in table 0"),
+        (with_factors({}, per_table=(3, 1)), f"{EACH_HEAD} 9 in table 0"),
+    ],
+)
+def test_bad_query_factors_are_refused(table, text):
+    case = HeadCase()
+    heads, rest = changed(case, table=table)
+    before = [x.clone() for x in heads]
+    weights = norm_weights(case, heads, "head")
+    caches = [torch.zeros(4, 5, 3, 20) for _ in range(2)]
+    cached = heads[Q], heads[K], heads[K].clone()
+    slots = torch.arange(10).view(2, 5)
+    calls = [
+        lambda: OPS.rotary(heads, *rest),
+        lambda: OPS.rotary_(heads, *rest),
+        lambda: OPS.qk_norm_rotary(heads, weights, *rest[:2], EPS, 0.0, "head"),
+        lambda: OPS.rotary_and_cache_(*cached, *rest[:2], *caches, slots, True),
+        lambda: OPS.qk_norm_rotary_and_cache_(*cached, *weights, *rest[:2], *caches, slots, True, EPS, 0.0, "head"),
+    ]
+    for call in calls:
+        assert_refused(call, ValueError, text)
+    assert all(torch.equal(x, y) for x, y in zip(heads, before, strict=True))
+    assert not any(cache.any() for cache in caches)
+
+
+def test_more_heads_than_words_for_factors_are_refused(device):
+    """Also where the host cannot read the table."""
+    case = HeadCase(per_table=(10, 1))
+    heads, table = case.heads_on(device), HeadCase(query_factors=True).packed().to(device)
+    text = "table must have a query factor for each of the 30 heads of q, got rows for at most 27"
+    assert_refused(lambda: OPS.rotary(heads, case.positions().to(device), table), ValueError, text)
+
+
+@pytest.mark.parametrize("query_heads", [1, 26, 27, 28, 54, 55])
+def test_factors_fill_rows(device, query_heads):
+    """A row of one table has 9 words, 3 heads of k leave the tables as they are."""
+    case = HeadCase(tables=1, per_table=(query_heads, 3), query_factors=True)
+    assert case.packed().shape[1] == FACTOR_ROW + -(-query_heads // 9)
+    heads = case.heads_on(device)
+    for place, (x, y) in enumerate(zip(heads, OPS.rotary(heads, *case.rest(device)), strict=True)):
+        case.assert_near(y, case.rotated(x, place))
 
 
 def test_position_rows_out_of_range_are_refused():

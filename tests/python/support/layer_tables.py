@@ -19,8 +19,15 @@ def random_table(seed: int, **settings) -> mrrope.FrequencyTable:
     return mrrope.frequency_table("longrope", **settings, factors=scales, attention_factor=factor)
 
 
-def random_heads(count: int, seed: int = 0, **settings) -> mrrope.HeadTables:
-    return mrrope.HeadTables([random_table(1000 * seed + i, **settings) for i in range(count)])
+def random_factors(query_heads: int, seed: int = 0) -> list[float]:
+    generator = torch.Generator().manual_seed(seed + 500)
+    return (0.5 + torch.rand(query_heads, generator=generator, dtype=torch.float64)).tolist()
+
+
+def random_heads(count: int, seed: int = 0, query_heads: int | None = None, **settings) -> mrrope.HeadTables:
+    """Return head tables, with a factor for each of ``query_heads`` where these are given."""
+    factors = None if query_heads is None else random_factors(query_heads, seed)
+    return mrrope.HeadTables([random_table(1000 * seed + i, **settings) for i in range(count)], factors)
 
 
 def random_set(layers: int, key_heads: int, seed: int = 0, **settings) -> mrrope.TableSet:

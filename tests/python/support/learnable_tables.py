@@ -11,6 +11,7 @@ from mrrope.calibration.learnable_tables import LearnableTables
 from mrrope.tables.lookup import NativeRope
 
 LAYERS, HEADS, ROTARY_DIM, NATIVE = 2, 2, 8, 32
+QUERY_HEADS = 2 * HEADS
 
 
 TRAINED = NativeRope(ROTARY_DIM, 1e4, NATIVE)
@@ -21,19 +22,26 @@ def table(method: str = "yarn", scale: float = 4.0, **options) -> mrrope.Frequen
     return mrrope.frequency_table(method, **settings, **options)
 
 
-def random_set(seed: int, spread: float = 0.5, layers: int = LAYERS, heads: int = HEADS) -> mrrope.TableSet:
-    """Return tables that differ in every layer and head."""
+def random_set(
+    seed: int, spread: float = 0.5, layers: int = LAYERS, heads: int = HEADS, query_heads: int | None = None
+) -> mrrope.TableSet:
+    """Return tables that differ in every layer and head, and with ``query_heads`` a factor for each."""
     rng = random.Random(seed)
 
     def one() -> mrrope.FrequencyTable:
         factors = [math.exp(rng.uniform(0, spread) + 0.4 * i) for i in range(ROTARY_DIM // 2)]
         return table("longrope", factors=factors, attention_factor=math.exp(rng.uniform(-spread, spread) / 4))
 
-    return mrrope.TableSet([mrrope.HeadTables([one() for _ in range(heads)]) for _ in range(layers)])
+    def of_layer() -> mrrope.HeadTables:
+        tables = [one() for _ in range(heads)]
+        factors = query_heads and [math.exp(rng.uniform(-spread, spread)) for _ in range(query_heads)]
+        return mrrope.HeadTables(tables, factors)
+
+    return mrrope.TableSet([of_layer() for _ in range(layers)])
 
 
 def tiny_llama(dtype: torch.dtype = torch.float64):
-    return byte_llama(NATIVE, layers=LAYERS, heads=2 * HEADS, num_key_value_heads=HEADS, initializer_range=0.4).to(
+    return byte_llama(NATIVE, layers=LAYERS, heads=QUERY_HEADS, num_key_value_heads=HEADS, initializer_range=0.4).to(
         dtype
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import MRROPE
-from layer_tables import random_set
+from layer_tables import random_heads, random_set
 
 import mrrope
 from mrrope import cli
@@ -116,7 +116,14 @@ def test_an_interrupt_while_a_command_is_imported_is_one_line(
 
 
 SET = random_set(2, 3)
-KINDS = {"set": SET, "per layer": mrrope.TableSet([SET[0][0], SET[1][0]]), "heads": SET[0], "table": SET[0][0]}
+FACTORED = mrrope.TableSet([random_heads(3, 0, 9), SET[0][0], mrrope.HeadTables([SET[1][0]], [1.5] * 9)])
+KINDS = {
+    "set": SET,
+    "per layer": mrrope.TableSet([SET[0][0], SET[1][0]]),
+    "heads": SET[0],
+    "table": SET[0][0],
+    "factors": FACTORED,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,6 +162,25 @@ def test_table_prints_every_layer_and_head(kind: str, tmp_path: Path, capsys: py
         assert words[:2] == [place, head]
         assert float(words[2]) == pytest.approx(table.attention_factor, abs=1e-6)
         assert [float(word) for word in words[3:]] == pytest.approx(table.cumulative_scale.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("tables", [FACTORED, FACTORED[0]], ids=["set", "heads"])
+def test_table_prints_query_factors(
+    tables: mrrope.TableSet | mrrope.HeadTables, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables.save(tmp_path / "t.json")
+    assert cli.main(["table", str(tmp_path / "t.json")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    header = lines.index(["layer", "query", "heads", "query", "factors"])
+    rows, of_factors = lines[:header], lines[header + 1 :]
+    layers = {"0": tables[0], "2": tables[2]} if isinstance(tables, mrrope.TableSet) else {"all": tables}
+    place = next(iter(layers))
+    assert [row[:2] for row in rows[:3]] == [[place, "0"], [place, "1"], [place, "2"]]
+    assert [row[:2] for row in rows[3:]] == ([["1", "all"], ["2", "all"]] if len(layers) == 2 else [])
+    for layer, first, second in zip(layers, of_factors[::2], of_factors[1::2], strict=True):
+        assert (first[:4], second[:4]) == ([layer, "0", "to", "7"], [layer, "8", "to", "8"])
+        shown = [float(word) for word in (*first[4:], *second[4:])]
+        assert shown == pytest.approx(layers[layer].query_factors, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from byte_llama import save_byte_llama
-from layer_tables import random_set
+from layer_tables import random_heads, random_set
 from mpmath import cos, fmod, mp, mpf, pi
 from tiny_models import tiny_model, tokens
 
@@ -281,6 +281,20 @@ def test_what_the_heads_of_a_model_chose_is_drawn(tmp_path, capsys, kind) -> Non
             exact = [math.log2(1e4 ** (-i / 4) / theta) for i, theta in enumerate(table.inv_freq.tolist())]
             assert values == pytest.approx(exact, abs=64 * FLOAT64)
     assert [path.name for path in tmp_path.glob("t.*.png")] == ["t.heads.png"]
+    assert (tmp_path / "t.heads.png").stat().st_size > 10_000
+
+
+def test_query_factors_are_drawn(tmp_path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    one = mrrope.HeadTables([SET[1][0]], [0.5] * 6)
+    tables = mrrope.TableSet([random_heads(3, 0, 6, rotary_dim=8), SET[1], one])
+    tables.save(tmp_path / "s.json")
+    out = plotted(capsys, "--table", str(tmp_path / "s.json"), "--output", str(tmp_path / "t"))
+    found = json.loads((tmp_path / "t.json").read_text())["heads"]
+    assert found["query_factor"] == [list(tables[0].query_factors), [1.0] * 6, [0.5] * 6]
+    assert found["attention_factor"][2] == [SET[1][0].attention_factor] * 3
+    assert f"query factors      0.5 to {max(tables[0].query_factors):.4g}" in out
+    assert "query_factor" not in table_set_figure.numbers(SET)
     assert (tmp_path / "t.heads.png").stat().st_size > 10_000
 
 

@@ -1,0 +1,587 @@
+"""Query factors: in HeadTables, in TableSet, in their files, in stacks, and in the ops of the Python API."""
+
+import copy
+import json
+import math
+import pickle
+
+import pytest
+import torch
+from layer_tables import head_by_head, random_factors, random_heads, random_table
+from op_errors import assert_refused
+from rotary_cases import LAYOUTS, PAIRINGS
+from rotary_reference import HEAD_AXIS, TOLERANCES, rotated
+from torch._subclasses import FakeTensorMode
+
+import mrrope
+from mrrope import HeadTables, TableSet
+from mrrope.ops import decompositions
+from mrrope.tables.frequency_table import packed_stack
+from mrrope.tables.lookup import load_tables
+from mrrope.tables.query_factors import FACTOR_ROW, factors_in
+
+CPU = torch.device("cpu")
+FACTORS = random_factors(6)
+
+
+def of_three(factors=FACTORS, seed: int = 0) -> HeadTables:
+    return HeadTables(random_heads(3, seed), factors)
+
+
+def for_all(factors=FACTORS, seed: int = 0) -> HeadTables:
+    """One table for all key heads."""
+    return HeadTables([random_table(seed)], factors)
+
+
+KINDS = {"a table per head": of_three(), "a table for all": for_all()}
+EACH_KIND = pytest.mark.parametrize("heads", KINDS.values(), ids=KINDS.keys())
+
+
+# --- the class ---
+
+
+def test_factors_of_every_query_head():
+    heads = of_three()
+    assert heads.query_factors == tuple(FACTORS)
+    assert heads.query_heads == 6
+    assert (heads.key_heads, len(heads)) == (3, 3)
+    assert list(heads) == list(random_heads(3))
+    assert random_heads(3).query_factors is random_heads(3).query_heads is None
+    assert random_table(0).query_factors is random_table(0).query_heads is None
+
+
+def test_one_table_for_all_key_heads():
+    heads = for_all()
+    assert heads.key_heads is None
+    assert (len(heads), heads.query_heads) == (1, 6)
+    assert heads[0] == random_table(0)
+    assert HeadTables([random_table(0)]).key_heads == 1
+
+
+@pytest.mark.parametrize("kind", [tuple, list, iter, torch.tensor, lambda x: torch.tensor(x, dtype=torch.float64)])
+def test_factors_are_any_numbers(kind):
+    heads = of_three(kind([1, 2, 3]))
+    assert heads.query_factors == (1.0, 2.0, 3.0)
+    assert all(type(factor) is float for factor in heads.query_factors)
+
+
+COUNT = "query_factors must hold a factor per query head, a multiple of the 3 tables, got"
+RANGE = "must be a positive finite number in float32's range, got"
+BAD_FACTORS = {
+    "none": ([], ValueError, f"{COUNT} 0"),
+    "four": ([1.0] * 4, ValueError, f"{COUNT} 4"),
+    "zero": ([1.0, 0.0, 1.0], ValueError, f"query_factors[1] {RANGE} 0"),
+    "negative": ([1.0, 1.0, -1.5], ValueError, f"query_factors[2] {RANGE} -1.5"),
+    "infinite": ([math.inf, 1.0, 1.0], ValueError, f"query_factors[0] {RANGE} inf"),
+    "nan": ([math.nan, 1.0, 1.0], ValueError, f"query_factors[0] {RANGE} nan"),
+    "subnormal": ([1e-39, 1.0, 1.0], ValueError, f"query_factors[0] {RANGE} 1e-39"),
+    "large": ([1e39, 1.0, 1.0], ValueError, f"query_factors[0] {RANGE} 1e+39"),
+    "huge": ([10**400, 1.0, 1.0], ValueError, "query_factors[0] must be within the range of a float"),
+    "a name": ([1.0, "rope", 1.0], TypeError, "query_factors[1] must be a number, got 'rope'"),
+    "a boolean": ([True, 1.0, 1.0], TypeError, "query_factors[0] must be a number, got True"),
+    "a number": (1.0, TypeError, "query_factors must be a sequence of numbers, got 1.0"),
+    "a text": ("111", TypeError, "query_factors[0] must be a number, got '1'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("factors", "error", "text"), BAD_FACTORS.values(), ids=BAD_FACTORS.keys())
+def test_bad_factors_are_refused(factors, error, text):
+    assert_refused(lambda: of_three(factors), error, text)
+    data = {**of_three().to_dict(), "query_factors": factors}
+    assert_refused(lambda: HeadTables.from_dict(data), error, text)
+    data = TableSet([random_table(5), of_three()]).to_dict()
+    data["layers"][1]["query_factors"] = factors
+    assert_refused(lambda: TableSet.from_dict(data), error, f"layers[1].{text}")
+
+
+def test_equality_and_hash():
+    heads = of_three()
+    assert heads == of_three()
+    assert hash(heads) == hash(of_three())
+    assert heads != of_three([*FACTORS[:-1], 0.25])
+    assert heads != random_heads(3)
+    assert random_heads(3) != heads
+    assert of_three([1.0] * 6) != random_heads(3)
+    assert of_three([1.0] * 3) != of_three([1.0] * 6)
+    assert len({heads, of_three(), random_heads(3), for_all()}) == 3
+
+
+def test_is_like():
+    heads = of_three()
+    assert heads.is_like(of_three())
+    assert not heads.is_like(of_three(FACTORS[::-1]))
+    assert not heads.is_like(of_three(FACTORS[:3]))
+    assert not heads.is_like(of_three(seed=1))
+    for ones in (of_three([1.0] * 6), of_three([1.0] * 3)):
+        assert ones.is_like(random_heads(3))
+        assert random_heads(3).is_like(ones)
+        assert not ones.is_like(heads)
+    assert not heads.is_like(random_heads(3))
+    assert not random_heads(3).is_like(heads)
+    table = random_table(0)
+    assert for_all().is_like(HeadTables([table] * 3, FACTORS))
+    assert for_all([1.0]).is_like(table)
+    assert table.is_like(for_all([1.0]))
+    assert not for_all().is_like(table)
+    assert not table.is_like(for_all())
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(1, "query_factors=[0.5]"), (4, "query_factors=[0.5, 1.5, 2.5, 3.5]"), (6, "query_factors=[0.5, 1.5, ..., 5.5]")],
+)
+def test_repr(count, shown):
+    assert repr(for_all([0.5 + i for i in range(count)])) == (
+        f"HeadTables(all key heads, rotary_dim=16, base=10000, original_max_position=2048, scale=8, {shown})"
+    )
+    assert repr(of_three([0.5, 1.5, 2.5])).startswith("HeadTables(3 key heads, rotary_dim=16")
+    assert "query_factors" not in repr(random_heads(3))
+
+
+def test_tables_of_keys():
+    heads, one = of_three(), for_all()
+    assert heads.without_query_factors() == random_heads(3)
+    assert heads.without_query_factors() is heads.without_query_factors(), "stacks are cached by identity"
+    assert one.without_query_factors() is one[0]
+    plain, table = random_heads(3), random_table(0)
+    assert plain.without_query_factors() is plain
+    assert table.without_query_factors() is table
+    layers = TableSet([heads, one, table])
+    assert list(layers.without_query_factors()) == [random_heads(3), one[0], table]
+    assert layers.without_query_factors() is layers.without_query_factors()
+    without = layers.without_query_factors()
+    assert without.without_query_factors() is without
+
+
+def test_relative_tables_are_those_of_keys():
+    old, new, plain = of_three(), of_three(FACTORS[::-1], seed=1), random_heads(3)
+    change = random_heads(3, seed=1).relative_to(plain)
+    for found in (new.relative_to(old), new.relative_to(plain), random_heads(3, seed=1).relative_to(old)):
+        assert found == change
+    table = random_table(7)
+    one = for_all(seed=7)
+    assert list(one.relative_to(old)) == [table.relative_to(each) for each in old]
+    assert list(old.relative_to(one)) == [each.relative_to(table) for each in old]
+    assert list(one.relative_to(table)) == [table.relative_to(table)]
+    assert_refused(lambda: old.relative_to(HeadTables(random_heads(2), FACTORS)), ValueError, "3 key heads, got 2")
+
+
+@EACH_KIND
+def test_inverse_tables_invert_factors(heads):
+    inverse = heads.inverse()
+    assert inverse.query_factors == tuple(1 / factor for factor in heads.query_factors)
+    assert list(inverse) == [table.inverse() for table in heads]
+    assert inverse.inverse().query_factors == pytest.approx(heads.query_factors, rel=1e-15)
+    assert_refused(lambda: for_all([3e38]).inverse(), ValueError, f"query_factors[0] {RANGE}")
+
+
+# --- packed ---
+
+
+@pytest.mark.parametrize("query_heads", [3, 27, 30, 54, 57])
+def test_packed_words(query_heads):
+    factors = random_factors(query_heads)
+    heads = of_three(factors)
+    packed = heads.packed(CPU)
+    rows = -(-query_heads // 27)
+    assert (packed.shape, packed.dtype, packed.is_contiguous()) == ((1, 2 + rows, 3, 9), torch.int64, True)
+    assert torch.equal(packed[:, :1], random_heads(3).packed(CPU))
+    assert not packed[:, 1].any(), "one position a token"
+    words = packed[0].flatten()[2 * 27 :]
+    assert words[:query_heads].view(torch.float64).tolist() == factors
+    assert not words[query_heads:].any()
+    assert factors_in(packed, query_heads).view(torch.float64).tolist() == [factors]
+    assert heads.packed(CPU) is packed
+
+
+def test_device_copies_are_cached(device):
+    heads = of_three()
+    on_device = torch.empty(0, device=device).device
+    assert heads.to(device) is heads
+    assert heads.packed(on_device).device == on_device
+    assert heads.packed(on_device) is heads.packed(on_device)
+    with torch.inference_mode():
+        made = of_three()
+        stack = packed_stack([made, random_table(0)], CPU)
+    assert not made.packed(CPU).is_inference()
+    assert not stack.is_inference()
+
+
+MIXED = [random_table(7), random_heads(3, seed=1), of_three(seed=2), for_all(FACTORS[::-1], seed=3)]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 1], [3, 0], [0, 3, 1], [3], [2]])
+def test_stacks(order):
+    tables = [MIXED[i] for i in order]
+    stack = packed_stack(tables, CPU)
+    heads = 3 if {1, 2} & set(order) else 1
+    assert (stack.shape, stack.is_contiguous()) == ((len(tables), 2 + -(-6 // (9 * heads)), heads, 9), True)
+    assert not stack[:, 1].any()
+    for table, rows in zip(tables, stack, strict=True):
+        words = table.without_query_factors().packed(CPU)
+        assert torch.equal(rows[0], words.view(-1, 9).expand(heads, -1))
+        factors = rows[FACTOR_ROW:].flatten()
+        assert factors[:6].view(torch.float64).tolist() == list(table.query_factors or [1.0] * 6)
+        assert not factors[6:].any()
+    assert packed_stack(tables, CPU) is stack
+
+
+def test_stacks_under_fake_tensors():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert packed_stack(MIXED, CPU).shape == (4, 3, 3, 9)
+
+
+def test_stacks_that_do_not_agree_are_refused():
+    text = "table[2] must hold query_factors for 6 query heads, as those before it do, got 3"
+    assert_refused(lambda: packed_stack([random_table(0), of_three(), of_three(FACTORS[:3])], CPU), ValueError, text)
+    assert_refused(lambda: packed_stack([random_heads(3), for_all(), for_all(FACTORS[:3])], CPU), ValueError, text)
+    for tables in ([random_heads(4), for_all()], [for_all(), random_table(0), random_heads(4)]):
+        text = "table must hold query_factors for a multiple of 4 key heads, got 6"
+        assert_refused(lambda tables=tables: packed_stack(tables, CPU), ValueError, text)
+    text = "table[1] must hold tables for 3 key heads, as those before it do, got 2"
+    assert_refused(lambda: packed_stack([of_three(), random_heads(2)], CPU), ValueError, text)
+
+
+# --- files ---
+
+
+def copies_of(tables, path):
+    tables.save(path)
+    kind = type(tables)
+    return {
+        "dict": kind.from_dict(tables.to_dict()),
+        "json": kind.from_dict(json.loads(json.dumps(tables.to_dict(), allow_nan=False))),
+        "file": kind.load(path),
+        "lookup": load_tables(path),
+        "pickle": pickle.loads(pickle.dumps(tables)),
+        "copy": copy.copy(tables),
+        "deepcopy": copy.deepcopy(tables),
+    }
+
+
+@EACH_KIND
+def test_round_trips_are_exact(tmp_path, heads):
+    for name, copied in copies_of(heads, tmp_path / "heads.json").items():
+        assert copied == heads, name
+        assert hash(copied) == hash(heads), name
+        assert copied.query_factors == heads.query_factors, name
+        assert copied.key_heads == heads.key_heads, name
+        assert torch.equal(copied.packed(CPU), heads.packed(CPU)), name
+    assert json.loads((tmp_path / "heads.json").read_text()) == heads.to_dict()
+    assert heads.to_dict()["query_factors"] == list(heads.query_factors)
+
+
+def test_files_without_factors_do_not_change():
+    assert "query_factors" not in random_heads(3).to_dict()
+    assert all(type(layer) is list for layer in TableSet([random_heads(3)] * 2).to_dict()["layers"])
+    data = random_heads(3).to_dict()
+    assert HeadTables.from_dict({**data, "query_factors": None}) == random_heads(3)
+
+
+SETS = {
+    "every layer": TableSet([of_three(), of_three(FACTORS[::-1], seed=1)]),
+    "equal layers": TableSet([of_three()] * 3),
+    "mixed": TableSet(MIXED),
+    "one table a layer": TableSet([for_all(), random_table(1)]),
+}
+EACH_SET = pytest.mark.parametrize("tables", SETS.values(), ids=SETS.keys())
+
+
+@EACH_SET
+def test_round_trips_of_sets_are_exact(tmp_path, tables):
+    for name, copied in copies_of(tables, tmp_path / "set.json").items():
+        assert copied == tables, name
+        assert hash(copied) == hash(tables), name
+        assert copied.query_heads == tables.query_heads == 6, name
+        assert [layer.query_factors for layer in copied] == [layer.query_factors for layer in tables], name
+    lines = (tmp_path / "set.json").read_text().splitlines()
+    assert sum(line.startswith("{") and '"query_factors":[' in line for line in lines) == sum(
+        layer.query_factors is not None for layer in tables
+    )
+
+
+def test_layers_of_a_file():
+    first, *others = TableSet(MIXED).to_dict()["layers"]
+    assert set(first) == {"attention_factor", "cumulative_scale"}
+    assert type(others[0]) is list
+    for row, tables in zip(others[1:], MIXED[2:], strict=True):
+        assert set(row) == {"heads", "query_factors"}
+        assert row["query_factors"] == list(tables.query_factors)
+        assert len(row["heads"]) == len(tables)
+
+
+def bad_layers() -> dict[str, tuple]:
+    (row,) = TableSet([of_three()]).to_dict()["layers"]
+    heads, factors = row["heads"], row["query_factors"]
+    fields = "layers[0] must have the fields ['heads', 'query_factors'] for head tables with query factors, got "
+    return {
+        "no factors": ({"heads": heads}, ValueError, fields + "['heads']"),
+        "no heads": ({"query_factors": factors}, ValueError, fields + "['query_factors']"),
+        "another field": ({**row, "scale": 2.0}, ValueError, fields + "['heads', 'query_factors', 'scale']"),
+        "empty heads": ({**row, "heads": []}, ValueError, "layers[0].heads must be a list with a table per key head"),
+        "a bad head": ({**row, "heads": [heads[0], 3]}, TypeError, "layers[0].heads[1] must be a JSON object"),
+        "null": ({**row, "query_factors": None}, TypeError, "layers[0].query_factors must be a sequence of numbers"),
+    }
+
+
+@pytest.mark.parametrize(("row", "error", "text"), bad_layers().values(), ids=bad_layers().keys())
+def test_bad_layers_of_a_file_are_refused(row, error, text):
+    data = TableSet([of_three()]).to_dict()
+    assert_refused(lambda: TableSet.from_dict({**data, "layers": [row]}), error, text)
+
+
+# --- sets ---
+
+
+def test_sets_agree_in_query_heads():
+    tables = TableSet(MIXED)
+    assert (tables.key_heads, tables.query_heads) == (3, 6)
+    assert "4 layers x 3 key heads" in repr(tables)
+    assert "factors of 6 query heads" in repr(tables)
+    assert TableSet([random_heads(3)]).query_heads is None
+    assert "factors" not in repr(TableSet([random_heads(3)]))
+    assert TableSet([for_all(), random_table(0)]).key_heads is None
+    text = "layers[2] must hold query_factors for 6 query heads, as those before it do, got 3"
+    assert_refused(lambda: TableSet([random_table(0), of_three(), for_all(FACTORS[:3])]), ValueError, text)
+    text = "layers must hold query_factors for a multiple of 4 key heads, got 6"
+    assert_refused(lambda: TableSet([for_all(), random_heads(4)]), ValueError, text)
+
+
+@EACH_SET
+def test_sets_pack_the_tables_of_keys(tables):
+    assert torch.equal(tables.packed(CPU), tables.without_query_factors().packed(CPU))
+    assert tables.packed(CPU).shape == (1, len(tables), tables.key_heads or 1, 9)
+
+
+def test_sets_that_rotate_alike():
+    tables = TableSet([of_three(), of_three()])
+    assert tables.is_like(TableSet([of_three(), of_three()]))
+    assert tables.is_like(of_three())
+    assert not tables.is_like(TableSet([of_three(), random_heads(3)]))
+    assert not tables.is_like(tables.without_query_factors())
+
+
+# --- ops ---
+
+
+def qk(layout: str, device: str, dtype=torch.float64, q_heads: int = 6, k_heads: int = 3):
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"bhsd": (2, 0, 5, 20), "bshd": (2, 5, 0, 20), "thd": (5, 0, 20)}
+    of_q, of_k = ([size or heads for size in shapes[layout]] for heads in (q_heads, k_heads))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in (of_q, of_k)]
+
+
+def positions_on(device: str) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31, (5,), generator=torch.Generator().manual_seed(9)).to(device)
+
+
+def expected(x, positions, tables, factors, layout="bhsd", pairing="halves"):
+    """Return the rotation by each head's table in float64, times its factor but for the tail."""
+    whole = torch.empty(x.shape, dtype=torch.float64)
+    per_head = tables if len(tables) > 1 else tables[0]
+    for index, table in head_by_head(x, per_head, layout):
+        whole[index] = rotated(x[index], positions, table, layout, pairing).cpu()
+    shape = [1] * x.dim()
+    shape[HEAD_AXIS[layout]] = -1
+    if factors is not None:
+        whole[..., : tables.rotary_dim] *= torch.tensor(factors, dtype=torch.float64).view(shape)
+    return whole
+
+
+def assert_near(actual, exact):
+    # Factors are at most 1.5 each.
+    bound = 8 * (TOLERANCES[actual.dtype].arithmetic + TOLERANCES[actual.dtype].rounding) * exact.abs().max()
+    assert (actual.detach().cpu().double() - exact).abs().max() <= bound
+
+
+@EACH_KIND
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rotary(device, layout, pairing, heads, dtype):
+    q, k = qk(layout, device, dtype)
+    positions = positions_on(device)
+    found = mrrope.rotary(q, k, positions, heads, layout, pairing)
+    in_place = mrrope.rotary_(q.clone(), k.clone(), positions, heads, layout, pairing)
+    for actual, again, x, factors in zip(found, in_place, (q, k), (FACTORS, None), strict=True):
+        assert torch.equal(actual, again)
+        assert torch.equal(actual[..., 16:], x[..., 16:])
+        assert_near(actual, expected(x, positions, heads, factors, layout, pairing))
+    alone, _ = mrrope.rotary(q, None, positions, heads, layout, pairing)
+    assert torch.equal(alone, found[0])
+    keys, _ = mrrope.rotary(k, None, positions, heads.without_query_factors(), layout, pairing)
+    assert torch.equal(keys, found[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lists_with_an_index(device, layout):
+    q, k = qk(layout, device)
+    positions = positions_on(device)
+    numbers = [2, 0] if layout != "thd" else [3, 1, 2, 0, 3]
+    index = torch.tensor(numbers, dtype=torch.int32, device=device)
+    found = mrrope.rotary(q, k, positions, MIXED, layout, table_index=index)
+    for i, number in enumerate(numbers):
+        of_token = positions[i : i + 1] if layout == "thd" else positions
+        table = MIXED[number] if isinstance(MIXED[number], HeadTables) else HeadTables([MIXED[number]])
+        for actual, x, factors in zip(found, (q, k), (table.query_factors, None), strict=True):
+            assert_near(actual[i : i + 1], expected(x[i : i + 1], of_token, table, factors, layout))
+
+
+@EACH_KIND
+def test_gradients(device, heads):
+    q, k = (x.requires_grad_() for x in qk("bhsd", device))
+    positions = positions_on(device)
+    upstream = [torch.randn_like(x) for x in (q, k)]
+    gradients = torch.autograd.grad(mrrope.rotary(q, k, positions, heads), (q, k), upstream)
+    factors = HeadTables(heads, [1.0] * 6)
+    for gradient, x, of_heads in zip(gradients, upstream, (FACTORS, None), strict=True):
+        assert_near(gradient, expected(x, -positions, factors, of_heads))
+
+
+def test_rotating_there_and_back(device):
+    q, k = qk("bhsd", device)
+    positions, heads = positions_on(device), of_three()
+    back = mrrope.rotary(*mrrope.rotary(q, k, positions, heads), positions, heads.inverse())
+    for actual, x in zip(back, (q, k), strict=True):
+        torch.testing.assert_close(actual, x, rtol=0.0, atol=1e-13)
+
+
+def test_rescale_cache_ignores_factors(device):
+    _, k = qk("bhsd", device)
+    positions = positions_on(device)
+    old, new = of_three(), of_three(FACTORS[::-1], seed=1)
+    cached, _ = mrrope.rotary(k, None, positions, old.without_query_factors())
+    by_factors, plain, by_sets = cached.clone(), cached.clone(), cached.clone()
+    mrrope.rescale_cache_(by_factors, positions, old, new)
+    mrrope.rescale_cache_(plain, positions, old.without_query_factors(), new.without_query_factors())
+    mrrope.rescale_cache_([by_sets], positions, TableSet([old]), TableSet([new]))
+    assert torch.equal(by_factors, plain)
+    assert torch.equal(by_sets, plain)
+    assert_near(plain, expected(k, positions, new, None))
+    unchanged = cached.clone()
+    mrrope.rescale_cache_(unchanged, positions, [old, for_all()], [of_three(FACTORS[::-1]), for_all([1.0])])
+    assert torch.equal(unchanged, cached), "keys that differ in query factors alone"
+    mixed = cached.clone()
+    mrrope.rescale_cache_(mixed, positions, [old, new], [for_all(seed=4), old])
+    one = for_all(seed=4)
+    assert_near(mixed[:1], expected(k[:1], positions, one, None))
+
+
+OTHER_HEADS = "q must have 6 heads, one for each of table's query_factors, got 3"
+
+
+def calls_of(q, k, table):
+    """Every op of the Python API that takes query factors."""
+    positions, weight = positions_on("cpu"), torch.ones(20, dtype=q.dtype)
+    cache = lambda: torch.zeros(2, k.shape[1], 5, 20, dtype=q.dtype)  # noqa: E731
+    x, qkv = torch.ones(2, 5, 24, dtype=q.dtype), torch.ones((q.shape[1] + 2 * k.shape[1]) * 20, 24, dtype=q.dtype)
+    return {
+        "rotary": lambda: mrrope.rotary(q, k, positions, table),
+        "rotary_": lambda: mrrope.rotary_(q, k, positions, table),
+        "qk_norm_rotary": lambda: mrrope.qk_norm_rotary(q, k, weight, weight, positions, table, eps=1e-6),
+        "qk_norm_rotary_": lambda: mrrope.qk_norm_rotary_(q, k, weight, weight, positions, table, eps=1e-6),
+        "rotary_and_cache_": lambda: mrrope.rotary_and_cache_(
+            q, k, k.clone(), positions.abs() % 5, table, cache(), cache()
+        ),
+        "qk_norm_rotary_and_cache_": lambda: mrrope.qk_norm_rotary_and_cache_(
+            q, k, k.clone(), weight, weight, positions.abs() % 5, table, cache(), cache(), eps=1e-6
+        ),
+        "qkv_rotary": lambda: mrrope.qkv_rotary(x, qkv, None, positions, table, q.shape[1], k.shape[1]),
+    }
+
+
+@pytest.mark.parametrize("table", [of_three(), for_all(), MIXED[2:], [for_all(), random_heads(3)]])
+@pytest.mark.parametrize("name", calls_of(*qk("bhsd", "cpu"), None))
+def test_other_numbers_of_query_heads_are_refused(name, table):
+    q, k = qk("bhsd", "cpu", q_heads=3)
+    before = q.clone()
+    assert_refused(calls_of(q, k, table)[name], ValueError, OTHER_HEADS)
+    assert torch.equal(q, before)
+
+
+@EACH_KIND
+@pytest.mark.parametrize("name", calls_of(*qk("bhsd", "cpu"), None))
+def test_every_op_takes_factors(name, heads):
+    """Against rotary with q's heads multiplied: the ops' own tests compare with float64."""
+    q, k = qk("bhsd", "cpu")
+    plain_q, plain_k = q.clone(), k.clone()
+    found = calls_of(q, k, heads)[name]()
+    plain = calls_of(plain_q, plain_k, heads.without_query_factors())[name]()
+    with_factors, without = (x[0] if isinstance(x, tuple) else x for x in (found, plain))
+    by = torch.tensor(FACTORS, dtype=torch.float64).view(6, 1, 1)
+    torch.testing.assert_close(with_factors[..., :16], without[..., :16] * by, rtol=1e-14, atol=0.0)
+    assert torch.equal(with_factors[..., 16:], without[..., 16:])
+    if isinstance(found, tuple):
+        assert torch.equal(found[1], plain[1]), "keys"
+
+
+def test_keys_alone_are_refused():
+    _, k = qk("bhsd", "cpu")
+    assert_refused(lambda: mrrope.rotary(k, None, positions_on("cpu"), of_three()), ValueError, OTHER_HEADS)
+
+
+def test_several_positions_a_token_are_refused():
+    q, k = qk("bhsd", "cpu")
+    text = "positions must be one a token with table's query_factors, [batch, tokens] or [tokens], got [3, 2, 5]"
+    positions = torch.zeros(3, 2, 5, dtype=torch.int64)
+    assert_refused(lambda: mrrope.rotary(q, k, positions, of_three()), ValueError, text)
+    x, weight = torch.ones(2, 5, 24), torch.ones(12 * 20, 24)
+    assert_refused(lambda: mrrope.qkv_rotary(x, weight, None, positions, of_three(), 6, 3), ValueError, text)
+
+
+@pytest.mark.parametrize("table", [for_all([1.5, 1.0]), [random_table(0), for_all([1.5, 1.0])]])
+def test_latent_attention_refuses_factors(table):
+    """Its heads share one key; tables of its ops are for all heads."""
+    q, nope, rope = torch.ones(1, 2, 3, 20), torch.ones(1, 2, 3, 4), torch.ones(1, 3, 16)
+    text = "table must be one for all heads, without query_factors, got"
+    assert_refused(lambda: mrrope.mla_rotary(q, nope, rope, torch.arange(3), table), ValueError, text)
+    cache = torch.zeros(1, 4, 24)
+    assert_refused(
+        lambda: mrrope.mla_rotary_and_cache_(
+            torch.ones(3, 2, 16), torch.ones(3, 8), torch.ones(3, 16), torch.arange(3), table, cache, torch.arange(3)
+        ),
+        ValueError,
+        text,
+    )
+
+
+# --- torch.compile ---
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("form", ["a table per head", "a table for all", "a list"])
+def test_compile(device, backend, form):
+    table = [of_three(), random_table(4)] if form == "a list" else KINDS[form]
+    q, k = (x.float().requires_grad_() for x in qk("bhsd", device))
+    positions = positions_on(device)[None].expand(2, -1)
+    torch._dynamo.reset()  # one function is compiled again for every table and backend
+    expected_heads = mrrope.rotary(q, k, positions, table)
+    found = torch.compile(mrrope.rotary, fullgraph=True, backend=backend)(q, k, positions, table)
+    for ours, theirs in zip(found, expected_heads, strict=True):
+        assert torch.equal(ours, theirs)
+    gradients = [torch.autograd.grad([x.square().sum() for x in heads], (q, k)) for heads in (found, expected_heads)]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_of_rescale_cache(device, backend):
+    _, k = qk("bhsd", device)
+    positions, old, new = positions_on(device), of_three(), of_three(seed=1)
+    by_op, compiled = k.clone(), k.clone()
+    mrrope.rescale_cache_(by_op, positions, old, [new, old])
+    torch.compile(mrrope.rescale_cache_, fullgraph=True, backend=backend)(compiled, positions, old, [new, old])
+    assert torch.equal(compiled, by_op)
+    assert not torch.equal(compiled, k)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("table", [of_three(), for_all(), [of_three(), random_table(4)]])
+def test_the_decomposition_is_the_op(device, layout, table):
+    heads = [x.float() for x in qk(layout, device)]
+    positions = positions_on(device)[None].expand(2, -1)
+    packed = packed_stack(table, heads[0].device) if isinstance(table, list) else table.packed(heads[0].device)
+    for conjugate in (False, True):
+        arguments = heads, positions, packed, layout, "halves", conjugate
+        for x, y in zip(decompositions.rotary(*arguments), torch.ops.mrrope.rotary(*arguments), strict=True):
+            torch.testing.assert_close(x, y, rtol=0.0, atol=4e-6)
