@@ -37,7 +37,7 @@ TAKES_NO_KEYS = "mrrope_takes_no_keys"
 REFUSED = "past_key_values must be empty or filled by the tables that the model has now"
 
 TablesKey = int
-"""A hash of all tables of a patched model."""
+"""A hash of all tables that rotate the keys of a patched model."""
 
 
 class CacheGuard:
@@ -221,8 +221,8 @@ def _tables_of(module: nn.Module) -> RotaryTables | None:
 
 
 def _key_of(tables: list[RotaryTables]) -> TablesKey | None:
-    """Return the key of the tables of a model; None where all are the model's own."""
-    by_layer_type = [item for each in tables for item in each.by_layer_type.items()]
-    is_own = all(each.are_own for each in tables)
+    """Return the key of the tables of a model; None where all rotate keys as the model's own."""
+    by_layer_type = [item for each in tables for item in each.of_keys.items()]
+    is_own = all(each.keys_are_own for each in tables)
     # Not the hash of layer types, whose strings hash differently in every process.
     return None if is_own else hash(tuple(of_type for _, of_type in by_layer_type))

@@ -23,6 +23,7 @@ from torch import nn
 from mrrope.hf import handoff
 from mrrope.ops import decompositions
 from mrrope.ops.decompositions import should_decompose
+from mrrope.ops.learnable_rotary import rotated_heads
 
 Apply = Callable[..., Any]
 
@@ -74,11 +75,10 @@ class Convention:
     ) -> list[torch.Tensor]:
         if positions.dim() == 3:
             raise ValueError("a learned table must come with one position per token, got M-RoPE's rows of positions")
-        frequencies = -table[:, :-1] if self.backwards else table[:, :-1]
-        rotated: list[torch.Tensor] = torch.ops.mrrope.learnable_rotary.default(
-            heads, positions, frequencies.contiguous(), table[:, -1].contiguous(), layout, self.pairing
-        )
-        return rotated[:-1]  # The last one holds the packed tables.
+        frequencies, factor = table[0, :, :-1].contiguous(), table[0, :, -1].contiguous()
+        frequencies = -frequencies if self.backwards else frequencies
+        query_factors = handoff.query_factors_of(table, heads[0].shape[layout.index("h")])
+        return rotated_heads(heads, positions, frequencies, factor, layout, self.pairing, query_factors)
 
 
 def own_code(function: Apply) -> Apply:

@@ -11,11 +11,12 @@ last dimension of positions, :data:`COPIES`, broadcasts with no head. It is a vi
 |---|---|---|
 | one for all heads | ``[W]``, ``[N, W]``, M-RoPE ``[N, 2, W]`` | ``rotary`` |
 | one per key head | ``[N, R, H, W]`` | ``rotary`` |
-| learned: float32 or float64 radians per position, attention factor last | ``[H, W]`` | ``learnable_rotary`` |
-| by layer: one of the two above per layer | ``[L, N, R, H, W]``, ``[L, H, W]`` | after :func:`of_layer` |
+| learned: float32 or float64 radians per position, attention factor last | ``[1 + F, H, W]`` | ``learnable_rotary`` |
+| by layer: one of the two above per layer | ``[L, N, R, H, W]``, ``[L, 1 + F, H, W]`` | after :func:`of_layer` |
 
-W is rotary_dim / 2 + 1, N 1 or the batch, R 2 with M-RoPE's rows of positions and else 1, H 1 or the number of key
-heads. Tables by layer pass through the model whole; a hook on every attention module
+W is rotary_dim / 2 + 1, N 1 or the batch, H 1 or the number of key heads. R is 1, with M-RoPE's rows of positions 2,
+and with query factors 2 and the rows that hold them. F rows of a learned table hold the factors of query heads, none
+without (:func:`learned_table`). Tables by layer pass through the model whole; a hook on every attention module
 (:mod:`mrrope.hf.layer_tables`) replaces them by the layer's own.
 
 Positions are integers. Fractions of a position, as the frames of a video have in Qwen3-Omni, are counted in small units
@@ -74,6 +75,28 @@ def whole(positions: torch.Tensor) -> torch.Tensor:
     return positions.to(PACKED_TABLE_DTYPE)
 
 
+def learned_table(tables: torch.Tensor, query_factors: torch.Tensor | None) -> torch.Tensor:
+    """Return a learned table of the forms above.
+
+    Args:
+        tables: ``[H, W]`` or ``[layers, H, W]``.
+        query_factors: ``[query heads]`` or ``[layers, query heads]``. NaN follows the last one, so that a query head
+            without a factor shows.
+    """
+    rows = tables.unsqueeze(-3)
+    if query_factors is None:
+        return rows
+    heads, words = tables.shape[-2:]
+    missing = -query_factors.shape[-1] % (heads * words)
+    padded = torch.nn.functional.pad(query_factors, (0, missing), value=torch.nan)
+    return torch.cat([rows, torch.unflatten(padded, -1, (-1, heads, words)).to(rows.dtype)], dim=-3)
+
+
+def query_factors_of(learned: torch.Tensor, heads: int) -> torch.Tensor | None:
+    """Return the factors of so many query heads in a learned table of one layer, or None where it has none."""
+    return learned[1:].flatten()[:heads] if learned.shape[0] > 1 else None
+
+
 def pack(
     positions: torch.Tensor, table: torch.Tensor, *, in_one_tensor: bool, by_token: bool = False
 ) -> tuple[torch.Tensor, ...]:
@@ -101,13 +124,11 @@ def pack(
         return _copied(positions), table
     if is_learned(table):
         positions, table = positions.to(LEARNED_IN_ONE_TENSOR_DTYPE), table[None].to(LEARNED_IN_ONE_TENSOR_DTYPE)
-    elif table.dim() == 4:
-        table = table[:, 0]
-    else:
-        table = table.expand(1, -1) if table.dim() == 1 else table
+    elif table.dim() == 1:
+        table = table.expand(1, -1)
     batch = max(positions.shape[0], table.shape[0])
-    if table.dim() == 3:
-        positions = positions[:, None].expand(-1, table.shape[1], -1)
+    if table.dim() == 4:
+        positions = positions[:, None, None].expand(-1, *table.shape[1:3], -1)
     expanded = [part.expand(batch, *part.shape[1:]) for part in (positions, table)]
     return (torch.cat(expanded, dim=-1),)
 
@@ -132,7 +153,7 @@ def is_learned(table: torch.Tensor) -> bool:
 
 def is_by_layer(table: torch.Tensor) -> bool:
     """Whether a table holds one per layer."""
-    return table.dim() == (3 if is_learned(table) else 5)
+    return table.dim() == (4 if is_learned(table) else 5)
 
 
 def of_layer(embedding: Any, layer: int, *, in_one_tensor: bool) -> Any:
@@ -171,6 +192,5 @@ def unpack(
     positions, table = packed[..., :tokens], packed[..., tokens:]
     if packed.dim() == 2:
         return positions, table.contiguous()
-    if is_learned(packed):
-        return positions[:, 0].to(PACKED_TABLE_DTYPE), table[0]
-    return positions[:, 0], table[:, None].contiguous()
+    positions = positions[:, 0, 0]
+    return (positions.to(PACKED_TABLE_DTYPE), table[0]) if is_learned(packed) else (positions, table.contiguous())

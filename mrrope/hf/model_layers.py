@@ -1,4 +1,4 @@
-"""The layers that a rotary embedding of a transformers model serves: how many, which, and their key heads."""
+"""The layers that a rotary embedding of a transformers model serves: how many, which, and their heads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import nn
 
 from mrrope.hf.rope_config import RotaryTable
 from mrrope.tables.frequency_table import FrequencyTable
-from mrrope.tables.head_tables import HeadTables
 from mrrope.tables.lookup import ModelTables
 from mrrope.tables.table_set import TableSet
 
@@ -47,9 +46,18 @@ class ServedLayers:
             return list(self.holders)
         return [i for i in range(self.count) if layer_type not in types or types[i] == layer_type]
 
+    def _config_of(self, layer: int) -> Any:
+        return self.config.per_layer_config[layer] if getattr(self.config, "is_heterogeneous", False) else self.config
+
+    def query_heads(self, layer: int) -> int:
+        """Return the number of query heads of a layer."""
+        config = self._config_of(layer)
+        by_layer = getattr(config, "num_attention_heads_per_layer", None)  # Laguna's
+        return int(by_layer[layer] if by_layer else config.num_attention_heads)
+
     def key_heads(self, layer: int) -> int:
         """Return the number of key heads that RoPE sees in a layer."""
-        config = self.config.per_layer_config[layer] if getattr(self.config, "is_heterogeneous", False) else self.config
+        config = self._config_of(layer)
         is_falcon_40b = getattr(config, "new_decoder_architecture", False)  # which says multi_query, and has groups
         if getattr(config, "multi_query", False) and not is_falcon_40b:
             return 1
@@ -67,7 +75,7 @@ class ServedLayers:
             own: the model's own table, which takes the place of ignored entries.
 
         Raises:
-            ValueError: the tables are for another number of layers or of key heads.
+            ValueError: the tables are for another number of layers or of heads.
         """
         self.require_fitting(table, layer_type)
         if not isinstance(table, TableSet):
@@ -83,7 +91,7 @@ class ServedLayers:
         return tuple(table[i] if i in layers else own for i in range(self.count))
 
     def require_fitting(self, table: ModelTables, layer_type: str | None) -> None:
-        """Raise ValueError where tables are for another number of layers or of key heads.
+        """Raise ValueError where tables are for another number of layers, of key heads or of query heads.
 
         Args:
             table: tables for the model. Entries of a set for layers of other types are ignored.
@@ -97,10 +105,15 @@ class ServedLayers:
             )
         for i in self.with_type(layer_type):
             of_layer = table[i] if isinstance(table, TableSet) else table
-            if isinstance(of_layer, HeadTables) and len(of_layer) != self.key_heads(i):
+            if of_layer.key_heads not in (None, self.key_heads(i)):
                 raise ValueError(
                     f"method must hold tables for the {self.key_heads(i)} key heads of {self.model} in layer {i}, got "
-                    f"tables for {len(of_layer)}: {table!r}"
+                    f"tables for {of_layer.key_heads}: {table!r}"
+                )
+            if of_layer.query_heads not in (None, self.query_heads(i)):
+                raise ValueError(
+                    f"method must hold query_factors for the {self.query_heads(i)} query heads of {self.model} in "
+                    f"layer {i}, got {of_layer.query_heads}: {table!r}"
                 )
 
 

@@ -34,7 +34,14 @@ from mrrope.hf.model_layers import ServedLayers
 from mrrope.hf.module_patch import ModulePatch, apply_all, changes_in, restore, undo_all
 from mrrope.hf.patch_record import PatchRecord, SavesWarn, record_in
 from mrrope.hf.rope_types import expect_rope_parameters
-from mrrope.hf.rotary_embedding import FusedRotary, RotaryTables, Rotation, UnfusableError, plan_rotation
+from mrrope.hf.rotary_embedding import (
+    FusedRotary,
+    RotaryTables,
+    Rotation,
+    UnfactorableError,
+    UnfusableError,
+    plan_rotation,
+)
 from mrrope.hf.swapped_table import SwappedTable
 from mrrope.tables.frequency_table import METHODS, FrequencyTable
 from mrrope.tables.lookup import PLAIN_ROPE_OPTIONS, ModelTables, resolve_tables
@@ -156,6 +163,9 @@ def patch(
             warnings.warn(message, UserWarning, stacklevel=2)  # raises under the filter "error"
     except BaseException as error:
         restore(model, PATCHES, before)
+        if isinstance(error, UnfactorableError):
+            expected = f"method must hold no query_factors for {type(model).__name__}"
+            raise ValueError(f"{expected}: {error}, got {method!r}") from None
         if isinstance(error, (UnfusableError, UnfollowableError)):
             needed = (
                 "scale must be a number" if scale == "auto" else "method must be one table for all heads and layers"

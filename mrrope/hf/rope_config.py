@@ -17,7 +17,8 @@ from mrrope.hf.rope_types import ROPE_TYPES, TABLE_TYPE, tables_per_layer_or_hea
 from mrrope.tables.frequency_table import FrequencyTable, frequency_table
 from mrrope.tables.lookup import NativeRope
 from mrrope.tables.position_rows import packed_rows
-from mrrope.tables.table_set import OfOneLayer
+from mrrope.tables.query_factors import bits_of_factors, factor_rows
+from mrrope.tables.table_set import OfOneLayer, without_query_factors
 
 FREQUENCIES = "inv_freq"
 UNTRAINED = ("yarn", "dynamic")
@@ -46,7 +47,8 @@ class RopeSettings(NativeRope):
 
         Returns:
             ``[W]``, or ``[1, 2, W]`` with rows of positions; of head tables ``[1, R, H, W]``; of a tuple
-            ``[layers, 1, R, H, W]``, where one table for all heads of a layer is repeated.
+            ``[layers, 1, R, H, W]``, where one table for all heads of a layer is repeated. R is 1, with rows of
+            positions 2, and with query factors 2 and the rows that hold them.
         """
         if not isinstance(table, FrequencyTable):
             return self.packed_ladder([table])
@@ -65,26 +67,43 @@ class RopeSettings(NativeRope):
             return torch.stack(packed) if self.sources is None else torch.cat(packed)
         layers = next((len(table) for table in tables if isinstance(table, tuple)), None)
         by_scale = [table if isinstance(table, tuple) else (table,) * (layers or 1) for table in tables]
-        heads = max(len(_tables_in(table)) for of_scale in by_scale for table in of_scale)
+        every = [table for of_scale in by_scale for table in of_scale]
+        heads = max(len(_tables_in(table)) for table in every)
+        query_heads = max(table.query_heads or 0 for table in every)
         by_layer = [
-            torch.cat([self._packed_heads(table, heads) for table in of_layer])
+            torch.cat([self._packed_heads(table, heads, query_heads) for table in of_layer])
             for of_layer in zip(*by_scale, strict=True)
         ]
         return by_layer[0] if layers is None else torch.stack(by_layer)
 
-    def _packed_heads(self, table: OfOneLayer, heads: int) -> torch.Tensor:
-        """Return a table as ``[1, R, H, W]``."""
+    def _packed_heads(self, table: OfOneLayer, heads: int, query_heads: int = 0) -> torch.Tensor:
+        """Return a table as ``[1, R, H, W]``; with query heads, whose factors are 1 where the table has none."""
         words = torch.stack([each.packed(torch.device("cpu")) for each in _tables_in(table)])
         words[:, :-1] *= self.rotated_pairs
         rows = [words.expand(heads, -1)]
         if self.sources is not None:
             words[:, :-1] = words[:, self.sources.frequency]
             rows.append(packed_rows(self.sources.row).expand(heads, -1))
+        elif query_heads:
+            rows.append(torch.zeros_like(rows[0]))  # factors begin in the row after those of positions
+        if query_heads:
+            factors = table.query_factors or (1.0,) * query_heads
+            rows.extend(factor_rows(bits_of_factors(factors), heads, words.shape[-1]))
         return torch.stack(rows)[None]
 
 
 def _tables_in(table: OfOneLayer) -> Sequence[FrequencyTable]:
     return [table] if isinstance(table, FrequencyTable) else tuple(table)
+
+
+def of_keys(table: RotaryTable) -> RotaryTable:
+    """Return what rotates the keys: the tables without query factors."""
+    return tuple(map(without_query_factors, table)) if isinstance(table, tuple) else without_query_factors(table)
+
+
+def has_query_factors(table: RotaryTable) -> bool:
+    """Whether query heads have factors, in one layer at least."""
+    return any(each.query_heads is not None for each in (table if isinstance(table, tuple) else (table,)))
 
 
 def rotary_embeddings(model: nn.Module) -> Iterator[nn.Module]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from mrrope.hf import conventions, handoff, rope_config
-from mrrope.hf.attention_probe import own_rotation
+from mrrope.hf.attention_probe import norm_of_queries, own_rotation
 from mrrope.hf.conventions import Apply, CallForm, RotaryFunction
 from mrrope.hf.cos_sin_uses import cos_sin_uses
 from mrrope.tables.frequency_table import FrequencyTable
@@ -46,14 +47,24 @@ class RotaryTables:
         return all(len(tables) == 1 and isinstance(tables[0], FrequencyTable) for tables in self.by_layer_type.values())
 
     @property
-    def are_own(self) -> bool:
-        """Whether all of these rotate as the stock rotary embedding does."""
+    def of_keys(self) -> dict[str | None, tuple[rope_config.RotaryTable, ...]]:
+        """The tables that rotate keys, by layer type: those without query factors."""
+        return {kind: tuple(map(rope_config.of_keys, tables)) for kind, tables in self.by_layer_type.items()}
+
+    @property
+    def keys_are_own(self) -> bool:
+        """Whether all of these rotate keys as the stock rotary embedding does."""
         return all(
             each.is_like(self.settings[layer_type].table)
-            for layer_type, tables in self.by_layer_type.items()
+            for layer_type, tables in self.of_keys.items()
             for table in tables
             for each in (table if isinstance(table, tuple) else (table,))
         )
+
+    @property
+    def have_query_factors(self) -> bool:
+        """Whether query heads have factors."""
+        return any(rope_config.has_query_factors(table) for tables in self.by_layer_type.values() for table in tables)
 
     @property
     def are_by_head_or_layer(self) -> bool:
@@ -79,6 +90,9 @@ class TableRotaryEmbedding(nn.Module):
     """By layer type, tables to return instead of the packed ones, with gradients: float32 or float64, radians per
     position and the attention factor, ``[H, W]``, or ``[layers, H, W]`` in a model patched with a TableSet. Layer types
     without an entry keep their packed tables."""
+    learned_query_factors: torch.Tensor | None
+    """The factors of query heads for all learned tables, ``[query heads]`` or ``[layers, query heads]``, with a
+    gradient; None where query heads have none."""
 
     def __init__(self, original: nn.Module, tables: RotaryTables, functions: list[RotaryFunction]) -> None:
         super().__init__()
@@ -90,7 +104,7 @@ class TableRotaryEmbedding(nn.Module):
         self.in_one_tensor = any(len(function.form.embedding) == 1 for function in functions)
         self.by_token = any(function.by_token for function in functions)
         self.follower: TableChooser | None = None
-        self.learned = None
+        self.learned = self.learned_query_factors = None
         self.installed: list[InstalledFunction] = []
         device = next(original.buffers()).device
         for layer_type, of_layers in self.tables.items():
@@ -99,10 +113,7 @@ class TableRotaryEmbedding(nn.Module):
             # Integer buffers are not affected by casts of the model to another dtype.
             self.register_buffer(rope_config.attribute(layer_type, "packed_table"), packed.to(device), persistent=False)
             if len(of_layers) > 1 and packed.dim() >= 4:
-                # rescale_cache_ takes the layers of one scale side by side: [scales, layers, H, W] or, with rows of
-                # positions, [scales, layers, 2, H, W].
-                by_layer = packed if handoff.is_by_layer(packed) else packed[None]
-                by_scale = by_layer.transpose(0, 1).squeeze(2).contiguous().to(device)
+                by_scale = _by_scale(own.packed_ladder(tables.of_keys[layer_type])).to(device)
                 self.register_buffer(rope_config.attribute(layer_type, "table_by_scale"), by_scale, persistent=False)
         self.train(original.training)
 
@@ -127,6 +138,8 @@ class TableRotaryEmbedding(nn.Module):
             rotated = self.settings[layer_type].rotated_pairs
             if not rotated.all():
                 table = table * torch.nn.functional.pad(rotated, (0, 1), value=True).to(x.device)
+            factors = self.learned_query_factors
+            table = handoff.learned_table(table, None if factors is None else factors.to(x.device))
         packed = handoff.pack(positions, table, in_one_tensor=self.in_one_tensor, by_token=self.by_token)
         return packed[0] if len(packed) == 1 else packed
 
@@ -165,6 +178,17 @@ class TableRotaryEmbedding(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         # The functions of another process are still stock. Tensors may not have their values yet.
         installed_functions.install_for(self)
+
+
+def _by_scale(ladder: torch.Tensor) -> torch.Tensor:
+    """Return the tables of a ladder as ``rescale_cache_`` takes them, the layers of one scale side by side.
+
+    Of head tables that is ``[scales, layers, H, W]`` or, with rows of positions, ``[scales, layers, 2, H, W]``.
+    """
+    if ladder.dim() < 4:
+        return ladder
+    by_layer = ladder if handoff.is_by_layer(ladder) else ladder[None]
+    return by_layer.transpose(0, 1).squeeze(2).contiguous()
 
 
 @dataclass(frozen=True)
@@ -254,6 +278,10 @@ class UnfusableError(Exception):
     """Why the fused op cannot replace a model's own apply functions."""
 
 
+class UnfactorableError(UnfusableError):
+    """Why factors of query heads would not scale the queries of a model, and those alone."""
+
+
 @dataclass(frozen=True)
 class Rotation:
     """How a rotary embedding gets its tables."""
@@ -276,11 +304,48 @@ def plan_rotation(model: nn.Module, rotary: nn.Module, tables: RotaryTables) -> 
         functions, unprobed = functions_for(model, rotary, tables.settings)
         if any(function.by_token for function in functions) and tables.are_by_head_or_layer:
             raise UnfusableError("its attention selects tokens of cosines and sines")
+        if tables.have_query_factors:
+            _require_factors_of_queries(model, rotary, tables.settings, functions)
     except UnfusableError as reason:
         if not tables.can_be_swapped:
             raise
         return Rotation(rotary, tables, None, str(reason))
     return Rotation(rotary, tables, TableRotaryEmbedding(rotary, tables, functions), unprobed=unprobed)
+
+
+def _require_factors_of_queries(
+    model: nn.Module,
+    rotary: nn.Module,
+    settings: dict[str | None, rope_config.RopeSettings],
+    functions: list[RotaryFunction],
+) -> None:
+    """Raise UnfactorableError where a model's calls of apply functions do not show what its query heads are."""
+    for function in functions:
+        if len(function.form.heads) == 1 or function.form.takes_q_alone:
+            raise UnfactorableError(f"{function.module}.{function.name} takes queries and keys alike, one by one")
+    names = {function.name for function in functions}
+    classes = {kind for kind in {type(module) for module in model.modules()} if names & _names_in_code(kind)}
+    rotating = {module for module in model.modules() if type(module) in classes}
+    for outer in rotating:
+        inner = next((part for part in outer.modules() if part in rotating - {outer}), None)
+        if inner is not None:
+            raise UnfactorableError(f"its {type(inner).__name__} rotates queries of its own by the same tables")
+    if any((getattr(module, "_tp_size", None) or 1) > 1 for module in model.modules()):
+        raise UnfactorableError("it is tensor parallel, and no rank has all query heads")
+    own = next(iter(settings.values()))
+    in_one_tensor = any(len(function.form.embedding) == 1 for function in functions)
+    positions = torch.tensor(PROBED_POSITIONS, device="cpu")
+    packed = handoff.pack(positions, own.packed(own.table), in_one_tensor=in_one_tensor)
+    for owner in [module for module in model.modules() if any(child is rotary for child in module.children())]:
+        if norm := norm_of_queries(owner, functions, packed, own.rotary_dim):
+            raise UnfactorableError(f"its {norm} norms rotated queries, which cancels factors")
+
+
+def _names_in_code(kind: type) -> set[str]:
+    """Return the names of functions and attributes that the methods of a class use."""
+    methods = [value for each in kind.__mro__ for value in vars(each).values() if inspect.isfunction(value)]
+    codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]
+    return {name for code in codes if code is not None for name in code.co_names}
 
 
 def functions_for(

@@ -1,4 +1,4 @@
-"""Tables per layer and key head beside the configuration of a model, before any process builds it."""
+"""Tables per layer and head beside the configuration of a model, before any process builds it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from mrrope.hf.model_layers import ServedLayers
 from mrrope.serving.mark import KEY
 from mrrope.serving.rope_settings import ServedRope
 
+NORMS_OF_QUERIES = ("hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat")
+"""Model types whose attention norms rotated queries, which cancels their factors. Llama 4's may, too."""
+
 
 def require_fitting(rope_parameters: Mapping[str, Any], config: Any) -> None:
-    """Raise ValueError where tables are for another number of layers or key heads than a model has.
+    """Raise ValueError where tables are for another number of layers or heads than a model has.
 
     The layers are counted as :func:`mrrope.patch` counts them. What a configuration does not state is not checked.
+    Query factors are refused where they would have no effect.
 
     Args:
         rope_parameters: As :func:`mrrope.serving.rope_settings.merged` returns them; or those of each layer type.
@@ -29,3 +33,13 @@ def require_fitting(rope_parameters: Mapping[str, Any], config: Any) -> None:
                 layers.require_fitting(table, layer_type)
             except ValueError as error:
                 raise ValueError(f"rope_parameters do not fit the model: {error}") from None
+            if table.query_heads is not None and _norms_queries(config):
+                raise ValueError(
+                    f"rope_parameters do not fit the model: table must hold no query_factors for {config.model_type}, "
+                    f"which norms rotated queries, got {table!r}"
+                )
+
+
+def _norms_queries(config: Any) -> bool:
+    norms_by_choice = config.model_type == "llama4_text" and config.use_qk_norm
+    return norms_by_choice or config.model_type in NORMS_OF_QUERIES

@@ -20,6 +20,7 @@ from mrrope.serving.rope_settings import ServedRope
 from mrrope.tables.frequency_table import FrequencyTable, words_per_head
 from mrrope.tables.lookup import ModelTables
 from mrrope.tables.position_rows import packed_rows, rows_of_sections
+from mrrope.tables.query_factors import bits_of_factors, factor_rows
 from mrrope.tables.table_set import OfOneLayer
 
 CACHE_ROWS_AT_ONCE = 1 << 16
@@ -34,8 +35,11 @@ class ServedRotaryEmbedding(nn.Module):
 
     tables: torch.Tensor | None
     """Packed tables, int64: ``[words]``, ``[tables, words]``, with M-RoPE ``[tables, 2, words]``; of key heads with a
-    table each ``[tables, 1 or 2, heads, words]``. None where the ladder holds tables per layer or head:
-    :func:`mrrope.serving.layer_tables.with_tables_of_layer` returns the layers that rotate."""
+    table each ``[tables, 1 or 2, heads, words]``, and more rows with the factors of query heads. None where the ladder
+    holds tables per layer or head: :func:`mrrope.serving.layer_tables.with_tables_of_layer` returns the layers that
+    rotate."""
+    query_heads: int | None
+    """Number of query heads that have a factor each; None without factors."""
     _cos_sin_cache: torch.Tensor | None
     table_index: torch.Tensor | None
     """The table of each token slot, int32; None with one table. Set after loading, before the first call."""
@@ -78,24 +82,29 @@ class ServedRotaryEmbedding(nn.Module):
         # Engines that sleep save and restore buffers; casts of the model leave integers alone.
         for name in ("tables", "table_index", "_cos_sin_cache"):
             self.register_buffer(name, None, persistent=False)
+        self.query_heads = None
         shared = [table for table in ladder.tables if isinstance(table, FrequencyTable)]
         if len(shared) == len(ladder.tables):
             self.tables = self._packed(shared, key_heads=1)
 
-    def with_tables(self, tables: Sequence[OfOneLayer], key_heads: int) -> ServedRotaryEmbedding:
+    def with_tables(
+        self, tables: Sequence[OfOneLayer], key_heads: int, query_heads: int | None = None
+    ) -> ServedRotaryEmbedding:
         """Return a copy of this layer with other tables, of the same lengths.
 
         Args:
             tables: The tables.
             key_heads: Number of key heads that have a table each; 1 where one table rotates all heads.
+            query_heads: Number of query heads that have a factor each; 1 in tables without. None for no factors.
         """
         own = copy.copy(self)
         own._buffers = dict(self._buffers)  # copy.copy of a module shares the dict of buffers.
         own.ladder = replace(self.ladder, tables=tuple(tables))
-        own.tables = self._packed(tables, key_heads)
+        own.query_heads = query_heads
+        own.tables = self._packed(tables, key_heads, query_heads)
         return own
 
-    def _packed(self, tables: Sequence[OfOneLayer], key_heads: int) -> torch.Tensor:
+    def _packed(self, tables: Sequence[OfOneLayer], key_heads: int, query_heads: int | None = None) -> torch.Tensor:
         """Return tables in the form of fewest dimensions that holds them, as the kernels of that form are faster."""
         per_head = [words_per_head(table.packed(torch.device("cpu"))).expand(key_heads, -1) for table in tables]
         words = torch.stack(per_head)
@@ -103,8 +112,13 @@ class ServedRotaryEmbedding(nn.Module):
         if self.mrope_section:
             sources = position_rows(self.mrope_section, self.mrope_interleaved, self.rotary_dim // 2)
             rows.append(packed_rows(sources).expand_as(words))
+        elif query_heads is not None:
+            rows.append(torch.zeros_like(words))  # factors begin in the row after those of positions
         packed = torch.stack(rows, dim=1)
-        if key_heads == 1:
+        if query_heads is not None:
+            bits = [bits_of_factors(table.query_factors or (1.0,) * query_heads) for table in tables]
+            packed = torch.cat([packed, torch.stack([factor_rows(own, *words.shape[1:]) for own in bits])], dim=1)
+        elif key_heads == 1:
             packed = packed[:, :, 0] if self.mrope_section else words[0, 0] if len(tables) == 1 else words[:, 0]
         return packed.contiguous().to(torch.get_default_device())
 
@@ -131,13 +145,19 @@ class ServedRotaryEmbedding(nn.Module):
             The rotated query and key in their shapes.
 
         Raises:
-            ValueError: ``offsets`` or ``fused_set_kv_buffer_arg`` is given.
+            ValueError: ``offsets`` or ``fused_set_kv_buffer_arg`` is given, or ``query`` has another number of heads
+                than there are query factors.
             RuntimeError: There are several tables and ``table_index`` is not set.
         """
         for name, given in (("offsets", offsets), ("fused_set_kv_buffer_arg", fused_set_kv_buffer_arg)):
             if given is not None:
                 raise ValueError(f"{name} must be None, got {type(given).__name__}")
         heads = [self._by_head(x) for x in (query, key) if x is not None]
+        if self.query_heads not in (None, heads[0].shape[1]):
+            raise ValueError(
+                f"query must have {self.query_heads} heads, one for each of the table's query_factors, got "
+                f"{heads[0].shape[1]}"
+            )
         table_index = self._token_tables(positions.shape[-1])
         layout = "thd"
         if self.mrope_section and positions.dim() == 2:

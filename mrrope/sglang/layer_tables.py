@@ -1,4 +1,4 @@
-"""Tables per layer and key head in SGLang's models: every attention module gets a rope layer of its own."""
+"""Tables per layer and head in SGLang's models: every attention module gets a rope layer of its own."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def _replace(module: nn.Module, name: str, rope: ServedRotaryEmbedding) -> None:
     if len(attention) != 1:
         return
     # Counted in the whole model; layers without keys of their own have the number of those whose keys they attend to.
-    layer, heads, parallel = attention[0].layer_id, attention[0].tp_k_head_num, get_parallel()
-    own = with_tables_of_layer(rope, layer, heads, rank=parallel.attn_tp_rank, ranks=parallel.attn_tp_size)
+    layer, key_heads, query_heads = attention[0].layer_id, attention[0].tp_k_head_num, attention[0].tp_q_head_num
+    rank, ranks = get_parallel().attn_tp_rank, get_parallel().attn_tp_size
+    own = with_tables_of_layer(rope, layer, key_heads, query_heads=query_heads, rank=rank, ranks=ranks)
     setattr(module, name, own)

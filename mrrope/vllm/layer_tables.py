@@ -1,4 +1,4 @@
-"""Tables per layer and key head in vLLM's models: every attention module gets a rope layer of its own."""
+"""Tables per layer and head in vLLM's models: every attention module gets a rope layer of its own."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def _replace(module: nn.Module, name: str, rope: ServedRotaryEmbedding) -> None:
         return
     # Queries rotate as the keys that they meet: layers without keys of their own take the tables of the keys' layer.
     layer = extract_layer_index(attention[0].kv_sharing_target_layer_name or attention[0].layer_name)
+    key_heads, query_heads = attention[0].num_kv_heads, attention[0].num_heads
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    setattr(module, name, with_tables_of_layer(rope, layer, attention[0].num_kv_heads, rank=rank, ranks=ranks))
+    own = with_tables_of_layer(rope, layer, key_heads, query_heads=query_heads, rank=rank, ranks=ranks)
+    setattr(module, name, own)
 
 
 def install() -> None:

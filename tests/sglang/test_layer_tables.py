@@ -1,4 +1,4 @@
-"""Tables per layer and key head on the real server, with a scale per request."""
+"""Tables per layer and head on the real server, with a scale per request."""
 
 import pytest
 from reference import TOLERANCE, difference, logprobs, patched, random_tokens, shortfall
@@ -15,9 +15,9 @@ def table(scale, power):
 
 
 def table_set(scale):
-    """Return a set in which no two layers or heads are alike."""
-    heads = [[0.0, 3.0], [1.0, 0.2]]
-    return mrrope.TableSet([mrrope.HeadTables(table(scale, power) for power in powers) for powers in heads])
+    """Return a set in which no two layers or heads are alike, and query heads of one layer have factors."""
+    first, second = ([table(scale, power) for power in powers] for powers in ([0.0, 3.0], [1.0, 0.2]))
+    return mrrope.TableSet([mrrope.HeadTables(first), mrrope.HeadTables(second, [2.0, 0.5, 1.0, 3.0])])
 
 
 @pytest.fixture(scope="module")

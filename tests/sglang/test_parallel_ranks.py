@@ -1,4 +1,4 @@
-"""Tables per layer and key head of a tensor-parallel rank: SGLang's Llama rotates its heads by those of the model."""
+"""Tables per layer and head of a tensor-parallel rank: SGLang's Llama rotates its heads by those of the model."""
 
 import pytest
 import torch
@@ -37,27 +37,31 @@ def attention_layers(tables, key_heads):
 
 @pytest.mark.parametrize(("key_heads", "ranks"), [(4, 2), (2, 4), (1, 2)])
 def test_a_rank_has_the_tables_of_its_heads(key_heads, ranks):
-    tables = mrrope.TableSet(
-        [mrrope.HeadTables([table(0.3 * head + layer) for head in range(key_heads)]) for layer in range(LAYERS)]
-    )
+    rows = [[table(0.3 * head + layer) for head in range(key_heads)] for layer in range(LAYERS)]
+    factors = [2.0**head for head in range(HEADS)]  # exact, so that a product is rounded as before
+    tables = mrrope.TableSet([mrrope.HeadTables(rows[0], factors), mrrope.HeadTables(rows[1])])
     for rank in range(ranks):
         with get_parallel().override(tp_size=ranks, tp_rank=rank, attn_tp_size=ranks, attn_tp_rank=rank):
             model = attention_layers(tables, key_heads)
             give_tables_of_layers(model)
         heads = range(rank * HEADS // ranks, (rank + 1) * HEADS // ranks)
         for layer, own in enumerate(model):
-            assert_rotates_by(own.rotary_emb, list(tables[layer]), heads, HEADS // key_heads)
+            of_layer = factors if layer == 0 else [1.0] * HEADS
+            assert_rotates_by(own.rotary_emb, rows[layer], of_layer, heads, HEADS // key_heads)
 
 
-def assert_rotates_by(rope, tables, heads, group):
-    """Assert that the query heads of a rank, and their key heads, rotate by the tables of these key heads."""
+def assert_rotates_by(rope, tables, factors, heads, group):
+    """Assert that the query heads of a rank, and their key heads, rotate by the tables of these key heads.
+
+    Query heads are also multiplied by their factors.
+    """
     key_heads = sorted({head // group for head in heads})
     generator = torch.Generator().manual_seed(len(heads))
     q, k = (torch.randn(7, len(kind), SIZE, generator=generator) for kind in (heads, key_heads))
     positions = torch.randint(2**20, (7,), generator=generator)
     found_q, found_k = rope(positions, q.clone(), k.clone())
     for i, head in enumerate(heads):
-        assert_rotated(found_q[:, [i]], q[:, [i]], positions, tables[head // group], "thd")
+        assert_rotated(found_q[:, [i]], q[:, [i]] * factors[head], positions, tables[head // group], "thd")
     for i, head in enumerate(key_heads):
         assert_rotated(found_k[:, [i]], k[:, [i]], positions, tables[head], "thd")
 

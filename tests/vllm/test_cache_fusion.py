@@ -59,21 +59,22 @@ class NormedBlock(Block):
 
 
 class BlockWithTablesOfHeads(Block):
-    """Each key head has tables of its own, after the model's own."""
+    """Each key head has tables of its own, after the model's own, and query heads have factors in one of them."""
 
     def __init__(self) -> None:
         super().__init__()
         settings = {"rotary_dim": HEAD_SIZE, "base": 1e4, "original_max_position": LENGTH}
         steps = [
             mrrope.HeadTables(
-                mrrope.frequency_table("mrrope_pow", scale=scale, power=power, **settings) for power in (0.0, 3.0)
+                [mrrope.frequency_table("mrrope_pow", scale=scale, power=power, **settings) for power in (0.0, 3.0)],
+                query_factors,
             )
-            for scale in (2.0, 4.0)
+            for scale, query_factors in ((2.0, None), (4.0, [1.0, 2.0, 0.5, 4.0]))
         ]
         request = {"rope_type": "mrrope", "table": [step.to_dict() for step in steps]}
         parameters = merged(request, {"rope_type": "default", "rope_theta": 1e4}, LENGTH)
         shared = get_rope(HEAD_SIZE, LENGTH, rope_parameters=parameters)
-        self.rotary_emb = with_tables_of_layer(shared, 0, KV_HEADS, rank=0, ranks=1)
+        self.rotary_emb = with_tables_of_layer(shared, 0, KV_HEADS, query_heads=HEADS, rank=0, ranks=1)
         self.rotary_emb.table_index = torch.zeros(MAX_TOKENS, dtype=torch.int32)
 
 
@@ -194,7 +195,9 @@ def assert_right(results) -> None:
         by_slot = [part.flatten(0, 1) for part in key_and_value_cache(block.attn, cache)]
         for token, slot in enumerate(slots.tolist()):
             table, position = tables[token % len(tables)], positions[token : token + 1]
-            assert_heads_rotated(output[token], q[token], position, table)
+            # Powers of two, so that a product is rounded as before.
+            factors = torch.tensor(table.query_factors or [1.0] * HEADS).repeat_interleave(HEAD_SIZE)
+            assert_heads_rotated(output[token], q[token] * factors, position, table)
             if slot < 0:
                 continue
             assert_heads_rotated(by_slot[0][slot].flatten(), k[token], position, table)

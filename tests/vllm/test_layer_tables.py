@@ -1,4 +1,4 @@
-"""Tables per layer and key head: vLLM's models rotate as ``mrrope.patch`` lets those of transformers."""
+"""Tables per layer and head: vLLM's models rotate as ``mrrope.patch`` lets those of transformers."""
 
 import copy
 import json
@@ -26,12 +26,12 @@ from mrrope.hf.layer_tables import LayerTables
 from mrrope.serving.layer_tables import heads_of_rank, with_tables_of_layer
 from mrrope.serving.rope_layer import ServedRotaryEmbedding, served_layers
 
-LAYERS, KEY_HEADS, NATIVE_LENGTH, BASE = 3, 2, 64, 10_000.0
+LAYERS, KEY_HEADS, QUERY_HEADS, NATIVE_LENGTH, BASE = 3, 2, 4, 64, 10_000.0
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
+    "num_attention_heads": QUERY_HEADS,
     "num_key_value_heads": KEY_HEADS,
     "head_dim": 16,
     "max_position_embeddings": NATIVE_LENGTH,
@@ -70,8 +70,15 @@ def table_set(scale: float) -> mrrope.TableSet:
     return mrrope.TableSet([heads(scale, 0.0, 3.0), table(scale, 0.5), heads(scale, 1.0, 0.2)])
 
 
+def set_with_factors(scale: float) -> mrrope.TableSet:
+    """Return a set in which query heads have factors, but for those of one layer."""
+    first = mrrope.HeadTables(heads(scale, 0.0, 3.0), [2.0, 0.5, 1.0, 3.0])
+    return mrrope.TableSet([first, table(scale, 0.5), mrrope.HeadTables([table(scale, 1.0)], [0.4, 1.5, 2.5, 1.0])])
+
+
 TABLES = {
     "set": table_set(4.0),
+    "factors": set_with_factors(4.0),
     "heads": heads(4.0, 0.0, 3.0),
     "layers": mrrope.TableSet(table(4.0, power) for power in (0.0, 1.0, 3.0)),
 }
@@ -186,7 +193,7 @@ EAGER, COMPILED = CompilationMode.NONE, CompilationMode.VLLM_COMPILE
     ("model", "tables", "mode"),
     [
         *((model, tables, EAGER) for model in MODELS for tables in TABLES),
-        *((model, "set", COMPILED) for model in MODELS),
+        *((model, tables, COMPILED) for model in MODELS for tables in ("set", "factors")),
     ],
 )
 def test_models_rotate_as_patched_ones(monkeypatch, tmp_path, model, tables, mode):
@@ -206,7 +213,7 @@ def test_models_rotate_as_patched_ones(monkeypatch, tmp_path, model, tables, mod
 def test_requests_of_one_batch_have_their_own_sets(monkeypatch, tmp_path, mode):
     monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
     reference = reference_of(tmp_path, LLAMA)
-    steps = [table(2.0, 1.0), table_set(4.0), heads(8.0, 0.0, 3.0)]
+    steps = [table(2.0, 1.0), table_set(4.0), mrrope.HeadTables(heads(8.0, 0.0, 3.0), [2.0, 0.5, 1.0, 3.0])]
     request = {"rope_type": "mrrope", "table": [step.to_dict() for step in steps], "factor": "auto"}
     served = Served(tmp_path, reference, LLAMA, request, mode)
     ladder = [None, *steps]
@@ -238,7 +245,13 @@ def built(folder: Path, tables: Any, config: dict[str, Any], dtype: str = "float
         return initialize_model(vllm_config)
 
 
-def assert_rotates_by(rope: nn.Module, tables: list[mrrope.FrequencyTable], q_heads: list[int], group: int) -> None:
+def assert_rotates_by(
+    rope: nn.Module,
+    tables: list[mrrope.FrequencyTable],
+    q_heads: list[int],
+    group: int,
+    factors: list[float] | None = None,
+) -> None:
     """Assert that a rank's query heads rotate by the tables of their key heads, and those key heads, too.
 
     Args:
@@ -246,6 +259,7 @@ def assert_rotates_by(rope: nn.Module, tables: list[mrrope.FrequencyTable], q_he
         tables: The tables of all key heads of the model.
         q_heads: The rank's query heads, numbered in the whole model.
         group: Number of query heads of a key head.
+        factors: The factors of all query heads of the model.
     """
     k_heads = sorted({head // group for head in q_heads})
     generator = torch.Generator().manual_seed(len(q_heads))
@@ -253,7 +267,8 @@ def assert_rotates_by(rope: nn.Module, tables: list[mrrope.FrequencyTable], q_he
     positions = torch.randint(2**20, (7,), generator=generator)
     got_q, got_k = (x.view(7, -1, 16) for x in rope(positions, q.clone(), k.clone()))
     for local, head in enumerate(q_heads):
-        assert_rotated(got_q[:, [local]], q.view(7, -1, 16)[:, [local]], positions, tables[head // group], "thd")
+        scaled = q.view(7, -1, 16)[:, [local]] * (1.0 if factors is None else factors[head])
+        assert_rotated(got_q[:, [local]], scaled, positions, tables[head // group], "thd")
     for local, head in enumerate(k_heads):
         assert_rotated(got_k[:, [local]], k.view(7, -1, 16)[:, [local]], positions, tables[head], "thd")
 
@@ -261,7 +276,9 @@ def assert_rotates_by(rope: nn.Module, tables: list[mrrope.FrequencyTable], q_he
 @pytest.mark.parametrize(("key_heads", "ranks"), [(4, 2), (4, 4), (2, 4), (2, 8), (1, 2)])
 def test_tensor_parallel_ranks_have_the_tables_of_their_heads(monkeypatch, tmp_path, key_heads, ranks):
     config = LLAMA | {"num_attention_heads": Q_HEADS, "num_key_value_heads": key_heads, "hidden_size": 16 * Q_HEADS}
-    tables = mrrope.TableSet([heads(4.0, *(0.3 * i + layer for i in range(key_heads))) for layer in range(LAYERS)])
+    factors = [2.0**i for i in range(Q_HEADS)]  # exact, so that a product is rounded as before
+    rows = [heads(4.0, *(0.3 * i + layer for i in range(key_heads))) for layer in range(LAYERS)]
+    tables = mrrope.TableSet([mrrope.HeadTables(rows[0], factors), *rows[1:]])
     per_rank = Q_HEADS // ranks
     for rank in range(ranks):
         of_rank(monkeypatch, parallel_state.get_tp_group(), rank, ranks)
@@ -270,7 +287,8 @@ def test_tensor_parallel_ranks_have_the_tables_of_their_heads(monkeypatch, tmp_p
             own = layer.self_attn
             assert (own.attn.num_heads, own.attn.num_kv_heads) == (per_rank, max(1, key_heads // ranks))
             q_heads = list(range(rank * per_rank, (rank + 1) * per_rank))
-            assert_rotates_by(own.rotary_emb, list(tables[number]), q_heads, group=Q_HEADS // key_heads)
+            own_factors = factors if number == 0 else None
+            assert_rotates_by(own.rotary_emb, list(tables[number]), q_heads, Q_HEADS // key_heads, own_factors)
 
 
 def test_one_table_beside_head_tables_is_that_of_every_rank(monkeypatch, tmp_path):
@@ -365,7 +383,7 @@ def shared_layer(ladder: Ladder, **options: Any) -> ServedRotaryEmbedding:
 def test_rows_of_positions_with_tables_of_heads(is_interleaved):
     steps, sections = (table(1.0, 0.0), heads(2.0, 0.0, 3.0), heads(4.0, 1.0, 0.2)), [4, 2, 2]
     shared = shared_layer(Ladder(steps, (64, 128, 256)), mrope_section=sections, mrope_interleaved=is_interleaved)
-    rope = with_tables_of_layer(shared, 5, KEY_HEADS, rank=0, ranks=1)
+    rope = with_tables_of_layer(shared, 5, KEY_HEADS, query_heads=QUERY_HEADS, rank=0, ranks=1)
     assert rope.tables.shape == (3, 2, KEY_HEADS, 9)
     rope.table_index = torch.tensor([2, 0, 1, 1, 0, 2], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
@@ -384,7 +402,8 @@ def test_rows_of_positions_with_tables_of_heads(is_interleaved):
 
 def test_a_copy_leaves_the_shared_layer_as_it_is():
     shared = shared_layer(Ladder.of_one(TABLES["layers"]))
-    first, second = (with_tables_of_layer(shared, layer, KEY_HEADS, rank=0, ranks=1) for layer in (0, 1))
+    of_rank = {"query_heads": QUERY_HEADS, "rank": 0, "ranks": 1}
+    first, second = (with_tables_of_layer(shared, layer, KEY_HEADS, **of_rank) for layer in (0, 1))
     first.table_index = torch.zeros(3, dtype=torch.int32)
     assert shared.tables is second.table_index is shared.table_index is None
     assert shared.ladder.tables == (TABLES["layers"],)
@@ -398,7 +417,7 @@ def test_a_copy_leaves_the_shared_layer_as_it_is():
 
 def test_kernels_that_read_a_cos_sin_cache_are_refused():
     shared = shared_layer(Ladder.of_one(TABLES["set"]))
-    for rope in (shared, with_tables_of_layer(shared, 0, KEY_HEADS, rank=0, ranks=1)):
+    for rope in (shared, with_tables_of_layer(shared, 0, KEY_HEADS, query_heads=QUERY_HEADS, rank=0, ranks=1)):
         with pytest.raises(NotImplementedError, match=r"cos_sin_cache holds .*, and this layer has .*: the model"):
             rope.cos_sin_cache  # noqa: B018
 
@@ -414,13 +433,13 @@ def test_kernels_that_read_a_cos_sin_cache_are_refused():
 def test_tables_that_do_not_fit_a_layer_are_refused(steps, layer, key_heads, ranks, message):
     ladder = Ladder(tuple(TABLES[step] for step in steps), (64,) * len(steps))
     with pytest.raises(ValueError, match=message):
-        with_tables_of_layer(shared_layer(ladder), layer, key_heads, rank=0, ranks=ranks)
+        with_tables_of_layer(shared_layer(ladder), layer, key_heads, query_heads=QUERY_HEADS, rank=0, ranks=ranks)
 
 
 def test_steps_of_different_key_heads_are_refused():
     ladder = Ladder((heads(2.0, 0.0, 1.0), heads(4.0, 0.0, 1.0, 2.0)), (64, 128))
     with pytest.raises(ValueError, match="rank 0 of 1 has 3, got tables for 2 and 3 in all"):
-        with_tables_of_layer(shared_layer(ladder), 0, 3, rank=0, ranks=1)
+        with_tables_of_layer(shared_layer(ladder), 0, 3, query_heads=6, rank=0, ranks=1)
 
 
 def test_heads_that_ranks_share():

@@ -41,7 +41,8 @@ def parameters(factor="auto", **native) -> dict:
 
 def heads_at(scale: float) -> mrrope.HeadTables:
     settings = {"rotary_dim": HEAD_SIZE, "base": 1e4, "original_max_position": LENGTH, "scale": scale}
-    return mrrope.HeadTables(mrrope.frequency_table("mrrope_pow", power=power, **settings) for power in (0.0, 3.0))
+    tables = [mrrope.frequency_table("mrrope_pow", power=power, **settings) for power in (0.0, 3.0)]
+    return mrrope.HeadTables(tables, [0.5, 0.25, 1.0, 0.75] if scale == 4.0 else None)
 
 
 class Attention(nn.Module):
@@ -103,13 +104,13 @@ class OverAllHeadsByRows(OverAllHeads):
 
 
 class TablesOfHeads(Attention):
-    """A ladder of tables per key head, after the model's own."""
+    """A ladder of tables per key head, after the model's own; one of them with a factor per query head."""
 
     rope: ClassVar[dict] = {"factor": None}
 
     def __init__(self) -> None:
         super().__init__()
-        self.rotary_emb = with_tables_of_layer(self.rotary_emb, 0, KV_HEADS, rank=0, ranks=1)
+        self.rotary_emb = with_tables_of_layer(self.rotary_emb, 0, KV_HEADS, query_heads=HEADS, rank=0, ranks=1)
 
 
 class TablesOfHeadsByRows(TablesOfHeads):

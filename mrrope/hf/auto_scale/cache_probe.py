@@ -78,8 +78,11 @@ def _attention_factors_doubled(native: nn.Module, settings: dict[str | None, Rop
         name: getattr(native, name) for name in (attribute(layer_type, "packed_table") for layer_type in settings)
     }
     for name, table in tables.items():
-        doubled = (2.0 * table[..., -1:].view(torch.float64)).view(torch.int64)
-        setattr(native, name, torch.cat([table[..., :-1], doubled], dim=-1))
+        doubled = table.clone()
+        # Other rows of head tables hold rows of positions and query factors.
+        factors = (doubled[..., 0, :, -1:] if table.dim() >= 4 else doubled[..., -1:]).view(torch.float64)
+        factors *= 2.0
+        setattr(native, name, doubled)
     try:
         yield
     finally:

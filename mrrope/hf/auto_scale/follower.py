@@ -50,7 +50,10 @@ class Follower(nn.Module):
         self.has_several_positions = has_several_positions
         self.parameters_of_owner = tuple(inspect.signature(owner.forward).parameters)
         # The hash rejects caches that were filled with other tables.
-        self.ladder_keys = {layer_type: (layer_type, hash(ladder.tables)) for layer_type, ladder in ladders.items()}
+        self.ladder_keys = {
+            layer_type: (layer_type, hash(tuple(map(rope_config.of_keys, ladder.tables))))
+            for layer_type, ladder in ladders.items()
+        }
         for layer_type, ladder in ladders.items():
             # Integers are not affected by casts of the model to another dtype.
             limits = torch.tensor(ladder.reaches[:-1], device="cpu").floor().long()

@@ -9,7 +9,7 @@ import mrrope
 
 pytest.importorskip("transformers")
 
-from head_table_models import FAMILIES, ROUNDING, is_local, rotaries_of, set_for
+from head_table_models import FAMILIES, ROUNDING, Family, is_local, rotaries_of, set_for
 from model_tolerance import relative
 from patched_models import logits
 from tiny_models import tiny_model, tokens
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("rope_types", "no_other_patched_models")
 # --- tables being learned
 
 
-def learned(tables: Any) -> torch.Tensor:
+def learned(tables: Any, key_heads: int = 2) -> torch.Tensor:
     """Return tables as a float64 tensor of radians per position and attention factor."""
-    heads = [tables] * 2 if isinstance(tables, mrrope.FrequencyTable) else tables
+    heads = [tables] * key_heads if isinstance(tables, mrrope.FrequencyTable) else tables
     return torch.tensor([[*table.inv_freq, table.attention_factor] for table in heads], dtype=torch.float64)
 
 
@@ -44,6 +44,38 @@ def test_learned_tables_rotate_as_ready_ones(name: str) -> None:
     assert (by_layer.grad.abs().amax((1, 2)) > 0).equal(is_used)
     rotary.learned = None
     assert relative(logits(model), logits(mrrope.patch(model, start))) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "cohere", "gemma3_text", "deepseek_v2", "deepseek_v3", "falcon"])
+def test_learned_query_factors_scale_as_ready_ones(name: str) -> None:
+    """DeepSeek-V2 passes positions and tables in one tensor, with as many rows as the factors take."""
+    family = FAMILIES.get(name, Family(key_heads=1, dtype=torch.float32))
+    model = tiny_model(name, dtype=family.dtype)
+    without = set_for(model, family.key_heads)
+    heads = model.config.num_attention_heads
+    factors = 0.5 + torch.rand(len(without), heads, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    tables = mrrope.TableSet(map(mrrope.HeadTables, without, factors.tolist()))
+    plain = logits(mrrope.patch(model, without))
+    want = logits(mrrope.patch(model, tables))
+    mrrope.patch(model, set_for(model, family.key_heads, seed=1))
+    (rotary,) = rotaries_of(model)
+    by_layer = torch.stack([learned(entry, family.key_heads) for entry in without])
+    rotary.learned = {"full_attention": by_layer, None: by_layer}
+    rotary.learned_query_factors = factors.requires_grad_()
+    assert relative(logits(model), want) < ROUNDING
+    assert relative(plain, want) > 100 * ROUNDING
+    model(input_ids=tokens(2, 24)).logits.square().sum().backward()
+    is_used = torch.tensor([not is_local(model, i) for i in range(len(tables))])
+    assert (factors.grad != 0).equal(is_used[:, None].expand_as(factors))
+
+
+def test_too_few_learned_query_factors_show() -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    mrrope.patch(model, set_for(model, 2))
+    (rotary,) = rotaries_of(model)
+    rotary.learned = {None: torch.stack([learned(entry) for entry in set_for(model, 2)])}
+    rotary.learned_query_factors = torch.ones(2, 3, dtype=torch.float64)
+    assert logits(model).isnan().any()
 
 
 def test_gradients_of_learned_tables() -> None:

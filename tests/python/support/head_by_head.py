@@ -45,6 +45,21 @@ def random_set(seed: int, layers: int, heads: int, *settings: Any) -> mrrope.Tab
     return mrrope.TableSet(entries)
 
 
+def random_factors(rng: random.Random, query_heads: int) -> list[float]:
+    """Return random factors of query heads, from a third to three."""
+    return [3.0 ** rng.uniform(-1.0, 1.0) for _ in range(query_heads)]
+
+
+def with_factors(tables: Any, query_heads: int, seed: int = 0) -> Any:
+    """Return tables with random factors of query heads; of a set, with others in every layer but the first."""
+    rng = random.Random(seed)
+    if isinstance(tables, mrrope.TableSet):
+        layers = [with_factors(tables[i], query_heads, seed + i) for i in range(1, len(tables))]
+        return mrrope.TableSet([tables[0], *layers])
+    rows = [tables] if isinstance(tables, mrrope.FrequencyTable) else tables
+    return mrrope.HeadTables(rows, random_factors(rng, query_heads))
+
+
 def cosines_and_sines(angles: Tensor, factor: float, form: str) -> tuple[Tensor, ...]:
     """Return the embedding of a modeling file from the angles of all pairs, ``[batch, tokens, pairs]``."""
     if form == COMPLEX:
@@ -95,12 +110,14 @@ def head_by_head(
         if tables is None:
             return original(*args, **options)
         calls.append(now["layer"])
+        query_factors = tables.query_factors
         tables = [tables] if isinstance(tables, mrrope.FrequencyTable) else list(tables)
         embeddings = 1 if form == COMPLEX else 2
         heads = args[:-embeddings]
         positions = now["positions"].double()
         at = positions[..., None] if rows is None else positions[rows].permute(1, 2, 0)
-        heads_dim = 2 if options.get("unsqueeze_dim", 1) == 2 or form == COMPLEX else 1
+        is_bshd = heads[0].shape[1] == positions.shape[-1] if form == COMPLEX else options.get("unsqueeze_dim", 1) == 2
+        heads_dim = 2 if is_bshd else 1
         chunks = [x.chunk(len(tables), heads_dim) for x in heads]
         parts = []
         for table, *group in zip(tables, *chunks, strict=True):
@@ -110,6 +127,9 @@ def head_by_head(
             rotated = original(*group, *embedding, **options)
             parts.append(rotated if isinstance(rotated, tuple) else (rotated,))
         joined = tuple(torch.cat(side, heads_dim) for side in zip(*parts, strict=True))
+        if query_factors is not None:
+            shape = [-1 if dim == heads_dim else 1 for dim in range(joined[0].dim())]
+            joined[0][..., : tables[0].rotary_dim] *= torch.tensor(query_factors, dtype=torch.float64).view(shape)
         return joined if len(heads) > 1 else joined[0]
 
     with contextlib.ExitStack() as stack:
