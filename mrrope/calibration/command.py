@@ -16,7 +16,7 @@ from mrrope.calibration import report
 from mrrope.calibration.calibrate import Calibration, CalibrationStoppedError
 from mrrope.calibration.descent import LEARNING_RATE
 from mrrope.calibration.document_sets import DocumentSets, document_sets, lengths_up_to
-from mrrope.calibration.gradient import GradientCalibration
+from mrrope.calibration.gradient import GradientCalibration, why_no_query_factors
 from mrrope.calibration.journal import Journal, UnsavedJournal
 from mrrope.calibration.kinds import named_texts
 from mrrope.calibration.learnable_tables import SHARINGS
@@ -73,6 +73,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     add("--scale", type=float, required=True, metavar="S", help="factor by which to extend the context")
     add("--per", metavar="PART", help=f"what gets a table of its own: {', '.join(SHARINGS)} (default: model)")
+    add(
+        "--query-factors",
+        action=argparse.BooleanOptionalAction,
+        help="with --per head: find a factor for every query head, too (default: where the model can be patched with "
+        "them)",
+    )
     add(
         "--by",
         metavar="METHOD",
@@ -163,6 +169,9 @@ def by_gradient(options: argparse.Namespace) -> bool:
         raise ValueError(f"--per must be {', '.join(SHARINGS[:-1])} or {SHARINGS[-1]}, got {options.per!r}")
     if options.by not in (None, "search", "gradient"):
         raise ValueError(f"--by must be search or gradient, got {options.by!r}")
+    if options.query_factors is not None and options.per != "head":
+        given = "--query-factors" if options.query_factors else "--no-query-factors"
+        raise ValueError(f"{given} goes with --per head, got --per {options.per or 'model'}")
     is_by_part = options.per in ("layer", "head")
     if is_by_part and options.by == "search":
         raise ValueError(
@@ -267,6 +276,7 @@ def calibrate(
     """
     files = Files(Path(options.output))
     trained = trained_with(model, options.original_max_position)
+    has_query_factors = searches_query_factors(options, model, trained, processes)
     lengths = chosen_lengths(options, trained)
     documents = chosen_documents(options, tokenizer, lengths)
     others = [
@@ -289,6 +299,8 @@ def calibrate(
         },
         "texts": documents.texts(),
         **gradient_settings(options, processes),
+        # Runs without them are those of releases that had none.
+        **({"query_factors": True} if has_query_factors else {}),
         **measured_with(model),
     }
     path = files.named("journal")
@@ -311,6 +323,7 @@ def calibrate(
                     given_start(options, trained),
                     processes,
                     options.learning_rate,
+                    has_query_factors,
                 )
                 search_by_gradient(calibration, files, results)
                 if not processes.is_first:
@@ -349,6 +362,22 @@ def gradient_settings(options: argparse.Namespace, processes: Processes) -> dict
         "learning_rate": options.learning_rate,
         "processes": processes.size,
     }
+
+
+def searches_query_factors(options: argparse.Namespace, model: Any, trained: NativeRope, processes: Processes) -> bool:
+    """Whether to search factors of query heads: with ``--per head``, where the model can be patched with them.
+
+    Raises:
+        ValueError: ``--query-factors`` is given, and the model cannot.
+    """
+    if options.per != "head" or options.query_factors is False:
+        return False
+    reason = why_no_query_factors(model, trained, options.scale)
+    if reason is not None and options.query_factors:
+        raise ValueError(f"--query-factors must be left out for {type(model).__name__}: {reason}")
+    if reason is not None and processes.is_first:
+        print(f"mrrope calibrate: no factors of query heads are searched: {reason}", file=sys.stderr)
+    return reason is None
 
 
 def given_start(options: argparse.Namespace, trained: NativeRope) -> ModelTables | None:
@@ -453,6 +482,7 @@ def search_by_gradient(calibration: GradientCalibration, files: Files, results: 
     results.data["calibration"] = {
         "chosen": calibration.started_from if is_start else f"gradient per {calibration.per}",
         "started_from": calibration.started_from,
+        **report.range_of_query_factors(tables),
         "seconds": before + descent.spent,
         "steps": descent.step,
         "evaluations": evaluations,

@@ -1,4 +1,7 @@
-"""The calibration by gradient: from the best fixed method or given tables to tables per model, layer or key head."""
+"""The calibration by gradient: from the best fixed method or given tables to tables per model, layer or key head.
+
+With a table per key head, query heads may get a factor each besides.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,23 @@ from mrrope.calibration.search import successive_halving
 from mrrope.calibration.training_texts import TrainingTexts
 from mrrope.hf import rope_config
 from mrrope.hf.model_layers import ServedLayers
+from mrrope.hf.patch import patched
+from mrrope.hf.rotary_embedding import UnfactorableError
 from mrrope.tables.frequency_table import FrequencyTable
+from mrrope.tables.head_tables import HeadTables
 from mrrope.tables.lookup import ModelTables, NativeRope, resolve_table
+from mrrope.tables.table_set import TableSet
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The layers and key heads that tables can be given to."""
+    """The layers and heads that tables and factors can be given to."""
 
     layers: int
     heads: int
+    """Key heads of each layer."""
+    query_heads: int | None
+    """Query heads of each layer; None where layers differ in them."""
 
     @staticmethod
     def of(model: Any) -> ModelShape:
@@ -44,7 +54,31 @@ class ModelShape:
                 f"--by gradient must be left out for {type(model).__name__}: it needs one rotary embedding for all "
                 "layers, and as many key heads in each"
             )
-        return ModelShape(served[0].count, heads.pop())
+        queries = {served[0].query_heads(layer) for layer in range(served[0].count)}
+        return ModelShape(served[0].count, heads.pop(), queries.pop() if len(queries) == 1 else None)
+
+
+def why_no_query_factors(model: Any, trained: NativeRope, scale: float) -> str | None:
+    """Why a model cannot be patched with factors of query heads, in words; None where it can.
+
+    Raises:
+        ValueError: it cannot be patched with tables per key head either.
+    """
+    shape = ModelShape.of(model)
+    if shape.query_heads is None:
+        return "its layers differ in their number of query heads"
+    if shape.query_heads % shape.heads:
+        return f"its {shape.query_heads} query heads are no multiple of {shape.heads} key heads"
+    heads = [resolve_table(trained, FIXED_METHODS[-1], scale, {})] * shape.heads
+    tables = TableSet([HeadTables(heads, [1.0] * shape.query_heads)] * shape.layers)
+    try:
+        with patched(model, tables, base=tables.base, original_max_position=tables.original_max_position):
+            return None
+    except ValueError as error:
+        # Suppressed in what patch raises, which names an argument of its own.
+        if isinstance(error.__context__, UnfactorableError):
+            return str(error.__context__)
+        raise
 
 
 @dataclass
@@ -64,6 +98,8 @@ class GradientCalibration:
     """By default the fixed method with the lowest loss on a validation document of every kind."""
     processes: Processes = ALONE
     peak_rate: float = LEARNING_RATE
+    query_factors: bool = False
+    """Whether query heads get factors, with a table per key head."""
 
     def __post_init__(self) -> None:
         self.fixed = {method: resolve_table(self.trained, method, self.scale, {}) for method in FIXED_METHODS}
@@ -76,7 +112,13 @@ class GradientCalibration:
         shape = ModelShape.of(model)
         device = next(model.parameters()).device
         learnable = LearnableTables(
-            start, self.trained, layers=shape.layers, heads=shape.heads, per=self.per, device=device
+            start,
+            self.trained,
+            layers=shape.layers,
+            heads=shape.heads,
+            per=self.per,
+            query_heads=shape.query_heads if self.query_factors else None,
+            device=device,
         )
         lengths = self.readings.lengths
         texts = TrainingTexts(self.documents.search, self.tokenizer, lengths, self.readings.retrieval)

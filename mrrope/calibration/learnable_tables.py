@@ -1,4 +1,7 @@
-"""Tables whose scales and attention factors are parameters: one for the model, one per layer, or one per key head."""
+"""Tables whose scales and factors are parameters: one for the model, one per layer, or one per key head.
+
+Query heads may have a factor each besides, with one table per key head.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,24 @@ searches of SmolLM2 that let pairs from 256 tokens on move freely, the moves of 
 """
 FACTOR_RATE = 2 / 15
 """Step size of the log attention factor, relative to that of the log scale of a slow pair: 0.004 to 0.03."""
+QUERY_FACTOR_RATE = 2 * FACTOR_RATE
+"""Step size of the log query factor, relative to that of the log scale of a slow pair: 0.008 to 0.03.
+
+An attention factor is in a score twice, by q and by k, and a query factor once, so twice the step changes scores as
+much. Derived from that alone: it was not tuned in searches on a GPU.
+"""
 DIGITS = 7
-"""Significant digits of the resulting scales, which keep the JSON short: a relative rounding error of up to 5e-7."""
+"""Significant digits of the resulting scales and factors, which keep the JSON short: a relative rounding error of up to
+5e-7."""
 
 
 class LearnableTables:
-    """Log cumulative scales and log attention factors around a start, as one parameter with one learning rate.
+    """Log cumulative scales and log factors around a start, as one parameter with one learning rate.
 
-    ``moves`` ``[layers or 1, heads or 1, pairs + 1]`` starts at 0. The log cumulative scale of a pair is that of the
-    start plus its move times its rate; the last column moves the log attention factor. Adam takes steps of one size in
-    ``moves``, so the rates are relative learning rates.
+    ``moves`` ``[layers or 1, heads or 1, pairs + 1 + group]`` starts at 0. The log cumulative scale of a pair is that
+    of the start plus its move times its rate; the column after the pairs moves the log attention factor. The group are
+    the log factors of the query heads that share a key head, none without query factors. Adam takes steps of one size
+    in ``moves``, so the rates are relative learning rates.
     """
 
     def __init__(
@@ -46,6 +57,7 @@ class LearnableTables:
         layers: int,
         heads: int,
         per: Sharing,
+        query_heads: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         """Start from a table or a set.
@@ -56,12 +68,19 @@ class LearnableTables:
             layers: number of layers.
             heads: number of key heads of a layer.
             per: what gets a table of its own.
+            query_heads: number of query heads of a layer that get a factor each, with a table per key head; None for
+                tables without query factors.
             device: the model's.
 
         Raises:
             ValueError: the start does not fit the model or the sharing.
         """
+        if query_heads is not None and (per != "head" or query_heads % heads):
+            raise ValueError(
+                f"query_heads must be None, or a multiple of {heads} key heads with a table each, got {query_heads}"
+            )
         tables = expanded(start, layers, heads)
+        factors = expanded_query_factors(start, layers, query_heads)
         self.trained = trained
         self.layers, self.heads, self.per = layers, heads, per
         self.scale = start.scale
@@ -80,32 +99,50 @@ class LearnableTables:
             raise ValueError(f"start must be one table per {per} for a search per {per}, got {start!r}")
         free = FREE_SHARE * start.original_max_position
         rates = (2 * math.pi / native.inv_freq / free).clamp(max=1.0)
-        self._start = shared.to(device)
-        self._rates = torch.cat([rates, rates.new_tensor([FACTOR_RATE])]).to(device)
+        # One row per key head, with the factors of its query heads; no columns without query factors.
+        group = factors.log().view(layers, heads, (query_heads or 0) // heads)[: len(shared), : shared.shape[1]]
+        self._table_columns = shared.shape[-1]
+        self._start = torch.cat([shared, group], dim=-1).to(device)
+        of_factors = [FACTOR_RATE] + [QUERY_FACTOR_RATE] * group.shape[-1]
+        self._rates = torch.cat([rates, rates.new_tensor(of_factors)]).to(device)
         self._log_frequencies = log_frequencies.to(device)
         # float64: in float32 the angle of the fastest pair is off by 0.004 at 131072 tokens.
         self.moves = torch.zeros_like(self._start, requires_grad=True)
 
+    @property
+    def has_query_factors(self) -> bool:
+        """Whether query heads have factors."""
+        return self._start.shape[-1] > self._table_columns
+
     def logarithms(self) -> torch.Tensor:
-        """Log cumulative scales, relative to the model's own table, and log attention factor."""
+        """Log cumulative scales, relative to the model's own table, log attention factor, and log query factors."""
         return self._start + self.moves * self._rates
 
     def frequencies(self) -> torch.Tensor:
         """The floating tables of all layers and key heads, ``[layers, heads, pairs + 1]``, differentiable."""
-        logarithms = self.logarithms()
-        columns = [self._log_frequencies - logarithms[..., :-1], logarithms[..., -1:]]
+        scales, factor = self.logarithms()[..., : self._table_columns].tensor_split([-1], dim=-1)
+        columns = [self._log_frequencies - scales, factor]
         return torch.cat(columns, dim=-1).exp().expand(self.layers, self.heads, -1)
+
+    def query_factors(self) -> torch.Tensor | None:
+        """The factors of all layers and query heads, ``[layers, query heads]``, differentiable; None without."""
+        return self.logarithms()[..., self._table_columns :].exp().flatten(1) if self.has_query_factors else None
 
     @torch.no_grad()
     def tables(self) -> FrequencyTable | TableSet:
         """The tables: one for the model, or a set."""
-        rows = [[self._table(one) for one in layer] for layer in self.logarithms().cpu()]
+        logarithms = self.logarithms().cpu()
+        rows = [[self._table(one) for one in layer] for layer in logarithms[..., : self._table_columns]]
         if self.per == "model":
             return rows[0][0]
+        if (factors := self.query_factors()) is not None:
+            return TableSet(
+                HeadTables(row, map(_shortened, of_layer)) for row, of_layer in zip(rows, factors.tolist(), strict=True)
+            )
         return TableSet([row[0] if len(row) == 1 else HeadTables(row) for row in rows])
 
     def _table(self, logarithms: torch.Tensor) -> FrequencyTable:
-        *scales, factor = (float(f"{value:.{DIGITS}g}") for value in logarithms.exp().tolist())
+        *scales, factor = map(_shortened, logarithms.exp().tolist())
         return frequency_table(
             "longrope",
             rotary_dim=self.trained.rotary_dim,
@@ -134,6 +171,28 @@ def expanded(tables: ModelTables, layers: int, heads: int) -> list[list[Frequenc
             raise ValueError(f"start must have a table for each of the model's {heads} key heads, got {len(own)}")
         found.append(own * (heads // len(own)))
     return found
+
+
+def expanded_query_factors(tables: ModelTables, layers: int, query_heads: int | None) -> torch.Tensor:
+    """The factors of every layer and query head, ``[layers, query heads]``; 1 where the tables have none.
+
+    Raises:
+        ValueError: the tables have factors for another number of query heads, or have them and ``query_heads`` is None.
+    """
+    of_layers = list(tables) if isinstance(tables, TableSet) else [tables] * layers
+    rows = [one.query_factors for one in of_layers]
+    for row in rows:
+        if row is not None and query_heads is None:
+            raise ValueError(f"start must have no query factors for a search without them, got {tables!r}")
+        if row is not None and len(row) != query_heads:
+            raise ValueError(
+                f"start must have a factor for each of the model's {query_heads} query heads, got {len(row)}"
+            )
+    return torch.tensor([row or [1.0] * (query_heads or 0) for row in rows], dtype=torch.float64)
+
+
+def _shortened(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
 
 
 def _numbers(table: FrequencyTable, native: FrequencyTable) -> torch.Tensor:

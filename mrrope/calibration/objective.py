@@ -27,6 +27,7 @@ from mrrope.evaluation.perplexity import DocumentLoss, loss_at, token_losses
 from mrrope.evaluation.truncated import TRUNCATED, Truncation
 from mrrope.hf.patch import patched
 from mrrope.tables.frequency_table import FrequencyTable
+from mrrope.tables.head_tables import HeadTables
 from mrrope.tables.lookup import ModelTables
 
 
@@ -170,9 +171,11 @@ def figures_at(length: int, losses: torch.Tensor, document: Document) -> Figures
 
 def table_numbers(table: ModelTables) -> list[Any]:
     """The numbers that determine a rotation; equal for equal tables of different methods. Nested for heads, layers."""
-    if not isinstance(table, FrequencyTable):
-        return [table_numbers(one) for one in table]
-    return [round(number, 9) for number in (*table.inv_freq.log().tolist(), table.attention_factor)]
+    if isinstance(table, FrequencyTable):
+        return [round(number, 9) for number in (*table.inv_freq.log().tolist(), table.attention_factor)]
+    numbers = [table_numbers(one) for one in table]
+    factors = table.query_factors if isinstance(table, HeadTables) else None
+    return numbers if factors is None else [*numbers, [round(factor, 9) for factor in factors]]
 
 
 def weights_fingerprint(model: nn.Module) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from mrrope.calibration.calibrate import Calibration
@@ -20,6 +21,7 @@ from mrrope.evaluation.truncated import TRUNCATED, Truncation
 from mrrope.reporting import plotting
 from mrrope.reporting.optional_packages import progress_bar
 from mrrope.tables.lookup import ModelTables
+from mrrope.tables.table_set import TableSet
 
 CALIBRATED = "calibrated"
 OTHER_KINDS = "other kinds"
@@ -74,6 +76,12 @@ def summary(data: dict[str, Any]) -> str:
     if "other kinds" in columns:
         other = data.get("parts", {}).get(OTHER_KINDS, {})
         lines += truncation_advice(other, columns["other kinds"], "texts of other kinds")
+    if "query_factors" in found:
+        one = found["query_factors"]
+        lines.append(
+            f"factors of query heads: {one['lowest']:.3f} to {one['highest']:.3f}, geometric mean "
+            f"{one['geometric_mean']:.3f}, of {counted(one['layers'], 'layer')} with {one['query_heads']} each"
+        )
     if "steps" in found:
         lines.append(f"search by gradient: {counted(found['steps'], 'step')} in {found['seconds']:.0f} s")
     return "\n".join([*lines, *searched_texts(data.get("texts", []))])
@@ -112,6 +120,23 @@ def change_against_best(means: Mapping[str, float]) -> str:
     """The calibrated tables relative to the best fixed method and to truncation."""
     others = [best_fixed(means), *(name for name in (TRUNCATED,) if name in means)]
     return " and ".join(f"{means[CALIBRATED] / means[other] - 1:+.1%} against {other}" for other in others)
+
+
+def range_of_query_factors(tables: ModelTables) -> dict[str, Any]:
+    """The range of the factors of query heads, as an entry of the results; none where there are none."""
+    layers = [one.query_factors for one in (tables if isinstance(tables, TableSet) else [tables])]
+    factors = [factor for of_layer in layers for factor in of_layer or ()]
+    if not factors:
+        return {}
+    return {
+        "query_factors": {
+            "lowest": min(factors),
+            "highest": max(factors),
+            "geometric_mean": math.exp(fmean(map(math.log, factors))),
+            "layers": len(layers),
+            "query_heads": tables.query_heads,
+        }
+    }
 
 
 def advice(means: Mapping[str, float]) -> list[str]:

@@ -66,7 +66,7 @@ class TableGradient:
     @contextlib.contextmanager
     def _learned(self) -> Iterator[None]:
         """Rotate by the parameters within a ``with`` block."""
-        frequencies = self.learnable.frequencies()
+        frequencies, query_factors = self.learnable.frequencies(), self.learnable.query_factors()
         for rotary in self._rotaries:
             # Layers with a window and a RoPE of their own have one table, and keep it.
             rotary.learned = {
@@ -74,8 +74,9 @@ class TableGradient:
                 for layer_type, (table,) in rotary.tables.items()
                 if not isinstance(table, FrequencyTable)
             }
+            rotary.learned_query_factors = query_factors
         try:
             yield
         finally:
             for rotary in self._rotaries:
-                rotary.learned = None
+                rotary.learned = rotary.learned_query_factors = None

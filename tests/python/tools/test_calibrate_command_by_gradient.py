@@ -30,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "other.txt").write_text("\0".join(random_words(24, seed) for seed in (7, 8)))
     table().save(folder / "yarn.json")
     random_set(3).save(folder / "set.json")
+    random_set(3, query_heads=4).save(folder / "factors.json")
     return folder
 
 
@@ -66,6 +67,18 @@ def test_the_command_finds_writes_and_reports(folder: Path, tmp_path: Path, per:
     assert found["seconds"] < 60
     tables = load_tables(stem.with_suffix(".table.json"))
     assert isinstance(tables, mrrope.TableSet if per in ("layer", "head") else mrrope.FrequencyTable)
+    assert tables.query_heads == (4 if per == "head" else None)
+    assert ("query_factors" in data) == ("query_factors" in found) == (per == "head")
+    if per == "head":
+        factors = [factor for one in tables for factor in one.query_factors]
+        shown = found["query_factors"]
+        assert (shown["lowest"], shown["highest"]) == (min(factors), max(factors))
+        assert min(factors) <= shown["geometric_mean"] <= max(factors)
+        range_shown = rf"{min(factors):.3f} to {max(factors):.3f}, geometric mean \d\.\d{{3}}"
+        line = rf"^factors of query heads: {range_shown}, of 2 layers with 4 each$"
+        assert re.search(line, printed, re.MULTILINE)
+    else:
+        assert "factors of query heads" not in printed
     assert set(found["held_out_geometric_means"]) == set(found["other_kinds_geometric_means"])
     assert list(data["results"]["perplexity"])[-2:] == ["truncated", "calibrated"]
     assert list(data["parts"][OTHER_KINDS]["results"]["perplexity"])[-2:] == ["truncated", "calibrated"]
@@ -98,6 +111,63 @@ def test_the_search_goes_on_from_a_set(folder: Path, tmp_path: Path) -> None:
     assert main(arguments(folder, tmp_path / "out", **{"--per": "head", "--start": str(folder / "set.json")})) == 0
     data = json.loads((tmp_path / "out.json").read_text())
     assert data["start"] == str(folder / "set.json")
+
+
+def calibration_of(stem: Path) -> tuple[mrrope.TableSet, dict]:
+    return load_tables(stem.with_suffix(".table.json")), json.loads(stem.with_suffix(".json").read_text())
+
+
+def test_query_factors_can_be_left_out_and_started_from(folder: Path, tmp_path: Path, capsys) -> None:
+    """As a search was that knew none; and one with factors goes on from those of a set."""
+    options = {"--per": "head", "--start": str(folder / "yarn.json")}
+    assert main(arguments(folder, tmp_path / "without", "--no-query-factors", **options)) == 0
+    tables, data = calibration_of(tmp_path / "without")
+    assert tables.query_heads is None
+    assert "query_factors" not in {*data, *data["calibration"]}
+    assert main(arguments(folder, tmp_path / "without", **options)) == 2
+    assert "is of a run with another query_factors" in capsys.readouterr().err
+
+    options["--start"] = str(folder / "factors.json")
+    assert main(arguments(folder, tmp_path / "with", "--query-factors", **options)) == 0
+    tables, data = calibration_of(tmp_path / "with")
+    assert data["query_factors"] is True
+    # A few steps move a factor by little.
+    start = [one.query_factors for one in mrrope.TableSet.load(folder / "factors.json")]
+    for one, given in zip(tables, start, strict=True):
+        assert one.query_factors == pytest.approx(given, rel=0.2)
+    assert main(arguments(folder, tmp_path / "third", "--no-query-factors", **options)) == 2
+    assert "start must have no query factors for a search without them, got TableSet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_asked_for", [True, False])
+def test_a_model_that_takes_no_query_factors_is_told(folder: Path, tmp_path: Path, is_asked_for, monkeypatch, capsys):
+    """By the option's name where it is given; else the search goes on without them."""
+    reason = "its attention takes queries and keys alike, one by one"
+    monkeypatch.setattr("mrrope.calibration.command.why_no_query_factors", lambda *_: reason)
+    given = ["--query-factors"] if is_asked_for else []
+    options = {"--per": "head", "--start": str(folder / "yarn.json")}
+    assert main(arguments(folder, tmp_path / "out", *given, **options)) == (2 if is_asked_for else 0)
+    printed = capsys.readouterr().err
+    if is_asked_for:
+        assert f"--query-factors must be left out for LlamaForCausalLM: {reason}" in printed
+    else:
+        assert f"mrrope calibrate: no factors of query heads are searched: {reason}" in printed
+        assert calibration_of(tmp_path / "out")[0].query_heads is None
+
+
+@pytest.mark.parametrize(
+    ("given", "replaced", "message"),
+    [
+        (["--query-factors"], {}, "--query-factors goes with --per head, got --per model"),
+        (["--query-factors"], {"--per": "layer"}, "--query-factors goes with --per head, got --per layer"),
+        (["--no-query-factors"], {"--by": "gradient"}, "--no-query-factors goes with --per head, got --per model"),
+    ],
+)
+def test_query_factors_go_with_tables_per_head(
+    folder: Path, tmp_path: Path, given: list[str], replaced: dict[str, str], message: str, capsys
+) -> None:
+    assert main(arguments(folder, tmp_path / "out", *given, **replaced)) == 2
+    assert f"mrrope calibrate: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

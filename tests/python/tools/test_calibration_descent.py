@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from byte_llama import byte_tokenizer
-from learnable_tables import LAYERS, NATIVE, learnable, table, tiny_llama
+from learnable_tables import LAYERS, NATIVE, QUERY_HEADS, learnable, table, tiny_llama
+from transformers import LlamaForCausalLM
 from two_ranks import run_on_two_ranks
 
 import mrrope
@@ -40,11 +41,14 @@ class Ticks:
 @pytest.fixture(scope="module")
 def planted() -> SimpleNamespace:
     """Texts that a model wrote under planted tables, which therefore have the lowest loss."""
-    torch.manual_seed(5)
     model, wanted = tiny_llama(torch.float32), learnable(table("pi"), "head")
     with torch.no_grad():
         wanted.moves.uniform_(-1, 1)
-    tables = wanted.tables()
+    return planted_by(model, wanted.tables())
+
+
+def planted_by(model: LlamaForCausalLM, tables: mrrope.TableSet) -> SimpleNamespace:
+    """Texts that a new model wrote under tables."""
     rows = torch.randint(2, 258, (72, 1))
     with mrrope.patched(model, tables), torch.no_grad():
         cache = None
@@ -62,6 +66,7 @@ LENGTHS = [NATIVE, 2 * NATIVE, 4 * NATIVE]
 def descent_of(planted: SimpleNamespace, folder: Path, seconds: float = 60, per: str = "head", **options) -> Descent:
     """Return a descent whose steps and evaluations take one second each, or three with several looks at the clock."""
     model = planted.model
+    query_heads = options.pop("query_heads", None)
     journal = Journal(folder / "journal", {})
     readings = Readings(model, LENGTHS, journal, chunk=10**6)
     texts = TrainingTexts(planted.search, byte_tokenizer(adds_bos=False), LENGTHS, 0.0)
@@ -71,7 +76,7 @@ def descent_of(planted: SimpleNamespace, folder: Path, seconds: float = 60, per:
 
     return Descent(
         model,
-        learnable(table("pi"), per),
+        learnable(table("pi"), per, query_heads=query_heads),
         texts,
         options.pop("validation_loss", validation_loss),
         journal,
@@ -103,9 +108,43 @@ def test_planted_tables_are_approached(planted: SimpleNamespace, tmp_path: Path)
     assert 0.3 < gap["model"] < 0.8 < gap["head"]
 
 
-def interrupted(planted: SimpleNamespace, folder: Path, at: int) -> None:
+def test_planted_query_factors_are_approached(tmp_path: Path) -> None:
+    """Of texts written under one table with factors, a search with factors learns more than one without."""
+    rng = torch.Generator().manual_seed(7)
+    wanted = torch.empty(LAYERS, QUERY_HEADS, dtype=torch.float64).uniform_(-1, 1, generator=rng).exp()
+    tables = mrrope.TableSet([mrrope.HeadTables([table("pi")], one) for one in wanted.tolist()])
+    planted = planted_by(tiny_llama(torch.float32), tables)
+    losses, found = {}, {}
+    for query_heads in (None, QUERY_HEADS):
+        folder = tmp_path / f"{query_heads}"
+        folder.mkdir()
+        descent = descent_of(planted, folder, 150, query_heads=query_heads)
+        found[query_heads] = descent.run()
+        start, losses[query_heads] = descent.evaluations[0]["loss"], descent.best
+        lowest = descent.validation_loss(planted.tables)
+        descent.journal.close()
+    gap = {query_heads: (start - loss) / (start - lowest) for query_heads, loss in losses.items()}
+    assert gap[None] < gap[QUERY_HEADS] - 0.1
+    assert gap[QUERY_HEADS] > 0.5
+    assert found[None].query_heads is None
+    # A query head's scores have its factor, and the attention factor of its key head twice. Those of the first layer
+    # settle within this budget; the second reads what the first is still changing.
+    first = found[QUERY_HEADS][0]
+    gains = [
+        factor * (first[head // 2].attention_factor / table("pi").attention_factor) ** 2
+        for head, factor in enumerate(first.query_factors)
+    ]
+    moved = torch.tensor(gains, dtype=torch.float64).log()
+    assert torch.nn.functional.cosine_similarity(moved, wanted[0].log(), dim=0) > 0.9
+    assert all(factor != 1 for tables in found[QUERY_HEADS] for factor in tables.query_factors)
+    # The file keeps them.
+    found[QUERY_HEADS].save(tmp_path / "found.json")
+    assert mrrope.TableSet.load(tmp_path / "found.json") == found[QUERY_HEADS]
+
+
+def interrupted(planted: SimpleNamespace, folder: Path, at: int, **options) -> None:
     """Run a descent until its step, and stop it there as a kill would."""
-    found = descent_of(planted, folder)
+    found = descent_of(planted, folder, **options)
 
     def progress(*_) -> None:
         if found.step == at:
@@ -117,19 +156,25 @@ def interrupted(planted: SimpleNamespace, folder: Path, at: int) -> None:
     found.journal.close()
 
 
-@pytest.mark.parametrize("steps", [[3], [14], [20], [5, 18, 25]])
-def test_a_stopped_run_resumes(planted: SimpleNamespace, tmp_path: Path, steps: list[int], monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("steps", "query_heads"), [([3], None), ([14], None), ([20], None), ([5, 18, 25], None), ([5, 18], QUERY_HEADS)]
+)
+def test_a_stopped_run_resumes(
+    planted: SimpleNamespace, tmp_path: Path, steps: list[int], query_heads: int | None, monkeypatch
+) -> None:
     monkeypatch.setattr(descent_module, "SECONDS_BETWEEN_SAVES", 12.0)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
-    expected = descent_of(planted, whole)
+    options = {"query_heads": query_heads}
+    expected = descent_of(planted, whole, **options)
     tables = expected.run()
+    assert tables.query_heads == query_heads
     assert expected.step > 25
     for step in steps:
-        interrupted(planted, parts, step)
+        interrupted(planted, parts, step, **options)
         assert not is_patched(planted.model)
-    resumed = descent_of(planted, parts)
+    resumed = descent_of(planted, parts, **options)
     assert 0 < resumed.step <= steps[-1] or steps[-1] < 4
     assert resumed.run() == tables
     assert resumed.evaluations == expected.evaluations
@@ -139,11 +184,11 @@ def test_a_stopped_run_resumes(planted: SimpleNamespace, tmp_path: Path, steps: 
     # A finished run takes no further step; a larger budget goes on.
     for each in (expected, resumed):
         each.journal.close()
-    again = descent_of(planted, parts)
+    again = descent_of(planted, parts, **options)
     assert again.run() == tables
     assert again.step == expected.step
     again.journal.close()
-    longer = descent_of(planted, parts, 80)
+    longer = descent_of(planted, parts, 80, **options)
     longer.run()
     assert longer.step > expected.step
     longer.journal.close()

@@ -10,7 +10,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 from byte_llama import byte_tokenizer, random_words
-from learnable_tables import HEADS, LAYERS, NATIVE, ROTARY_DIM, learnable, random_set, table, tiny_llama
+from learnable_tables import (
+    HEADS,
+    LAYERS,
+    NATIVE,
+    QUERY_HEADS,
+    ROTARY_DIM,
+    TRAINED,
+    learnable,
+    random_set,
+    table,
+    tiny_llama,
+)
+from tiny_models import tiny_model
 from torch import nn
 from transformers import (
     Gemma2Config,
@@ -24,7 +36,15 @@ from transformers import (
 )
 
 import mrrope
-from mrrope.calibration.learnable_tables import FREE_SHARE, SHARINGS, LearnableTables
+from mrrope.calibration.command import trained_with
+from mrrope.calibration.gradient import why_no_query_factors
+from mrrope.calibration.learnable_tables import (
+    FACTOR_RATE,
+    FREE_SHARE,
+    QUERY_FACTOR_RATE,
+    SHARINGS,
+    LearnableTables,
+)
 from mrrope.calibration.objective import table_numbers
 from mrrope.calibration.pass_keys import KEYS_A_LENGTH, with_keys
 from mrrope.calibration.recomputation import Recomputation, decoder_layers, layers_to_recompute, recomputed
@@ -40,12 +60,13 @@ FLOAT64_EPS = torch.finfo(torch.float64).eps
 
 
 @contextlib.contextmanager
-def rotating(model: nn.Module, frequencies: torch.Tensor) -> Iterator[None]:
+def rotating(model: nn.Module, tables: LearnableTables) -> Iterator[None]:
     """Rotate by floating tables. Norms are fused as in the search: those of transformers compute in float32."""
     with mrrope.patched(model, mrrope.TableSet([table()] * LAYERS), fuse_norms=True):
         for module in model.modules():
             if isinstance(module, TableRotaryEmbedding):
-                module.learned = {None: frequencies}
+                module.learned = {None: tables.frequencies()}
+                module.learned_query_factors = tables.query_factors()
         yield
 
 
@@ -122,6 +143,122 @@ def test_scales_are_relative_to_the_models_own_table() -> None:
 def test_a_start_that_does_not_fit_is_named(start, per: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         learnable(start, per)
+
+
+# Factors of query heads
+
+
+def test_query_factors_start_at_one() -> None:
+    tables = learnable(None, query_heads=QUERY_HEADS)
+    assert tables.moves.shape == (LAYERS, HEADS, ROTARY_DIM // 2 + 1 + QUERY_HEADS // HEADS)
+    assert torch.equal(tables.query_factors(), torch.ones(LAYERS, QUERY_HEADS, dtype=torch.float64))
+    torch.testing.assert_close(tables.frequencies(), learnable().frequencies(), rtol=0, atol=0)
+    found = tables.tables()
+    assert [one.query_factors for one in found] == [(1.0,) * QUERY_HEADS] * LAYERS
+    assert [list(one) for one in found] == [list(one) for one in learnable().tables()]
+    assert learnable().query_factors() is None
+    assert learnable().tables().query_heads is None
+
+
+@pytest.mark.parametrize("form", ["set", "one table", "some layers"])
+def test_query_factors_start_where_the_set_has_them(form: str) -> None:
+    start = random_set(4, query_heads=QUERY_HEADS)
+    if form == "one table":
+        start = mrrope.HeadTables([table()], [0.5, 1.0, 2.0, 4.0])
+    if form == "some layers":
+        start = mrrope.TableSet([random_set(4)[0], start[1]])
+    tables = learnable(start, query_heads=QUERY_HEADS)
+    rows = list(start) if isinstance(start, mrrope.TableSet) else [start] * LAYERS
+    expected = torch.tensor([row.query_factors or (1.0,) * QUERY_HEADS for row in rows], dtype=torch.float64)
+    torch.testing.assert_close(tables.query_factors(), expected, rtol=4 * FLOAT64_EPS, atol=0)
+    found = tables.tables()
+    assert all(isinstance(one, mrrope.HeadTables) and len(one) == HEADS for one in found)
+    # Seven significant digits.
+    got = torch.tensor([one.query_factors for one in found], dtype=torch.float64)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+
+
+def test_query_factors_move_apart_from_the_attention_factor() -> None:
+    tables = learnable(None, query_heads=QUERY_HEADS)
+    with torch.no_grad():
+        tables.moves[1, 1, -1] = 0.1  # the last query head of the last key head
+        tables.moves[0, 1, -3] = 0.2  # an attention factor
+    assert QUERY_FACTOR_RATE == 2 * FACTOR_RATE
+    expected = torch.ones(LAYERS, QUERY_HEADS, dtype=torch.float64)
+    expected[1, 3] = math.exp(0.1 * QUERY_FACTOR_RATE)
+    torch.testing.assert_close(tables.query_factors(), expected, rtol=4 * FLOAT64_EPS, atol=0)
+    ratio = tables.frequencies() / learnable().frequencies()
+    assert ratio[0, 1, -1].item() == pytest.approx(math.exp(0.2 * FACTOR_RATE))
+    ratio[0, 1, -1] = 1.0
+    assert torch.equal(ratio, torch.ones_like(ratio))
+
+
+def test_one_key_head_may_have_query_factors() -> None:
+    found = learnable(None, heads=1, query_heads=3).tables()
+    assert [(len(one), one.query_factors) for one in found] == [(1, (1.0, 1.0, 1.0))] * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "start must have no query factors for a search without them, got TableSet"),
+        ({"query_heads": 6}, "start must have a factor for each of the model's 6 query heads, got 4"),
+        ({"query_heads": 3}, "query_heads must be None, or a multiple of 2 key heads with a table each, got 3"),
+        ({"query_heads": 4, "per": "layer"}, "query_heads must be None, or a multiple of 2 key heads .*, got 4"),
+    ],
+)
+def test_query_factors_that_do_not_fit_are_named(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        learnable(random_set(0, query_heads=4), **options)
+
+
+def test_readings_tell_query_factors_apart() -> None:
+    plain, start = random_set(4), random_set(4, query_heads=QUERY_HEADS)
+    others = mrrope.TableSet([mrrope.HeadTables(one, [2 * each for each in one.query_factors]) for one in start])
+    without = mrrope.TableSet([one.without_query_factors() for one in start])
+    numbers = [table_numbers(one) for one in (start, others, without)]
+    assert all(one != other for one, other in itertools.combinations(numbers, 2))
+    assert table_numbers(plain) == [[table_numbers(one) for one in layer] for layer in plain]
+
+
+def test_the_loss_with_query_factors_is_that_of_the_patched_model() -> None:
+    """The floating tables of the search rotate as the packed ones that it writes."""
+    model = tiny_llama()
+    gradient = TableGradient(model, learnable(random_set(5, query_heads=QUERY_HEADS), query_heads=QUERY_HEADS))
+    tokens = torch.randint(2, 258, (24,), generator=torch.Generator().manual_seed(4))
+    text = TrainingText("random", tokens, torch.full((24,), 1 / 23, dtype=torch.float64))
+    with gradient.ready():
+        loss = gradient.add(text).item()
+    losses = []
+    for tables in (gradient.learnable.tables(), gradient.learnable.tables().without_query_factors()):
+        with mrrope.patched(model, tables, fuse_norms=True), torch.no_grad():
+            losses.append(nn.functional.cross_entropy(model(tokens[None, :-1]).logits[0], tokens[1:]).item())
+    assert loss == pytest.approx(losses[0], rel=1e-6)
+    assert abs(losses[1] - loss) > 1e-3
+    assert (gradient.learnable.moves.grad[..., -2:] != 0).all()
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("llama", None),
+        ("gpt_neox", None),
+        ("gemma4_text", "transformers.models.gemma4.modeling_gemma4.apply_rotary_pos_emb takes queries and keys alike"),
+        ("llama4_text", "its Llama4TextL2Norm norms rotated queries"),
+    ],
+)
+def test_models_without_query_factors_are_told(family: str, reason: str | None) -> None:
+    model = tiny_model(family)
+    found = why_no_query_factors(model, trained_with(model, None), 4.0)
+    assert (found is None) if reason is None else found.startswith(reason)
+    assert not mrrope.is_patched(model)
+
+
+def test_layers_of_different_query_heads_have_no_query_factors(monkeypatch) -> None:
+    model = tiny_llama()
+    monkeypatch.setattr("mrrope.hf.model_layers.ServedLayers.query_heads", lambda _, layer: 4 + 2 * layer)
+    reason = "its layers differ in their number of query heads"
+    assert why_no_query_factors(model, TRAINED, 4.0) == reason
 
 
 # The objective
@@ -208,14 +345,15 @@ def test_the_loss_is_that_of_the_models_own_logits(model: nn.Module, rows: int, 
 
 
 @pytest.mark.parametrize("recomputed_layers", [0, 1, 2])
-@pytest.mark.parametrize("per", SHARINGS)
-def test_the_gradient_equals_finite_differences(per: str, recomputed_layers: int) -> None:
-    model, tables = tiny_llama(), learnable(None, per)
+@pytest.mark.parametrize(("per", "query_heads"), [*((per, None) for per in SHARINGS), ("head", QUERY_HEADS)])
+def test_the_gradient_equals_finite_differences(per: str, query_heads: int | None, recomputed_layers: int) -> None:
+    start = None if query_heads is None else random_set(6, query_heads=query_heads)
+    model, tables = tiny_llama(), learnable(start, per, query_heads=query_heads)
     rng = torch.Generator().manual_seed(3)
     tokens = torch.randint(2, 258, (24,), generator=rng)
     weights = token_weights(24, {12: 0.5, 24: 0.5}, [20, 21], 0.2)
 
-    rotated = rotating(model, tables.frequencies())
+    rotated = rotating(model, tables)
     with frozen_weights(model), recomputed(decoder_layers(model)[:recomputed_layers]), rotated:
         weighted_loss(model, tokens, weights).backward()
     assert all("forward" not in vars(layer) for layer in decoder_layers(model))
@@ -226,7 +364,7 @@ def test_the_gradient_equals_finite_differences(per: str, recomputed_layers: int
         for move in (step, -step):
             with torch.no_grad():
                 flat[place] += move
-                with rotating(model, tables.frequencies()):
+                with rotating(model, tables):
                     values.append(weighted_loss(model, tokens, weights).item())
                 flat[place] -= move
         expected = (values[0] - values[1]) / (2 * step)
