@@ -105,12 +105,13 @@ class ServedLayers:
             )
         for i in self.with_type(layer_type):
             of_layer = table[i] if isinstance(table, TableSet) else table
-            if of_layer.key_heads not in (None, self.key_heads(i)):
+            # What a table does not need is not read: not every configuration states it.
+            if of_layer.key_heads is not None and of_layer.key_heads != self.key_heads(i):
                 raise ValueError(
                     f"method must hold tables for the {self.key_heads(i)} key heads of {self.model} in layer {i}, got "
                     f"tables for {of_layer.key_heads}: {table!r}"
                 )
-            if of_layer.query_heads not in (None, self.query_heads(i)):
+            if of_layer.query_heads is not None and of_layer.query_heads != self.query_heads(i):
                 raise ValueError(
                     f"method must hold query_factors for the {self.query_heads(i)} query heads of {self.model} in "
                     f"layer {i}, got {of_layer.query_heads}: {table!r}"

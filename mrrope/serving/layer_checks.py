@@ -9,7 +9,7 @@ from mrrope.hf.model_layers import ServedLayers
 from mrrope.serving.mark import KEY
 from mrrope.serving.rope_settings import ServedRope
 
-NORMS_OF_QUERIES = ("hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat")
+NORMS_OF_QUERIES = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "nanochat")
 """Model types whose attention norms rotated queries, which cancels their factors. Llama 4's may, too."""
 
 

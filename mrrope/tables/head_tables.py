@@ -172,7 +172,8 @@ class HeadTables(OpTable):
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self._identity)
+        # Without None, whose hash differs in every process before Python 3.12: caches are known by it.
+        return hash(self._tables if self.query_factors is None else self._identity)
 
     @property
     def _identity(self) -> tuple[Any, ...]:

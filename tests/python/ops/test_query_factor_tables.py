@@ -4,6 +4,8 @@ import copy
 import json
 import math
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -92,6 +94,17 @@ def test_bad_factors_are_refused(factors, error, text):
     data = TableSet([random_table(5), of_three()]).to_dict()
     data["layers"][1]["query_factors"] = factors
     assert_refused(lambda: TableSet.from_dict(data), error, f"layers[1].{text}")
+
+
+def test_hashes_are_the_same_in_every_process():
+    """Caches of keys are known by them. Before Python 3.12 the hash of None is an address."""
+    tables = {"heads": random_heads(3), "factors": of_three(), "set": TableSet([random_heads(3), of_three()])}
+    script = "import pickle, sys; print(*map(hash, pickle.load(sys.stdin.buffer)))"
+    command = [sys.executable, "-c", script]
+    given = pickle.dumps(list(tables.values()))
+    found = [subprocess.run(command, input=given, capture_output=True, check=True).stdout for _ in range(2)]
+    assert found[0] == found[1]
+    assert list(map(int, found[0].split())) == list(map(hash, tables.values()))
 
 
 def test_equality_and_hash():
