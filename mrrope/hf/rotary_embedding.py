@@ -7,6 +7,7 @@ of cosines and sines (:mod:`mrrope.hf.handoff`). The apply functions of the mode
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import inspect
@@ -218,19 +219,14 @@ class InstalledFunctions:
     def __init__(self) -> None:
         self._users: dict[InstalledFunction, weakref.WeakSet[TableRotaryEmbedding]] = {}
         self._with_finalizer: weakref.WeakSet[TableRotaryEmbedding] = weakref.WeakSet()
-        self._is_installing = False
+        self._keepers: list[None] = []  # a list's append and pop are atomic
 
     def install_for(self, user: TableRotaryEmbedding) -> None:
         """Install the fused functions of a rotary embedding, unless they are installed already."""
-        # The garbage collector may run the finalizer of another model here, while functions have no user yet.
-        self._is_installing = True
-        try:
+        with self.kept():  # functions have no user yet
             user.installed = [self._install(found) for found in user.functions]
             for function in user.installed:
                 self._users[function].add(user)
-        finally:
-            self._is_installing = False
-            self._restore_unused()
         # A model that is deleted while it is patched must not leave the module's function wrapped.
         if user not in self._with_finalizer:
             weakref.finalize(user, self._restore_unused).atexit = False
@@ -260,8 +256,18 @@ class InstalledFunctions:
             users.discard(user)
         self._restore_unused()
 
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore no function meanwhile: the garbage collector may run the finalizer of another model at any time."""
+        self._keepers.append(None)
+        try:
+            yield
+        finally:
+            self._keepers.pop()
+            self._restore_unused()
+
     def _restore_unused(self) -> None:
-        if self._is_installing:
+        if self._keepers:
             return
         for function, users in list(self._users.items()):
             if next(iter(users), None) is not None or self._users.pop(function, None) is None:
@@ -301,11 +307,12 @@ def plan_rotation(model: nn.Module, rotary: nn.Module, tables: RotaryTables) -> 
     try:
         if tables.by_layer_type.keys() != tables.settings.keys():
             raise UnfusableError("no one table is its own, which changes with the length of a text")
-        functions, unprobed = functions_for(model, rotary, tables.settings)
-        if any(function.by_token for function in functions) and tables.are_by_head_or_layer:
-            raise UnfusableError("its attention selects tokens of cosines and sines")
-        if tables.have_query_factors:
-            _require_factors_of_queries(model, rotary, tables.settings, functions)
+        with installed_functions.kept():  # probes put back what they found in place of functions
+            functions, unprobed = functions_for(model, rotary, tables.settings)
+            if any(function.by_token for function in functions) and tables.are_by_head_or_layer:
+                raise UnfusableError("its attention selects tokens of cosines and sines")
+            if tables.have_query_factors:
+                _require_factors_of_queries(model, rotary, tables.settings, functions)
     except UnfusableError as reason:
         if not tables.can_be_swapped:
             raise

@@ -1,7 +1,6 @@
 """Patched models that do not rotate by the stock function: replaced by another library, or custom attention."""
 
 import functools
-import gc
 import itertools
 import sys
 import warnings
@@ -53,10 +52,9 @@ def their_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim
 
 
 @pytest.fixture(autouse=True)
-def llamas_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def llamas_own_function(monkeypatch: pytest.MonkeyPatch, stock: Any) -> None:
     """Restore Llama's own function after the test."""
-    gc.collect()
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", stock)
 
 
 # --- replaced ---

@@ -115,6 +115,32 @@ def test_a_patched_model_may_be_dropped(llama: PreTrainedModel, stock: Any, othe
     assert modeling_llama.apply_rotary_pos_emb is stock
 
 
+def test_a_patched_model_may_be_collected_while_another_is_probed(llama: PreTrainedModel, stock: Any) -> None:
+    """Probes replace functions and put back what they found."""
+    dropped = mrrope.patch(tiny_model("llama"), "pi", scale=4.0)
+    dropped.itself = [dropped]  # a cycle, which only the garbage collector frees
+    gone = weakref.ref(rotary_embedding(dropped))
+    found: list[bool] = []
+
+    def collect(module: torch.nn.Module, _: Any) -> None:
+        if isinstance(module, torch.nn.Linear):  # of attention that is probed
+            found.append(gone() is None)
+            gc.collect()
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(collect)
+    gc.disable()
+    try:
+        del dropped
+        mrrope.patch(llama, "pi", scale=4.0)
+    finally:
+        gc.enable()
+        hook.remove()
+    assert found[0] is False, "it must live when attention is probed"
+    assert gone() is None
+    mrrope.unpatch(llama)
+    assert modeling_llama.apply_rotary_pos_emb is stock
+
+
 def test_a_function_over_ours_stays(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, stock: Any) -> None:
     """A function that another library installs over the fused one stays."""
     mrrope.patch(llama, "pi", scale=4.0)
