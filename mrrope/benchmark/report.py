@@ -14,9 +14,9 @@ MAX_RATIO = 2.0
 """Upper limit of the plot's time-to-copy axis."""
 COLOURS = (
     *("#0072B2", "#E69F00", "#009E73", "#D62728", "#9467BD", "#8C564B", "#E377C2", "#17BECF", "#BCBD22"),
-    *("#002F4D", "#80DB2F", "#B80068", "#F0C9A0"),
+    *("#002F4D", "#80DB2F", "#B80068", "#F0C9A0", "#5F6B00"),
 )
-"""Colours of the plot's contenders, of which at most 13 are timed; the copy is grey."""
+"""Colours of the plot's contenders, of which at most 14 are timed; the copy is grey."""
 
 
 def names_in(rows: list[dict[str, Any]]) -> list[str]:
