@@ -96,13 +96,15 @@ def test_bad_factors_are_refused(factors, error, text):
     assert_refused(lambda: TableSet.from_dict(data), error, f"layers[1].{text}")
 
 
-def test_hashes_are_the_same_in_every_process():
+def test_hashes_are_the_same_in_every_process(tmp_path):
     """Caches of keys are known by them. Before Python 3.12 the hash of None is an address."""
     tables = {"heads": random_heads(3), "factors": of_three(), "set": TableSet([random_heads(3), of_three()])}
     script = "import pickle, sys; print(*map(hash, pickle.load(sys.stdin.buffer)))"
     command = [sys.executable, "-c", script]
     given = pickle.dumps(list(tables.values()))
-    found = [subprocess.run(command, input=given, capture_output=True, check=True).stdout for _ in range(2)]
+    # A script's folder comes first in sys.path, and not the checkout's, whose package need not be compiled.
+    ran = [subprocess.run(command, input=given, stdout=subprocess.PIPE, check=True, cwd=tmp_path) for _ in range(2)]
+    found = [each.stdout for each in ran]
     assert found[0] == found[1]
     assert list(map(int, found[0].split())) == list(map(hash, tables.values()))
 
