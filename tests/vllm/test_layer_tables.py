@@ -52,8 +52,8 @@ GEMMA = {
     "rope_local_base_freq": 500.0,
 }
 MODELS = {"llama": LLAMA, "qwen3": QWEN3, "gemma3": GEMMA}
-TOLERANCE = 1e-4
-"""On log-probabilities in float32: sums of 64 products in another order, three layers deep."""
+TOLERANCE = 3e-4
+"""On log-probabilities in float32: twice the 1.4e-4 by which transformers' own are off from those in float64."""
 
 
 def table(scale: float, power: float) -> mrrope.FrequencyTable:
