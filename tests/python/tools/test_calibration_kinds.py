@@ -98,15 +98,16 @@ def test_a_search_reads_every_text_alike(folder: Path, tmp_path: Path, capsys: p
     for name, count in (("proofs.txt", 2), ("code", 1)):
         assert re.search(rf"^{re.escape(name)} +50% +{count} +{count} +{count}$", printed, re.MULTILINE)
     # A text's documents together weigh half.
-    finalists = data["calibration"]["finalists"]
-    for found in finalists.values():
+    is_by_document = []  # where the code's loss is that of the proofs, both ways to weigh give the same
+    for found in data["calibration"]["finalists"].values():
         loss = reference(folder, mrrope.FrequencyTable.from_dict(found["table"]), (128,))
         for part, (first, second, code) in {"search": (1, 4, "a"), "decide": (2, 5, "b")}.items():
             one, other = map(loss, proofs(first, second))
             alone = loss(TEXTS[f"code/{code}.py"][0])
             # Losses of about 10 in float32, summed in another order.
             assert found[f"{part}_loss"] == pytest.approx(((one + other) / 2 + alone) / 2, rel=64 * FLOAT32_EPS)
-            assert found[f"{part}_loss"] != pytest.approx((one + other + alone) / 3, rel=1e-4)
+            is_by_document.append(found[f"{part}_loss"] == pytest.approx((one + other + alone) / 3, rel=1e-4))
+    assert not all(is_by_document)
     # So do the held-out ones, and those of other kinds.
     chosen = mrrope.FrequencyTable.load(tmp_path / "out.table.json")
     part = data["parts"][OTHER_KINDS]
