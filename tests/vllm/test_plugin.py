@@ -112,7 +112,7 @@ def run_in_fresh_process(script: str, plugins: str = "mrrope") -> subprocess.Com
 
 # What vLLM does on its own: load the plugins, configure an engine, and build a rope layer and the compiler's passes.
 SERVE = """
-import json, sys, time
+import json, sys
 from pathlib import Path
 import hopper_platform
 hopper_platform.pretend()
@@ -124,9 +124,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import rotary_embedding
 from vllm.plugins import load_general_plugins
 from vllm.v1.worker import gpu_model_runner
-before, start = set(sys.modules), time.process_time()
+before = set(sys.modules)
 load_general_plugins()
-seconds, imported = time.process_time() - start, sorted(set(sys.modules) - before)
+imported = sorted(set(sys.modules) - before)
 import tiny_engine
 config = tiny_engine.engine_config(Path({folder!r}), {rope_parameters!r})  # the folder is in the hash
 passes = PostGradPassManager()
@@ -137,7 +137,6 @@ from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin as Mixin
 with pass_context(Range(1, 2)):
     key_of_passes = passes.uuid()
 print(json.dumps({{
-    "seconds": seconds,
     "imported": imported,
     "wrapped": sorted(sys.modules["mrrope.vllm.hooks"].INSTALLED) if "mrrope.vllm.hooks" in sys.modules else [],
     "modules": sorted(name for name in sys.modules if name.startswith(("mrrope.serving.", "mrrope.vllm."))),
@@ -215,12 +214,10 @@ LOOKING = ["mrrope.serving.mark", "mrrope.vllm.config_look", "mrrope.vllm.hooks"
 """All that a process of a model of other types imports of the plugin."""
 
 
-def test_registering_is_quick_and_imports_nothing_of_vllm(stock: tuple[dict[str, Any], str]) -> None:
+def test_registering_imports_nothing_of_vllm(stock: tuple[dict[str, Any], str]) -> None:
     found, _ = stock
     assert {name.partition(".")[0] for name in found["imported"]} == {"mrrope"}
     assert [name for name in found["imported"] if name.startswith(("mrrope.serving.", "mrrope.vllm."))] == LOOKING
-    # With the import of mrrope. Of up to three processes, since other work on the machine slows one down.
-    assert found["seconds"] < 0.1 or min(serve()[0]["seconds"] for _ in range(2)) < 0.1
 
 
 def test_a_model_of_other_types_meets_only_the_check(stock: tuple[dict[str, Any], str]) -> None:
