@@ -9,7 +9,7 @@ import mrrope
 
 pytest.importorskip("transformers")
 
-from transformers import HunYuanDenseV1Config, Llama4TextConfig, LlamaConfig
+from transformers import HunYuanDenseV1Config, HunYuanVLTextConfig, Llama4TextConfig, LlamaConfig
 
 from mrrope.hf.auto_scale.ladder import Ladder
 from mrrope.serving.layer_checks import require_fitting
@@ -146,10 +146,10 @@ def test_a_configuration_that_factors_do_not_fit() -> None:
     for tables in (table_set(4.0), one_for_all(4.0)):
         with pytest.raises(ValueError, match="query_factors for the 16 query heads of llama in layer 0, got 8"):
             require_fitting(request(tables, native), LlamaConfig(**sizes | {"num_attention_heads": 16}))
-    hunyuan = HunYuanDenseV1Config(**sizes)
-    with pytest.raises(ValueError, match="no query_factors for hunyuan_v1_dense, which norms rotated queries"):
-        require_fitting(request(one_for_all(4.0), native), hunyuan)
-    require_fitting(request(heads(4.0, None), native), hunyuan)
+    for hunyuan in (HunYuanDenseV1Config(**sizes), HunYuanVLTextConfig(**sizes)):
+        with pytest.raises(ValueError, match=f"no query_factors for {hunyuan.model_type}, which norms rotated queries"):
+            require_fitting(request(one_for_all(4.0), native), hunyuan)
+        require_fitting(request(heads(4.0, None), native), hunyuan)
     require_fitting(request(one_for_all(4.0), native), Llama4TextConfig(**sizes, use_qk_norm=False))
     with pytest.raises(ValueError, match="no query_factors for llama4_text"):
         require_fitting(request(one_for_all(4.0), native), Llama4TextConfig(**sizes))
