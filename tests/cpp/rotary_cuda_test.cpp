@@ -95,7 +95,8 @@ TEST_F(RotaryCuda, FastHeadDims) {
                 o.in_place = head_dim % 64 == 0;
                 rotate_and_expect(o);
                 o.tokens = 700;
-                ASSERT_GT(plan(shape_of(RotaryCase(o).args()), h200).vector, 1);
+                // float64 is for gradient checks, not for speed: it is rotated by single components.
+                ASSERT_EQ(plan(shape_of(RotaryCase(o).args()), h200).vector > 1, dtype != DType::float64);
                 rotate_and_expect(o);
             }
         }
