@@ -76,7 +76,8 @@ def test_positions_are_whole_numbers(model):
     with pytest.raises(ValueError, match=r"position_ids must be whole numbers where the scale follows .*, got 0\.5"):
         logits(model, ids, position_ids=positions + 0.5)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.equal(logits(compiled, ids, position_ids=positions.float()), want)
+    # On a GPU what is traced calls another attention kernel.
+    torch.testing.assert_close(logits(compiled, ids, position_ids=positions.float()), want, rtol=1e-4, atol=1e-5)
     if ids.device.type == "cpu":  # a failed assertion leaves a GPU unusable
         with pytest.raises(RuntimeError, match="position_ids must be whole numbers"):
             logits(compiled, ids, position_ids=positions + 0.5)
