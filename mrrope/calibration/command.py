@@ -274,7 +274,6 @@ def calibrate(
 
     Of several processes, the first writes files and measures the report.
     """
-    files = Files(Path(options.output))
     trained = trained_with(model, options.original_max_position)
     has_query_factors = searches_query_factors(options, model, trained, processes)
     lengths = chosen_lengths(options, trained)
@@ -303,6 +302,10 @@ def calibrate(
         **({"query_factors": True} if has_query_factors else {}),
         **measured_with(model),
     }
+    searched_on = {name: about[name] for name in ("model", "weights", "lengths", "retrieval", "texts")}
+    if options.start is not None:
+        searched_on["start"] = Path(options.start).name
+    files = Files(Path(options.output), searched_on)
     path = files.named("journal")
     with closing(Journal(path, about) if processes.is_first else UnsavedJournal(path)) as journal:
         results = (Results if processes.is_first else UnsavedResults)(files.named("json"), about)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mrrope.evaluation.evaluate import PERPLEXITY
 from mrrope.reporting.output import with_ending
+from mrrope.tables import json as table_json
 from mrrope.tables.lookup import ModelTables
 
 
@@ -15,6 +18,8 @@ class Files:
     """The output files of a calibration."""
 
     stem: Path
+    searched_on: Mapping[str, Any] = field(default_factory=dict)
+    """The model and the texts of the search, which the file of the tables names."""
 
     def named(self, ending: str) -> Path:
         """``NAME.ending``."""
@@ -34,5 +39,5 @@ class Files:
     def save_table(self, table: ModelTables) -> None:
         """Write the table atomically: a kill leaves either the old or the new one."""
         new = self.named("table.json.new")
-        table.save(new)
+        new.write_text(table_json.text_of({**table.to_dict(), table_json.SEARCHED_ON: self.searched_on}))
         new.replace(self.table)

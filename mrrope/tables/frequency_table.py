@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -285,7 +284,7 @@ class FrequencyTable(OpTable):
 
     def save(self, path: str | Path) -> None:
         """Write the table as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        Path(path).write_text(table_json.text_of(self.to_dict()))
 
     @staticmethod
     def load(path: str | Path) -> FrequencyTable:

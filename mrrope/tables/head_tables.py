@@ -152,7 +152,7 @@ class HeadTables(OpTable):
 
     def save(self, path: str | Path) -> None:
         """Write the tables as JSON."""
-        Path(path).write_text(table_json.text_of(self.to_dict(), "heads"))
+        Path(path).write_text(table_json.text_of(self.to_dict()))
 
     @staticmethod
     def load(path: str | Path) -> HeadTables:

@@ -10,6 +10,10 @@ from typing import Any
 TABLE_FORMAT = "mrrope.FrequencyTable/1"
 HEADS_FORMAT = "mrrope.HeadTables/1"
 SET_FORMAT = "mrrope.TableSet/1"
+ROWS = {HEADS_FORMAT: "heads", SET_FORMAT: "layers"}
+"""The field of a format that holds a list of tables."""
+SEARCHED_ON = "searched_on"
+"""An optional field about tables that a search found: the model and the texts. It changes no rotation."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -28,7 +32,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def without_format(data: object, expected: str) -> dict[str, Any]:
-    """Return the other fields of a dict of one format.
+    """Return the other fields of a dict of one format, without what the tables were searched on.
 
     Raises:
         TypeError: ``data`` is no dict.
@@ -41,7 +45,7 @@ def without_format(data: object, expected: str) -> dict[str, Any]:
         others = {TABLE_FORMAT: "FrequencyTable", HEADS_FORMAT: "HeadTables", SET_FORMAT: "TableSet"}
         reader = f", which mrrope.{others[found]} reads" if isinstance(found, str) and found in others else ""
         raise ValueError(f"format must be {expected!r}, got {found!r}{reader}")
-    return {name: value for name, value in data.items() if name != "format"}
+    return {name: value for name, value in data.items() if name not in ("format", SEARCHED_ON)}
 
 
 def shared_fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -55,8 +59,11 @@ def unshared_fields(row: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[s
     return {name: value for name, value in row.items() if name not in shared}
 
 
-def text_of(data: Mapping[str, Any], rows: str) -> str:
-    """Return a dict as JSON with one line for each of its ``rows``: a file that is compact, and readable in a diff."""
+def text_of(data: Mapping[str, Any]) -> str:
+    """Return a ``to_dict`` dict as JSON; one line for each of several tables is compact, and readable in a diff."""
+    rows = ROWS.get(data["format"])
+    if rows is None:
+        return json.dumps(data, indent=1) + "\n"
     head = json.dumps({name: value for name, value in data.items() if name != rows}, indent=1)
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in data[rows])
     return f'{head[:-2]},\n "{rows}": [\n{lines}\n]}}\n'

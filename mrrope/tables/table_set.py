@@ -173,7 +173,7 @@ class TableSet:
 
     def save(self, path: str | Path) -> None:
         """Write the set as JSON, a line per layer."""
-        Path(path).write_text(table_json.text_of(self.to_dict(), "layers"))
+        Path(path).write_text(table_json.text_of(self.to_dict()))
 
     @staticmethod
     def load(path: str | Path) -> TableSet:

@@ -23,6 +23,7 @@ from mrrope.calibration.report import OTHER_KINDS
 from mrrope.calibration.training_texts import TrainingTexts
 from mrrope.cli import main
 from mrrope.evaluation.documents import Document
+from mrrope.tables.lookup import load_tables
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 LENGTHS = (32, 64, 128)
@@ -142,6 +143,14 @@ def test_a_search_by_gradient_reads_every_text_alike(folder: Path, tmp_path: Pat
     ]
     loss = reference(folder, table())
     expected = (fmean(map(loss, proofs(2, 5))) + loss(TEXTS["code/b.py"][0])) / 2
+    # The file of the tables says what they were searched on, and is read all the same.
+    written = json.loads((tmp_path / "out.table.json").read_text())
+    assert written["searched_on"] == {
+        **{name: data[name] for name in ("model", "weights", "lengths", "retrieval", "texts")},
+        "start": "yarn.json",
+    }
+    found = load_tables(tmp_path / "out.table.json")
+    assert {**found.to_dict(), "searched_on": written["searched_on"]} == written
     assert data["calibration"]["evaluations"][0]["loss"] == pytest.approx(expected, rel=64 * FLOAT32_EPS)
     lines = [json.loads(line) for line in (tmp_path / "out.journal").read_text().splitlines()[1:]]
     read = [name for line in lines if line["key"].startswith("step") for name in line["documents"]]
