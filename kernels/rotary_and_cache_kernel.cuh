@@ -32,9 +32,7 @@ struct RotaryAndCacheLaunch {
 // cache of their own dtype. Cached is Element, or uint8_t for float8.
 template <class Element, class Cached, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup>
 __global__ void __launch_bounds__(rotary_block_threads,
-                                  rotary_and_cache_min_blocks_per_sm(!std::is_same_v<Element, Cached>,
-                                                                     HeadsPerThread == 2 &&
-                                                                         lookup != TableLookup::single))
+                                  rotary_and_cache_min_blocks_per_sm(!std::is_same_v<Element, Cached>))
     rotary_and_cache_kernel(const __grid_constant__ RotaryAndCacheLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LaneLayout<pairing, Vector>;
@@ -75,15 +73,11 @@ __global__ void __launch_bounds__(rotary_block_threads,
     const int64_t position = load_position(rotary.positions, token_position);
     int64_t offset = 0;
     if constexpr (has_tables) offset = table_offset(rotary.choice, token.outer, token.inner, heads.table);
-    const bool has_query_factors = has_tables && is_query && rotary.choice.query_factors != nullptr;
-    const auto load_query_factor = [&](int j) {
-        return query_factor<Real>(rotary.choice, table_offset(rotary.choice, token.outer, token.inner), is_query,
-                                  heads.head(j));
-    };
-    // Ahead in small launches, which are bound by latency. With several heads it would spill.
-    constexpr bool loads_query_factor_ahead = HeadsPerThread == 1;
-    Real query_factor_ahead = 1;
-    if (loads_query_factor_ahead && has_query_factors && exists(0)) query_factor_ahead = load_query_factor(0);
+    [[maybe_unused]] QueryFactors<Real, HeadsPerThread> query_factors;
+    if constexpr (has_tables) {
+        query_factors.load(rotary.choice, table_offset(rotary.choice, token.outer, token.inner),
+                           [&](int j) { return is_query && exists(j) ? heads.head(j) : -1; });
+    }
     const int64_t slot = load_position(args.slots.of_tokens, token_slot);
     HeadFragment<Element, Vector> fragments[HeadsPerThread];
     CUTLASS_PRAGMA_UNROLL
@@ -133,10 +127,8 @@ __global__ void __launch_bounds__(rotary_block_threads,
         if (keeps_dtype || is_query) {
             if (rotates) {
                 if constexpr (has_tables) {
-                    fragments[j].template rotate<Layout::crosses_vectors>(by, [&](auto& rotated) {
-                        if (!has_query_factors) return;
-                        rotated.scale(loads_query_factor_ahead ? query_factor_ahead : load_query_factor(j));
-                    });
+                    fragments[j].template rotate<Layout::crosses_vectors>(
+                        by, [&](auto& rotated) { rotated.scale(query_factors.of_head[j]); });
                 } else {
                     fragments[j].template rotate<Layout::crosses_vectors>(by);
                 }

@@ -24,12 +24,12 @@ struct RotaryAndCacheShape {
 RotaryAndCacheShape shape_of(const RotaryAndCacheArgs& args);
 
 // Minimum blocks per SM for __launch_bounds__, so that nothing spills. Rounding to float8 needs more registers, and so
-// do the factors of two query heads, and the same code before sm_90.
-constexpr int rotary_and_cache_min_blocks_per_sm(bool float8, bool has_factors_of_two) {
+// does the same code before sm_90.
+constexpr int rotary_and_cache_min_blocks_per_sm(bool float8) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-    return float8 ? 4 : 7 - has_factors_of_two;
+    return float8 ? 4 : 7;
 #else
-    return float8 ? 6 : 8 - has_factors_of_two;
+    return float8 ? 6 : 8;
 #endif
 }
 

@@ -46,8 +46,8 @@ using LayoutOf = std::conditional_t<whole_heads, WholeHeadLayout<pairing, Vector
 template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool has_head_tables,
           bool whole_heads, bool tokens_inside>
 __global__ void __launch_bounds__(rotary_block_threads,
-                                  rotary_min_blocks_per_sm(HeadsPerThread, has_head_tables) -
-                                      (whole_heads && lookup == TableLookup::position_rows ? 1 + has_head_tables : 0))
+                                  rotary_min_blocks_per_sm(HeadsPerThread, whole_heads, has_head_tables,
+                                                           lookup == TableLookup::position_rows))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
     using Real = RealOf<Element>;
     using Layout = LayoutOf<pairing, Vector, whole_heads>;
@@ -126,16 +126,14 @@ __global__ void __launch_bounds__(rotary_block_threads,
     [[maybe_unused]] PairRows<Layout, Vector> rows;
     if constexpr (has_rows) rows.load(positions.row_of_pair + offset, layout);
     uint64_t factor = table[half];
-    const bool has_query_factors = has_head_tables && args.choice.query_factors != nullptr;
-    const auto load_query_factor = [&](int j, uint32_t index) {
-        const int head = heads.first + j;
-        return query_factor<Real>(args.choice, table_offset(args.choice, index), heads_of_table.is_q(head),
-                                  heads_of_table.index_of(head));
+    [[maybe_unused]] QueryFactors<Real, HeadsPerThread> query_factors;
+    const auto load_query_factors = [&](uint32_t index) {
+        query_factors.load(args.choice, table_offset(args.choice, index), [&](int j) {
+            const int head = heads.first + j;
+            return heads_of_table.is_q(head) ? heads_of_table.index_of(head) : -1;
+        });
     };
-    // Ahead in small launches, which are bound by latency. With several heads it would spill.
-    constexpr bool loads_query_factor_ahead = HeadsPerThread == 1;
-    Real query_factor_ahead = 1;
-    if (loads_query_factor_ahead && has_query_factors) query_factor_ahead = load_query_factor(0, index);
+    if constexpr (has_head_tables) load_query_factors(index);
     if constexpr (!schedule.loads_heads_before_table) load_heads();
     uint32_t verified_index = index;
     if constexpr (schedule.speculates_index) {
@@ -170,7 +168,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
         load_phase_steps(steps, table, layout);
         factor = table[half];
         compute_cos_sin();
-        if (loads_query_factor_ahead && has_query_factors) query_factor_ahead = load_query_factor(0, verified_index);
+        if constexpr (has_head_tables) load_query_factors(verified_index);
     }
 
     CUTLASS_PRAGMA_UNROLL
@@ -178,10 +176,8 @@ __global__ void __launch_bounds__(rotary_block_threads,
         if (j >= heads.count) break;
         if (layout.rotates()) {
             if constexpr (has_head_tables) {
-                fragments[j].template rotate<Layout::crosses_vectors>(by, [&](auto& rotated) {
-                    if (!has_query_factors) return;
-                    rotated.scale(loads_query_factor_ahead ? query_factor_ahead : load_query_factor(j, verified_index));
-                });
+                fragments[j].template rotate<Layout::crosses_vectors>(
+                    by, [&](auto& rotated) { rotated.scale(query_factors.of_head[j]); });
             } else {
                 fragments[j].template rotate<Layout::crosses_vectors>(by);
             }

@@ -40,9 +40,11 @@ inline constexpr int rotary_block_threads = 128;
 
 // Minimum blocks per SM for __launch_bounds__: enough occupancy to hide sin/cos behind memory latency. Without it the
 // compiler spills a few registers to reach occupancies that gain nothing. More heads per thread need more registers,
-// and fewer threads to keep as many bytes in flight. So do the factors of query heads.
-constexpr int rotary_min_blocks_per_sm(int heads_per_thread, bool has_head_tables = false) {
-    if (heads_per_thread <= 2) return heads_per_thread == 2 && has_head_tables ? 7 : 8;
+// and fewer threads to keep as many bytes in flight; so does the tail, with what leads to the angle of every head.
+constexpr int rotary_min_blocks_per_sm(int heads_per_thread, bool whole_heads = false, bool has_head_tables = false,
+                                       bool has_rows = false) {
+    if (whole_heads) return has_head_tables && has_rows ? 5 : has_head_tables || has_rows ? 7 : 8;
+    if (heads_per_thread <= 2) return 8;
     return heads_per_thread == 3 ? 6 : 4;
 }
 

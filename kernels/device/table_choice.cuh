@@ -59,4 +59,21 @@ __device__ Real query_factor(const TableChoice& choice, int64_t offset_of_table,
     return static_cast<Real>(factor_of(choice.query_factors[offset_of_table + head]));
 }
 
+// The factors of a thread's heads, loaded together and without a branch, so that neither waits for the other or for
+// what is loaded beside them.
+template <class Real, int HeadsPerThread>
+struct QueryFactors {
+    Real of_head[HeadsPerThread];
+
+    // head_of_q(j): the number of the thread's head j among the heads of q, or a negative one if it is none.
+    template <class HeadOfQ>
+    __device__ void load(const TableChoice& choice, int64_t offset_of_table, HeadOfQ&& head_of_q) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < HeadsPerThread; ++j) {
+            const int head = head_of_q(j);
+            of_head[j] = query_factor<Real>(choice, offset_of_table, /*is_q=*/head >= 0, head);
+        }
+    }
+};
+
 }  // namespace mrrope
