@@ -155,9 +155,14 @@ def allowed_error(
 
 
 def exceeds(actual: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor | float) -> torch.Tensor:
-    """Return, as a bool on the device, whether any error exceeds the allowed one; NaN does where none is expected."""
+    """Return, as a bool on the device, whether any error exceeds the allowed one; NaN does where none is expected.
+
+    An infinity is right where what is expected, with its error, may lie beyond the largest number of the dtype.
+    """
+    largest = torch.finfo(actual.dtype).max
     actual = actual.double()
     is_near = (actual - expected).abs() <= allowed
+    is_near |= actual.isinf() & (expected * actual.sign() + allowed > largest)
     is_same = (actual == expected) | (actual.isnan() & expected.isnan())
     return ~torch.where(expected.isfinite(), is_near, is_same).all()
 

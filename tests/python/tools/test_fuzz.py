@@ -194,6 +194,19 @@ def test_a_nan_is_right_only_where_one_is_expected(value: float, is_right: bool)
     assert float64_reference.exceeds(torch.tensor([3e38]), torch.tensor([math.inf]).double(), math.inf)
 
 
+@pytest.mark.parametrize(
+    ("found", "expected", "is_right"),
+    [(math.inf, 84015.0, True), (-math.inf, -84015.0, True), (math.inf, 65490.0, True), (65504.0, 65510.0, True),
+     (-math.inf, 84015.0, False), (math.inf, 60000.0, False), (65504.0, 84015.0, False), (math.nan, 84015.0, False)],
+)  # fmt: skip
+def test_an_infinity_is_right_beyond_the_largest_number_of_the_dtype(
+    found: float, expected: float, is_right: bool
+) -> None:
+    # A sum of 520 products of float16 numbers around 100 was 84015; see the gradient of q_weight of qk_norm_rotary.
+    actual = torch.tensor([found], dtype=torch.float16)
+    assert float64_reference.exceeds(actual, torch.tensor([expected]).double(), 32.0).item() is not is_right
+
+
 ALIASED = [(op, "k", form) for op in (*CACHE_OPS, "mla_rotary_and_cache_") for form in ("itself", "view", "heads")]
 ALIASED += [(op, "v", "itself") for op in (*CACHE_OPS, "mla_rotary_and_cache_")]
 ALIASED += [(op, "k", "itself") for op in ("rotary", "qk_norm_rotary", "rotary_cos_sin")]
