@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "device/cos_sin.cuh"
 #include "head_split.h"
 #include "lane_layout.h"
 #include "mrrope/rotary.h"
@@ -15,10 +16,6 @@
 // Loads, rotates and stores a lane's part of a head; loads positions and phase steps.
 
 namespace mrrope {
-
-// The precision of the computation.
-template <class Element>
-using RealOf = std::conditional_t<std::is_same_v<Element, double>, double, float>;
 
 // The phase steps of a lane's pairs: two per load where the table starts at a multiple of 16 bytes.
 template <class Layout, int Vector>

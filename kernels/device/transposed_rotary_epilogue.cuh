@@ -5,7 +5,7 @@
 #include "accumulator_layout.h"
 #include "device/dependent_launch.cuh"
 #include "device/epilogue_rotation.cuh"
-#include "device/hardware_cos_sin.cuh"
+#include "device/cos_sin.cuh"
 #include "mrrope/rotation.h"
 
 namespace mrrope {

@@ -24,11 +24,12 @@ struct Format {
 
 inline Format format_of(DType dtype) {
     constexpr double in_float = 2.5e-7;
+    constexpr double by_special_function_units = 1e-6;
     switch (dtype) {
         case DType::float64: return {53, -1021, std::numeric_limits<double>::max(), 5e-16};
         case DType::float32: return {24, -125, std::numeric_limits<float>::max(), in_float};
-        case DType::float16: return {11, -13, 65504.0, in_float};
-        case DType::bfloat16: return {8, -125, 0x1.fep127, in_float};
+        case DType::float16: return {11, -13, 65504.0, by_special_function_units};
+        case DType::bfloat16: return {8, -125, 0x1.fep127, by_special_function_units};
     }
     return {};
 }
