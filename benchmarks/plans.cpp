@@ -12,6 +12,7 @@
 
 #include "device_memory.h"
 #include "device_properties.h"
+#include "every_plan.h"
 #include "mrrope/frequency_table.h"
 #include "mrrope/qk_norm_rotary.h"
 #include "mrrope/qk_norm_rotary_and_cache.h"
@@ -146,8 +147,7 @@ public:
     }
 
     void rotary() const {
-        std::printf(
-            "\nrotary: bytes per vector, heads per thread; with several tables in brackets: speculative, indexed\n");
+        std::printf("\nrotary by one table, and by a table index: bytes per vector, heads per thread; * is the plan\n");
         for (const int64_t tokens : {1, 4, 16, 64, 128, 256, 512, 1024, 4096, 8192, 131072}) rotary({tokens, 32, 8});
         for (const int64_t tokens : {64, 8192, 131072}) rotary({tokens, 4, 1});
         rotary({65536, 8, 1});
@@ -241,17 +241,16 @@ private:
         const RotaryShape shape = shape_of(args(geometry, 0, by_head(geometry)));
         const RotaryPlan chosen = plan(shape, device_);
         std::vector<std::pair<RotaryPlan, size_t>> timed;
-        for (const auto& [vector, heads] : {std::array{1, 1}, {4, 1}, {8, 1}, {8, 2}, {8, 3}, {8, 5}}) {
-            const RotaryPlan plan = plan_with(shape, device_, vector, heads);
+        for (const RotaryPlan& plan : testing::every_plan(shape)) {
             timed.emplace_back(plan, add_rotary(timing, geometry, by_head(geometry), plan));
         }
         timing.run();
         begin(geometry, timing.microseconds(copy));
         std::printf(" | one table %8.3f", timing.microseconds(one_table));
         for (const auto& [plan, graph] : timed) {
-            const bool is_chosen = chosen.vector == plan.vector && chosen.heads_per_thread == plan.heads_per_thread;
-            std::printf(" | %d, %d: %s%.3f", plan.vector * element_size, plan.heads_per_thread, is_chosen ? "*" : "",
-                        timing.microseconds(graph));
+            const RotaryKernel& kernel = plan;
+            std::printf(" | %d, %d: %s%.3f", plan.vector * element_size, plan.heads_per_thread,
+                        kernel == chosen ? "*" : "", timing.microseconds(graph));
         }
         std::printf("\n");
         std::fflush(stdout);
@@ -260,34 +259,26 @@ private:
     void rotary(const Geometry& geometry) const {
         RoundRobin timing;
         const size_t copy = add_copy(timing, geometry);
-        const RotaryShape shape = shape_of(args(geometry, 0, {}));
-        struct Timed {
-            RotaryPlan plan;
-            size_t single, speculative, indexed;
+        const auto time_every_plan = [&](const TableChoice& choice) {
+            std::vector<std::pair<RotaryPlan, size_t>> timed;
+            for (const RotaryPlan& plan : testing::every_plan(args(geometry, 0, choice))) {
+                if (plan.tokens_inside) continue;  // for another layout
+                timed.emplace_back(plan, add_rotary(timing, geometry, choice, plan));
+            }
+            return timed;
         };
-        std::vector<Timed> timed;
-        for (const auto& [vector, heads] : {std::array{1, 1}, {4, 1}, {8, 1}, {8, 2}, {8, 3}}) {
-            RotaryPlan plan = plan_with(shape, device_, vector, heads);
-            const auto add = [&](const TableChoice& choice, bool speculates) {
-                plan.speculates_table = speculates;
-                return add_rotary(timing, geometry, choice, plan);
-            };
-            timed.push_back({.plan = plan,
-                             .single = add({}, false),
-                             .speculative = add(by_index(geometry), true),
-                             .indexed = add(by_index(geometry), false)});
-        }
+        const auto by_one_table = time_every_plan({});
+        const auto by_several = time_every_plan(by_index(geometry));
         timing.run();
         begin(geometry, timing.microseconds(copy));
-        const RotaryPlan chosen = plan(shape, device_);
-        for (const Timed& one : timed) {
-            const bool is_chosen =
-                chosen.vector == one.plan.vector && chosen.heads_per_thread == one.plan.heads_per_thread;
-            const auto mark = [&](bool is_used) { return is_chosen && is_used ? "*" : ""; };
-            std::printf(" | %s%d, %d: %8.3f [%s%.3f, %s%.3f]", mark(true), one.plan.vector * element_size,
-                        one.plan.heads_per_thread, timing.microseconds(one.single), mark(chosen.speculates_table),
-                        timing.microseconds(one.speculative), mark(!chosen.speculates_table),
-                        timing.microseconds(one.indexed));
+        for (const auto& [timed, choice] : {std::pair{by_one_table, TableChoice{}}, {by_several, by_index(geometry)}}) {
+            const RotaryKernel chosen = plan(shape_of(args(geometry, 0, choice)), device_);
+            std::printf(" | %s", choice.count > 1 ? "by index" : "one table");
+            for (const auto& [plan, graph] : timed) {
+                const RotaryKernel& kernel = plan;
+                std::printf(" %d, %d: %s%.3f", plan.vector * element_size, plan.heads_per_thread,
+                            kernel == chosen ? "*" : "", timing.microseconds(graph));
+            }
         }
         std::printf("\n");
         std::fflush(stdout);

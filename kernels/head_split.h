@@ -44,6 +44,13 @@ inline bool starts_aligned(const void* heads, const HeadStrides& strides, int el
            !misaligned(strides.token * element_size) && !misaligned(strides.head * element_size);
 }
 
+// The largest power of two, up to access_bytes, that the address and the strides of heads are multiples of in bytes.
+inline int alignment_of(const void* heads, const HeadStrides& strides, int element_size) {
+    const int64_t bits =
+        reinterpret_cast<int64_t>(heads) | access_bytes | (strides.batch | strides.token | strides.head) * element_size;
+    return static_cast<int>(bits & -bits);
+}
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }

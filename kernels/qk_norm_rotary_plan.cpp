@@ -96,8 +96,8 @@ QkNormRotaryShape shape_of(const QkNormRotaryArgs& args) {
             .rotary_dim = shape.rotary_dim,
             .element_size = shape.element_size,
             .over = args.over,
-            .aligned = shape.aligned && starts_aligned(args.q_weight) && starts_aligned(args.k_weight),
-            .needs_lookup = shape.with_rows || rotary.choice.count > 1 || rotary.choice.is_per_head(),
+            .aligned = shape.alignment == access_bytes && starts_aligned(args.q_weight) && starts_aligned(args.k_weight),
+            .needs_lookup = shape.lookup != TableLookup::single || shape.is_per_head(),
             .table_heads = shape.table_heads,
             .has_query_factors = shape.has_query_factors};
 }

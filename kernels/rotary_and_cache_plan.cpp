@@ -45,8 +45,7 @@ RotaryPlan plan(const RotaryAndCacheShape& shape, const Device&) {
                             .heads = shape.q_heads + 2 * shape.kv_heads,
                             .head_dim = shape.head_dim,
                             .rotary_dim = shape.rotary_dim,
-                            .element_size = shape.element_size,
-                            .aligned = shape.aligned};
+                            .element_size = shape.element_size};
     const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
     const int64_t threads = shape.batch * shape.tokens * heads.heads * split.lanes;
     const int vector = split.vector > 1 && threads < threads_for_full_vectors ? split.vector / 2 : split.vector;

@@ -7,7 +7,7 @@ void rotary_cos_sin_cuda(const RotaryCosSinArgs& args, CUstream_st* stream) {
     validate(args);
     const RotaryShape shape = shape_of(args.rotary);
     if (shape.batch == 0 || shape.tokens == 0 || shape.heads == 0) return;
-    rotary_cos_sin_cuda(args, plan(shape, current_device()), stream);
+    rotary_cos_sin_cuda(args, plan(shape, current_device(), rotary_cos_sin_kernels(shape.element_size)), stream);
 }
 
 void rotary_cos_sin_cuda(const RotaryCosSinArgs& args, const RotaryPlan& plan, CUstream_st* stream) {

@@ -132,19 +132,13 @@ void launch_with_columns(const RotaryCosSinArgs& args, const RotaryPlan& plan, c
         .copies_tail = copies_tail(rotary),
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
-    with_plan<Element, /*may_have_head_tables=*/false>(
-        plan, rotary.pairing, [&]<int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads> {
-            const auto launch_kernel = [&]<bool tokens_inside> {
-                launch_with_pdl(pdl_kernel<rotary_cos_sin_kernel<Element, Column, Vector, HeadsPerThread, pairing,
-                                                                 whole_heads, tokens_inside>>,
-                                dim3(blocks), rotary_block_threads, stream, launch);
-            };
-            if constexpr (takes_tokens_inside(Vector * static_cast<int>(sizeof(Element)), HeadsPerThread,
-                                              whole_heads)) {
-                if (plan.tokens_inside) return launch_kernel.template operator()<true>();
-            }
-            launch_kernel.template operator()<false>();
-        });
+    static constexpr RotaryKernels kernels = rotary_cos_sin_kernels(sizeof(Element));
+    with_kernel<kernels>(plan, [&](auto kernel_of) {
+        constexpr RotaryKernel kernel = kernel_of();
+        launch_with_pdl(pdl_kernel<rotary_cos_sin_kernel<Element, Column, kernel.vector, kernel.heads_per_thread,
+                                                         kernel.pairing, kernel.whole_heads, kernel.tokens_inside>>,
+                        dim3(blocks), rotary_block_threads, stream, launch);
+    });
 }
 
 // Instantiated in one file per element type, for parallel builds.

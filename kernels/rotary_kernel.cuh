@@ -5,6 +5,7 @@
 #include <limits>
 #include <stdexcept>
 #include <type_traits>
+#include <utility>
 
 #include "device/dependent_launch.cuh"
 #include "device/head_fragment.cuh"
@@ -22,6 +23,7 @@ struct RotaryLaunch {
     HeadGroupsMap<cutlass::FastDivmod> head_groups;
     int threads;
     bool copies_tail;
+    bool keeps_strides;  // each output has its input's strides
     // Prefetch distance of positions.
     int tokens_ahead;
     int64_t bytes_ahead;
@@ -29,6 +31,14 @@ struct RotaryLaunch {
 
 template <Pairing pairing, int Vector, bool whole_heads>
 using LayoutOf = std::conditional_t<whole_heads, WholeHeadLayout<pairing, Vector>, LaneLayout<pairing, Vector>>;
+
+// Where the head of q or k that starts at `in` goes, if outputs have the strides of inputs.
+template <class Element>
+__device__ Element* output_at_distance(const RotaryArgs& args, const Element* in, bool is_q) {
+    const HeadsView& view = is_q ? args.q : args.k;
+    const int64_t distance = static_cast<char*>(view.out) - static_cast<const char*>(view.in);
+    return reinterpret_cast<Element*>(reinterpret_cast<int64_t>(in) + distance);
+}
 
 // A thread takes one vector from each half of HeadsPerThread neighbouring heads of one token: up to 16 bytes per
 // load, all in flight while it computes the Vector cos/sin that those heads share. Heads further apart would cost 9 %
@@ -41,12 +51,14 @@ using LayoutOf = std::conditional_t<whole_heads, WholeHeadLayout<pairing, Vector
 // whole_heads: further lanes copy the tail, so that neighbouring threads access whole heads. Otherwise the lanes copy
 // it in a loop after the rotation, one vector at a time.
 //
-// has_head_tables: there are several head tables, and a thread's heads are all of one, or factors of query heads. A
+// is_per_head: there are several head tables, and a thread's heads are all of one, or factors of query heads. A
 // run-time choice costs 1 token 0.07 us and 8192 tokens 3 %.
-template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool has_head_tables,
+//
+// Single components: for every shape and lookup, position rows or not.
+template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool is_per_head,
           bool whole_heads, bool tokens_inside>
 __global__ void __launch_bounds__(rotary_block_threads,
-                                  rotary_min_blocks_per_sm(HeadsPerThread, whole_heads, has_head_tables,
+                                  rotary_min_blocks_per_sm(HeadsPerThread, whole_heads, is_per_head,
                                                            lookup == TableLookup::position_rows))
     rotary_kernel(const __grid_constant__ RotaryLaunch launch) {
     using Real = RealOf<Element>;
@@ -60,7 +72,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
     auto [lane, group, batch, token] = launch.map.template place<tokens_inside>(thread);
 
     HeadsOfTable heads_of_table{0, args.q.heads, args.k.heads};
-    if constexpr (has_head_tables) heads_of_table = launch.head_groups.table_of(group);
+    if constexpr (is_per_head) heads_of_table = launch.head_groups.table_of(group);
     const HeadRange heads(group, HeadsPerThread, heads_of_table.count());
     const int half = args.rotary_dim / 2;
     const Layout layout{lane, half};
@@ -79,7 +91,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
     }
     const auto offset_of_table = [&](uint32_t index) {
         int64_t offset = table_offset(args.choice, index);
-        if constexpr (has_head_tables) offset += head_table_offset(args.choice, heads_of_table.table);
+        if constexpr (is_per_head) offset += head_table_offset(args.choice, heads_of_table.table);
         return offset;
     };
     // Small launches are latency-bound, so all addresses are computed before the wait.
@@ -124,7 +136,13 @@ __global__ void __launch_bounds__(rotary_block_threads,
     uint64_t steps[Vector];
     load_phase_steps(steps, table, layout);
     [[maybe_unused]] PairRows<Layout, Vector> rows;
-    if constexpr (has_rows) rows.load(positions.row_of_pair + offset, layout);
+    if constexpr (has_rows) {
+        if (Vector > 1 || positions.row_of_pair != nullptr) {
+            rows.load(positions.row_of_pair + offset, layout);
+        } else {
+            rows = {};
+        }
+    }
     uint64_t factor = table[half];
     [[maybe_unused]] QueryFactors<Real, HeadsPerThread> query_factors;
     const auto load_query_factors = [&](uint32_t index) {
@@ -133,7 +151,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
             return heads_of_table.is_q(head) ? heads_of_table.index_of(head) : -1;
         });
     };
-    if constexpr (has_head_tables) load_query_factors(index);
+    if constexpr (is_per_head) load_query_factors(index);
     if constexpr (!schedule.loads_heads_before_table) load_heads();
     uint32_t verified_index = index;
     if constexpr (schedule.speculates_index) {
@@ -158,7 +176,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
                                ? load_position(positions, min(int64_t{rows[j]}, positions.rows - 1), batch, token)
                                : positions_ahead[rows[j]];
             }
-            by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, direction);
+            by[j] = cos_sin_at<Element>(position, steps[j], gain, direction);
         }
     };
     if (layout.rotates()) compute_cos_sin();
@@ -168,39 +186,38 @@ __global__ void __launch_bounds__(rotary_block_threads,
         load_phase_steps(steps, table, layout);
         factor = table[half];
         compute_cos_sin();
-        if constexpr (has_head_tables) load_query_factors(verified_index);
+        if constexpr (is_per_head) load_query_factors(verified_index);
     }
 
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < HeadsPerThread; ++j) {
         if (j >= heads.count) break;
         if (layout.rotates()) {
-            if constexpr (has_head_tables) {
+            if constexpr (is_per_head) {
                 fragments[j].template rotate<Layout::crosses_vectors>(
                     by, [&](auto& rotated) { rotated.scale(query_factors.of_head[j]); });
             } else {
                 fragments[j].template rotate<Layout::crosses_vectors>(by);
             }
         }
-        fragments[j].store(HeadPointers<Element>(args, heads_of_table, batch, token, heads.first + j).out, layout);
+        Element* out = lookup == TableLookup::single && launch.keeps_strides
+                           ? output_at_distance(args, in[j], heads_of_table.is_q(heads.first + j))
+                           : HeadPointers<Element>(args, heads_of_table, batch, token, heads.first + j).out;
+        fragments[j].store(out, layout);
     }
 
     if constexpr (!whole_heads) {
         if (!launch.copies_tail) return;
-        using Stored = cutlass::AlignedArray<Element, Vector>;
         for (int j = 0; j < heads.count; ++j) {
-            const HeadPointers<Element> pointers(args, heads_of_table, batch, token, heads.first + j);
-            for (int at = first_tail_component<Vector>(lane, args.rotary_dim); at < args.head_dim;
-                 at += tail_step<Vector>(launch.map.lanes.divisor)) {
-                *reinterpret_cast<Stored*>(pointers.out + at) = *reinterpret_cast<const Stored*>(pointers.in + at);
-            }
+            const HeadPointers<Element> head(args, heads_of_table, batch, token, heads.first + j);
+            copy_tail<Vector>(head.in, head.out, lane, launch.map.lanes.divisor, args);
         }
     }
 }
 
-template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool has_head_tables,
-          bool whole_heads, bool tokens_inside = false>
-void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
+template <class Element, int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup, bool is_per_head,
+          bool whole_heads, bool tokens_inside>
+void launch_rotary_kernel(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
     const auto threads = static_cast<int>(args.batch * args.tokens * plan.threads_per_token());
     // With tokens inside, the positions of all tokens are in L2 after the first group of heads.
     const auto tokens_ahead = tokens_inside
@@ -212,89 +229,40 @@ void launch_planned(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t
         .head_groups = HeadGroupsMap<cutlass::FastDivmod>::of(plan, args),
         .threads = threads,
         .copies_tail = copies_tail(args),
+        .keeps_strides = args.q.in_strides == args.q.out_strides && args.k.in_strides == args.k.out_strides,
         .tokens_ahead = tokens_ahead,
         .bytes_ahead = tokens_ahead * args.positions.token_stride * (args.positions.is_int64 ? 8 : 4),
     };
     const int blocks = (threads + rotary_block_threads - 1) / rotary_block_threads;
-    launch_with_pdl(pdl_kernel<rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup, has_head_tables,
-                                             whole_heads, tokens_inside>>,
-                    dim3(blocks), rotary_block_threads, stream, launch);
+    launch_with_pdl(
+        pdl_kernel<
+            rotary_kernel<Element, Vector, HeadsPerThread, pairing, lookup, is_per_head, whole_heads, tokens_inside>>,
+        dim3(blocks), rotary_block_threads, stream, launch);
 }
 
-// Calls launch.operator()<Vector, HeadsPerThread, pairing, whole_heads>() for a plan. Only these combinations exist.
-template <class Element, bool may_have_head_tables, class Launch>
-void with_plan(const RotaryPlan& plan, Pairing pairing, Launch&& launch) {
-    constexpr int full = full_vector(sizeof(Element));
-    const auto with_heads = [&]<int Vector, Pairing P> {
-        if (plan.heads_per_thread == 1) return launch.template operator()<Vector, 1, P, false>();
-        if constexpr (Vector == 1 || Vector == full) {
-            if (plan.heads_per_thread == 2) return launch.template operator()<Vector, 2, P, false>();
-        }
-        if constexpr (Vector > 1 && Vector == full) {
-            if (plan.heads_per_thread == 3) return launch.template operator()<Vector, 3, P, false>();
-            if constexpr (may_have_head_tables) {
-                if (plan.heads_per_thread == heads_of_whole_table) {
-                    return launch.template operator()<Vector, heads_of_whole_table, P, false>();
-                }
-            }
-        }
-        throw std::logic_error("mrrope: no rotary kernel takes that many heads a thread");
+// Calls launch(kernel) with the plan's among kernels.of, as a constant expression.
+template <const RotaryKernels& kernels, class Launch>
+void with_kernel(const RotaryPlan& plan, Launch&& launch) {
+    const auto try_kernel = [&](auto index) {
+        const bool is_planned = kernels.of[index] == plan;
+        if (is_planned) launch([index] { return kernels.of[index]; });
+        return is_planned;
     };
-    const auto with_vector = [&]<Pairing P> {
-        if constexpr (full > 1) {
-            if (plan.whole_heads) {
-                return launch.template operator()<full, heads_per_thread_of_whole_heads, P, true>();
-            }
-            if (plan.vector == full) return with_heads.template operator()<full, P>();
-            if (plan.vector == full / 2) return with_heads.template operator()<full / 2, P>();
-        }
-        return with_heads.template operator()<1, P>();
-    };
-    switch (pairing) {
-        case Pairing::halves: return with_vector.template operator()<Pairing::halves>();
-        case Pairing::interleaved: return with_vector.template operator()<Pairing::interleaved>();
-    }
-}
-
-template <class Element, int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads>
-void launch_lookup(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    const bool has_head_tables = args.choice.is_per_head();
-    const auto launch = [&]<TableLookup lookup> {
-        if (has_head_tables) {
-            if constexpr (lookup != TableLookup::position_rows || HeadsPerThread == heads_per_thread_with_rows) {
-                return launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, true, whole_heads>(args, plan,
-                                                                                                           stream);
-            }
-            throw std::logic_error("mrrope: no rotary kernel takes positions with rows by such a plan");
-        }
-        if constexpr (HeadsPerThread != heads_of_whole_table) {
-            return launch_planned<Element, Vector, HeadsPerThread, pairing, lookup, false, whole_heads>(args, plan,
-                                                                                                        stream);
-        }
-        throw std::logic_error("mrrope: no rotary kernel takes that many heads a thread by one table");
-    };
-    if (args.positions.row_of_pair != nullptr) return launch.template operator()<TableLookup::position_rows>();
-    if (args.choice.count > 1) {
-        if (plan.speculates_table) return launch.template operator()<TableLookup::speculative>();
-        return launch.template operator()<TableLookup::indexed>();
-    }
-    if constexpr (takes_tokens_inside(Vector * static_cast<int>(sizeof(Element)), HeadsPerThread, whole_heads)) {
-        if (plan.tokens_inside && !has_head_tables) {
-            return launch_planned<Element, Vector, HeadsPerThread, pairing, TableLookup::single, false, whole_heads,
-                                  true>(args, plan, stream);
-        }
-    }
-    return launch.template operator()<TableLookup::single>();
+    const bool is_launched = [&]<int... index>(std::integer_sequence<int, index...>) {
+        return (try_kernel(std::integral_constant<int, index>{}) || ...);
+    }(std::make_integer_sequence<int, kernels.count>{});
+    if (!is_launched) throw std::logic_error("mrrope: there is no rotary kernel for that plan");
 }
 
 // Instantiated in one file per element type, for parallel builds.
 template <class Element>
 void launch_rotary(const RotaryArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    constexpr bool may_have_head_tables = true;
-    const auto launch = [&]<int Vector, int HeadsPerThread, Pairing pairing, bool whole_heads> {
-        launch_lookup<Element, Vector, HeadsPerThread, pairing, whole_heads>(args, plan, stream);
-    };
-    with_plan<Element, may_have_head_tables>(plan, args.pairing, launch);
+    static constexpr RotaryKernels kernels = rotary_kernels(sizeof(Element));
+    with_kernel<kernels>(plan, [&](auto kernel_of) {
+        constexpr RotaryKernel kernel = kernel_of();
+        launch_rotary_kernel<Element, kernel.vector, kernel.heads_per_thread, kernel.pairing, kernel.lookup,
+                             kernel.is_per_head, kernel.whole_heads, kernel.tokens_inside>(args, plan, stream);
+    });
 }
 
 extern template void launch_rotary<double>(const RotaryArgs&, const RotaryPlan&, cudaStream_t);

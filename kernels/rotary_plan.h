@@ -6,11 +6,94 @@
 #include "head_split.h"
 #include "mrrope/rotary.h"
 #include "mrrope/rotary_cos_sin.h"
+#include "rotary_schedule.h"
 
 // Launch plan of the rotary kernel: pure host functions of shape and device, tested without a GPU. What the kernel does
 // with a plan is in rotary_map.h (thread to element) and rotary_schedule.h (PDL, load order, prefetch).
 
 namespace mrrope {
+
+// What rotary_kernel and rotary_cos_sin_kernel are instantiated for, beside the dtype.
+struct RotaryKernel {
+    Pairing pairing = Pairing::halves;
+    int vector = 1;  // components per load: 16, 8 or 4 bytes, or one component
+    int heads_per_thread = 1;
+    TableLookup lookup = TableLookup::single;
+    bool is_per_head = false;    // head tables or query factors
+    bool whole_heads = false;    // further lanes copy the unrotated tail, two neighbouring vectors each
+    bool tokens_inside = false;  // neighbouring threads take neighbouring tokens before other heads
+
+    bool operator==(const RotaryKernel&) const = default;
+};
+
+// The instantiations for one dtype.
+struct RotaryKernels {
+    RotaryKernel of[48] = {};
+    int count = 0;
+
+    constexpr void add(const RotaryKernel& kernel) { of[count++] = kernel; }
+    constexpr const RotaryKernel* begin() const { return of; }
+    constexpr const RotaryKernel* end() const { return of + count; }
+};
+
+// Models rotate 16-bit heads, in `halves` pairing but for a few: those have a kernel for every case. Other heads have
+// one with 16 bytes and one with 8, which look an index up where only the heads differ. The last kernel of a pairing
+// takes any shape, component by component.
+constexpr RotaryKernels rotary_kernels(int element_size) {
+    RotaryKernels kernels;
+    for (const Pairing pairing : {Pairing::halves, Pairing::interleaved}) {
+        const bool is_common = element_size == 2 && pairing == Pairing::halves;
+        const auto add = [&](int bytes, int heads_per_thread) {
+            for (const TableLookup lookup : {TableLookup::single, TableLookup::indexed, TableLookup::position_rows}) {
+                for (const bool is_per_head : {false, true}) {
+                    const bool is_rare = lookup == TableLookup::position_rows
+                                             ? !is_common || heads_per_thread != 2
+                                             : !is_common && lookup == TableLookup::single;
+                    if (is_per_head && is_rare) continue;
+                    kernels.add({pairing, bytes / element_size, heads_per_thread, lookup, is_per_head});
+                }
+            }
+        };
+        if (element_size <= 4) {
+            add(access_bytes, 2);
+            add(access_bytes / 2, 1);
+        }
+        if (is_common) {
+            add(access_bytes, 3);
+            add(access_bytes / 4, 1);
+            for (const int heads_per_thread : {2, 3}) {
+                kernels.add(
+                    {.vector = full_vector(element_size), .heads_per_thread = heads_per_thread, .tokens_inside = true});
+            }
+            for (const TableLookup lookup : {TableLookup::single, TableLookup::indexed, TableLookup::position_rows}) {
+                for (const bool is_per_head : {false, true}) {
+                    if (is_per_head && lookup == TableLookup::position_rows) continue;
+                    kernels.add({.vector = full_vector(element_size),
+                                 .heads_per_thread = 2,
+                                 .lookup = lookup,
+                                 .is_per_head = is_per_head,
+                                 .whole_heads = true});
+                }
+            }
+        }
+        kernels.add({.pairing = pairing, .lookup = TableLookup::position_rows, .is_per_head = true});
+    }
+    return kernels;
+}
+
+// Those of rotary_cos_sin, where there are no tables.
+constexpr RotaryKernels rotary_cos_sin_kernels(int element_size) {
+    RotaryKernels kernels;
+    for (RotaryKernel kernel : rotary_kernels(element_size)) {
+        const bool is_general = kernel.vector == 1;
+        const bool has_table = kernel.lookup != TableLookup::single || kernel.is_per_head;
+        if (kernel.heads_per_thread > 2 || (has_table && !is_general)) continue;
+        kernel.lookup = TableLookup::single;
+        kernel.is_per_head = false;
+        kernels.add(kernel);
+    }
+    return kernels;
+}
 
 struct RotaryShape {
     int64_t batch = 0;
@@ -19,8 +102,9 @@ struct RotaryShape {
     int head_dim = 0;
     int rotary_dim = 0;
     int element_size = 0;
-    bool aligned = false;          // every head starts at a multiple of 16 bytes; not with too many rows for vectors
-    bool with_rows = false;        // a token has several positions, and every pair names one
+    Pairing pairing = Pairing::halves;
+    int alignment = 0;  // every head starts at a multiple of so many bytes, at most 16; 0: too many rows for vectors
+    TableLookup lookup = TableLookup::single;
     bool copies_tail = false;      // out of place, with unrotated components
     bool tokens_adjacent = false;  // the tokens of a head lie closer together than the heads of a token
     int table_heads = 1;           // TableChoice::heads
@@ -30,6 +114,9 @@ struct RotaryShape {
 };
 
 RotaryShape shape_of(const RotaryArgs& args);
+
+// Whether a kernel can rotate a shape.
+bool serves(const RotaryKernel& kernel, const RotaryShape& shape);
 
 // Whether unrotated components must be copied: they are there, and the call is not in place.
 bool copies_tail(const RotaryArgs& args);
@@ -41,58 +128,32 @@ inline constexpr int rotary_block_threads = 128;
 // Minimum blocks per SM for __launch_bounds__: enough occupancy to hide sin/cos behind memory latency. Without it the
 // compiler spills a few registers to reach occupancies that gain nothing. More heads per thread need more registers,
 // and fewer threads to keep as many bytes in flight; so does the tail, with what leads to the angle of every head.
-constexpr int rotary_min_blocks_per_sm(int heads_per_thread, bool whole_heads = false, bool has_head_tables = false,
+constexpr int rotary_min_blocks_per_sm(int heads_per_thread, bool whole_heads = false, bool is_per_head = false,
                                        bool has_rows = false) {
-    if (whole_heads) return has_head_tables && has_rows ? 5 : has_head_tables || has_rows ? 7 : 8;
-    if (heads_per_thread <= 2) return 8;
-    return heads_per_thread == 3 ? 6 : 4;
+    if (whole_heads) return is_per_head || has_rows ? 7 : 8;
+    return heads_per_thread <= 2 ? 8 : 6;
 }
 
-// One thread may take all heads of a head table with so many (32/8: four of q and one of k). Instantiated with head
-// tables only.
-inline constexpr int heads_of_whole_table = 5;
-
-// Full vectors from this many threads on, counted with one head and a full vector per thread; measured in
-// rotary_plan.cpp.
+// Launches of fewer threads, counted with one head and a full vector per thread, are latency-bound.
 inline constexpr int64_t threads_for_full_vectors = 1 << 16;
 
-// The only instantiation for tokens with several positions and head tables.
-inline constexpr int heads_per_thread_with_rows = 2;
-
-// Whether there is an instantiation with tokens inside, of one table: for large launches only.
-constexpr bool takes_tokens_inside(int vector_bytes, int heads_per_thread, bool whole_heads) {
-    return vector_bytes == access_bytes && (heads_per_thread == 2 || heads_per_thread == 3) && !whole_heads;
-}
-
-// The only instantiation whose lanes hold whole heads, with full vectors.
-inline constexpr int heads_per_thread_of_whole_heads = 2;
-
-// `lanes` threads rotate one head. Each takes `vector` components (16 bytes, 8 bytes or one component) from each half
-// of the rotated part, for `heads_per_thread` heads of one token, and computes their cos/sin once.
-struct RotaryPlan {
-    int vector = 1;
+// A kernel and how it is launched. `lanes` threads rotate one head. Each takes a vector from each half of the rotated
+// part, for `heads_per_thread` heads of one token, and computes their cos/sin once.
+struct RotaryPlan : RotaryKernel {
     int lanes = 1;
-    bool whole_heads = false;  // further lanes copy the unrotated tail, two neighbouring vectors each
-    int heads_per_thread = 1;
     int head_groups = 1;            // of heads_per_thread heads of one head table
     int table_heads = 1;            // head tables
-    bool tokens_inside = false;     // with one table, neighbouring threads take neighbouring tokens before other heads
-    bool speculates_table = false;  // with several tables: loads the table index before griddepcontrol.wait, too
     int64_t tokens_per_launch = 0;  // of the whole batch if it fits in one launch, else of one sequence
 
     int64_t threads_per_token() const { return static_cast<int64_t>(lanes) * head_groups; }
 };
 
+// By the fastest of the kernels that serve the shape.
+RotaryPlan plan(const RotaryShape& shape, const Device& device, const RotaryKernels& kernels);
 RotaryPlan plan(const RotaryShape& shape, const Device& device);
 
-// plan() with a given vector and number of heads per thread. The shape must allow the vector: full, half or one
-// component. Instantiated are 1 head, 2 heads with full vectors or single components, and with full vectors 3, or 5 of
-// a head table.
-RotaryPlan plan_with(const RotaryShape& shape, const Device& device, int vector, int heads_per_thread);
-
-// Lanes for whole heads. The shape must have full vectors, and a tail of pairs of them.
-RotaryPlan plan_whole_heads(const RotaryShape& shape, const Device& device);
-bool has_whole_head_plan(const RotaryShape& shape);
+// By a given kernel, which serves the shape.
+RotaryPlan plan_by(const RotaryKernel& kernel, const RotaryShape& shape);
 
 // For kernels that split heads in the same way but form head groups of their own.
 RotaryPlan plan_groups(const RotaryShape& shape, int vector, int heads_per_thread, int head_groups);

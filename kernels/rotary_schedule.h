@@ -11,8 +11,7 @@ namespace mrrope {
 // third of its time.
 enum class TableLookup {
     single,         // one table for every token
-    speculative,    // TableChoice selects it; the index is also loaded before griddepcontrol.wait, and verified after
-    indexed,        // TableChoice selects it; the index is loaded after the wait
+    indexed,        // TableChoice selects it
     position_rows,  // every pair has a position of its own; one table, or TableChoice selects it
 };
 
@@ -29,13 +28,13 @@ struct RotarySchedule {
     static constexpr int small_launch_threads = 1 << 16;
 
     // Loads the table index before griddepcontrol.wait. The preceding kernel may be about to write it, so it is loaded
-    // again after the wait; a mispredict recomputes cos/sin.
+    // again after the wait; a mispredict recomputes cos/sin. Hides the index's latency, 27 % of 256 tokens; the second
+    // load costs 131072 tokens 1.5 %.
     bool speculates_index;
 
     // Loads return in issue order. Position and phase steps go first: issued after the heads, they cost 10 to 15 % at
-    // 16 to 128 tokens. An index that was not speculated delays the phase steps by one more round trip, so the heads
-    // are issued between the two. Before sm_90 the heads also go before the phase steps: the compiler would sink later
-    // loads below the cos/sin.
+    // 16 to 128 tokens. Before sm_90 the heads go before the phase steps: the compiler would sink later loads below the
+    // cos/sin.
     bool loads_heads_before_table;
 
     // Issues the load that verifies the index after all others, by a barrier that the compiler moves no load across.
@@ -45,7 +44,7 @@ struct RotarySchedule {
     // Prefetches positions for blocks that start later. A position that comes from DRAM arrives no sooner than the
     // heads, whose latency then does not hide cos/sin: 1 % with few heads, which share each position. Two threads per
     // block prefetch, since a 32-byte sector holds four int64 positions. With two heads and a speculated index it costs
-    // more than it gains. All five heads of a table go to one thread in one wave only: no block starts later.
+    // more than it gains.
     bool prefetches_positions;
     static constexpr int prefetches_per_block = 2;
     // Prefetch distance in threads: 1.5 times what an H200 holds at once, or twice at the occupancy of three heads.
@@ -55,16 +54,16 @@ struct RotarySchedule {
 // `pdl`: compiled for sm_90 or later.
 constexpr RotarySchedule rotary_schedule(TableLookup lookup, int heads_per_thread, bool pdl) {
     using Trigger = RotarySchedule::Trigger;
-    const bool speculates = lookup == TableLookup::speculative && pdl;
-    const bool unspeculated_table = lookup == TableLookup::single || lookup == TableLookup::indexed;
+    const bool speculates = lookup == TableLookup::indexed && pdl;
     return {
         .trigger = heads_per_thread == 1 ? Trigger::after_wait
                    : speculates          ? Trigger::after_wait_if_small
                                          : Trigger::after_cos_sin,
         .speculates_index = speculates,
-        .loads_heads_before_table = !pdl || lookup == TableLookup::indexed,
+        .loads_heads_before_table = !pdl,
         .orders_verification_last = speculates && heads_per_thread == 1,
-        .prefetches_positions = pdl && (heads_per_thread == 3 || (heads_per_thread == 2 && unspeculated_table)),
+        .prefetches_positions =
+            pdl && (heads_per_thread == 3 || (heads_per_thread == 2 && lookup == TableLookup::single)),
     };
 }
 

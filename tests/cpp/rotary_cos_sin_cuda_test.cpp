@@ -71,7 +71,8 @@ TEST_F(RotaryCosSinCuda, EveryKernel) {
                     o.float32_columns = form & 1;
                     o.full_width = form & 2;
                     o.padding = form & 4 ? 3 : 0;  // unaligned
-                    for (const RotaryPlan& plan : every_plan(CosSinCase(o).args().rotary)) {
+                    const RotaryShape shape = shape_of(CosSinCase(o).args().rotary);
+                    for (const RotaryPlan& plan : every_plan(shape, rotary_cos_sin_kernels(shape.element_size))) {
                         SCOPED_TRACE(describe(plan));
                         CosSinCase call(o);
                         CosSinDeviceCase device(call);
@@ -99,7 +100,8 @@ TEST_F(RotaryCosSinCuda, SeveralLaunches) {
     o.rotary = {.dtype = DType::bfloat16, .batch = 3, .tokens = 7, .head_dim = 64, .rotary_dim = 32};
     CosSinCase call(o);
     CosSinDeviceCase device(call);
-    RotaryPlan planned = plan(shape_of(device.args().rotary), h200);
+    const RotaryShape shape = shape_of(device.args().rotary);
+    RotaryPlan planned = plan(shape, h200, rotary_cos_sin_kernels(shape.element_size));
     planned.tokens_per_launch = 3;
     rotary_cos_sin_cuda(device.args(), planned, nullptr);
     device.fetch();

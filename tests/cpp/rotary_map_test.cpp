@@ -139,18 +139,19 @@ TEST(RotaryMap, GivesEveryHeadItsTable) {
          {std::tuple{1, 4, 1}, {2, 1, 0}, {2, 1, 1}, {3, 3, 1}, {8, 4, 1}, {3, 2, 3}, {4, 5, 2}, {2, 3, 0}}) {
         for (const int head_dim : {6, 16, 64, 128}) {
             for (const int element_size : {2, 4, 8}) {
-                for (const bool with_rows : {false, true}) {
+                for (const TableLookup lookup :
+                     {TableLookup::single, TableLookup::indexed, TableLookup::position_rows}) {
                     const RotaryShape shape{.batch = 2,
                                             .tokens = 3,
                                             .heads = tables * (q_per_table + k_per_table),
                                             .head_dim = head_dim,
                                             .rotary_dim = head_dim == 128 ? 64 : head_dim,
                                             .element_size = element_size,
-                                            .aligned = true,
-                                            .with_rows = with_rows,
+                                            .alignment = 16,
+                                            .lookup = lookup,
                                             .table_heads = tables};
                     SCOPED_TRACE(describe(shape));
-                    for (const RotaryPlan& plan : every_plan(shape, true)) {
+                    for (const RotaryPlan& plan : every_plan(shape)) {
                         Coverage kernel(shape, plan, Pairing::halves, tables * q_per_table);
                         kernel.run();
                         kernel.expect_each_component_once();
@@ -168,16 +169,17 @@ TEST(RotaryMap, TakesEveryComponentOfEveryHeadOnce) {
             for (const int rotary_dim : {2, 16, 32, head_dim / 4 * 2, head_dim - 2, head_dim}) {
                 if (rotary_dim < 2 || rotary_dim > head_dim) continue;
                 for (const int element_size : {2, 4, 8}) {
-                    for (const bool aligned : {false, true}) {
-                        const RotaryShape shape{.batch = 2,
-                                                .tokens = heads > 9 ? 1 : 3,
-                                                .heads = heads,
-                                                .head_dim = head_dim,
-                                                .rotary_dim = rotary_dim,
-                                                .element_size = element_size,
-                                                .aligned = aligned};
-                        for (const RotaryPlan& plan : every_plan(shape, false)) {
-                            for (const Pairing pairing : both_pairings) {
+                    for (const int alignment : {element_size, 8, 16}) {
+                        for (const Pairing pairing : both_pairings) {
+                            const RotaryShape shape{.batch = 2,
+                                                    .tokens = heads > 9 ? 1 : 3,
+                                                    .heads = heads,
+                                                    .head_dim = head_dim,
+                                                    .rotary_dim = rotary_dim,
+                                                    .element_size = element_size,
+                                                    .pairing = pairing,
+                                                    .alignment = alignment};
+                            for (const RotaryPlan& plan : every_plan(shape)) {
                                 SCOPED_TRACE(describe(shape));
                                 Coverage kernel(shape, plan, pairing, (heads + 1) / 2);
                                 kernel.run();

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <tuple>
 #include <utility>
@@ -26,7 +28,7 @@ void for_each_shape(F&& f) {
             for (const int rotary_dim : {2, 16, head_dim / 4 * 2, head_dim - 2, head_dim}) {
                 if (rotary_dim < 2 || rotary_dim > head_dim || rotary_dim % 2 != 0) continue;
                 for (const int element_size : {2, 4, 8}) {
-                    for (const bool aligned : {false, true}) {
+                    for (const int alignment : {element_size, 16}) {
                         for (const int64_t batch : {int64_t{1}, int64_t{3}, int64_t{1} << 20}) {
                             for (const int64_t tokens :
                                  {int64_t{0}, int64_t{1}, int64_t{17}, int64_t{4096}, int64_t{131072},
@@ -38,7 +40,7 @@ void for_each_shape(F&& f) {
                                               .head_dim = head_dim,
                                               .rotary_dim = rotary_dim,
                                               .element_size = element_size,
-                                              .aligned = aligned});
+                                              .alignment = alignment});
                                 if (::testing::Test::HasFailure()) return;
                             }
                         }
@@ -55,23 +57,68 @@ TEST(HeadSplit, HasVectorsOf16BytesButForFloat64) {
     EXPECT_EQ(full_vector(8), 1);
 }
 
+int count(const RotaryKernels& kernels, const RotaryKernel& kernel) {
+    return static_cast<int>(std::count(kernels.begin(), kernels.end(), kernel));
+}
+
+TEST(Kernels, AreListedOnce) {
+    for (const int element_size : {2, 4, 8}) {
+        for (const RotaryKernels& kernels : {rotary_kernels(element_size), rotary_cos_sin_kernels(element_size)}) {
+            ASSERT_LE(kernels.count, static_cast<int>(std::size(kernels.of)));
+            for (const RotaryKernel& kernel : kernels) EXPECT_EQ(count(kernels, kernel), 1);
+        }
+    }
+    EXPECT_EQ(rotary_kernels(2).count, 38) << "of a 16-bit dtype; a wheel has them for two dtypes and seven GPUs";
+    EXPECT_EQ(rotary_kernels(4).count, 18);
+    EXPECT_EQ(rotary_kernels(8).count, 2);
+}
+
+// Every pairing, alignment, lookup and table, of both ops: a plan without a kernel would throw at its launch.
+TEST(Kernels, ServeEveryShape) {
+    for_each_shape([&](RotaryShape shape) {
+        if (shape.tokens > 1 << 20) return;
+        for (const Pairing pairing : both_pairings) {
+            shape.pairing = pairing;
+            for (const TableLookup lookup : {TableLookup::single, TableLookup::indexed, TableLookup::position_rows}) {
+                shape.lookup = lookup;
+                for (const bool has_query_factors : {false, true}) {
+                    shape.has_query_factors = has_query_factors;
+                    for (const bool copies_tail : {false, shape.rotary_dim < shape.head_dim}) {
+                        shape.copies_tail = copies_tail;
+                        const RotaryPlan planned = plan(shape, h200);
+                        EXPECT_TRUE(serves(planned, shape)) << describe(shape);
+                        EXPECT_EQ(count(rotary_kernels(shape.element_size), planned), 1) << describe(shape);
+                    }
+                }
+            }
+            shape.lookup = TableLookup::single;
+            shape.has_query_factors = false;
+            const RotaryKernels kernels = rotary_cos_sin_kernels(shape.element_size);
+            EXPECT_EQ(count(kernels, plan(shape, h200, kernels)), 1) << describe(shape);
+        }
+    });
+}
+
+TEST(Kernels, OfSingleComponentsAreTheLastResort) {
+    for_each_shape([&](const RotaryShape& shape) {
+        const int half = shape.rotary_dim / 2;
+        const int tail = shape.head_dim - shape.rotary_dim;
+        const int shortest = shape.element_size == 2 ? 2 : 8 / shape.element_size;  // components of a vector
+        const bool has_vectors = shape.element_size <= 4 && shortest * shape.element_size <= shape.alignment &&
+                                 half % shortest == 0 && tail % shortest == 0;
+        EXPECT_EQ(plan(shape, h200).vector > 1, has_vectors) << describe(shape);
+    });
+}
+
 TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
     for_each_shape([&](const RotaryShape& shape) {
         SCOPED_TRACE(describe(shape));
         const RotaryPlan planned = plan(shape, h200);
         const int full = full_vector(shape.element_size);
         const int half = shape.rotary_dim / 2;
-        const int tail = shape.head_dim - shape.rotary_dim;
-        const bool may_use_vectors = shape.aligned && half % full == 0 && tail % full == 0;
-        if (!may_use_vectors) {
-            EXPECT_EQ(planned.vector, 1);
-        } else if (planned.vector != full) {
-            EXPECT_TRUE(planned.vector == full / 2 || planned.vector == 1) << planned.vector;
-            EXPECT_EQ(planned.heads_per_thread, 1) << "the only instantiations with short vectors";
-        }
         EXPECT_EQ(planned.lanes * planned.vector, half);
         EXPECT_GE(planned.heads_per_thread, 1);
-        EXPECT_LE(planned.heads_per_thread, planned.vector == full && full > 1 ? 3 : 2);
+        EXPECT_LE(planned.heads_per_thread, planned.vector == full && full > 1 ? 3 : 1);
         EXPECT_GE(planned.head_groups * planned.heads_per_thread, shape.heads);
         EXPECT_LT((planned.head_groups - 1) * planned.heads_per_thread, shape.heads);
         // Thread indices of the last block exceed the last thread's, and must fit in 32 bits, too.
@@ -95,66 +142,51 @@ TEST(Plan, LaunchesAsManyTokensAsFit) {
     });
 }
 
-TEST(Plan, SpeculatesOnTheTableIndexInSmallLaunches) {
-    const auto speculates = [](int64_t batch, int64_t tokens, int heads, const Device& device = h200) {
-        return plan({.batch = batch,
-                     .tokens = tokens,
-                     .heads = heads,
-                     .head_dim = 128,
-                     .rotary_dim = 128,
-                     .element_size = 2,
-                     .aligned = true},
-                    device)
-            .speculates_table;
-    };
-    // Two heads per thread, 8 lanes per head.
-    EXPECT_TRUE(speculates(1, 8192, 72));    // 8192 * 36 * 8 threads
-    EXPECT_FALSE(speculates(2, 16384, 40));  // 2 * 16384 * 20 * 8
-    // Three heads per thread.
-    EXPECT_TRUE(speculates(1, 65536, 5));    // 65536 * 2 * 8
-    EXPECT_FALSE(speculates(1, 131072, 5));  // 131072 * 2 * 8
-    EXPECT_FALSE(speculates(1, 16, 40, a100)) << "no PDL, nothing to overlap with";
-}
-
 TEST(Plan, GivesAThreadOneHeadInSmallLaunches) {
     RotaryShape shape{
-        .batch = 1, .tokens = 1, .heads = 40, .head_dim = 128, .rotary_dim = 128, .element_size = 2, .aligned = true};
+        .batch = 1, .tokens = 1, .heads = 40, .head_dim = 128, .rotary_dim = 128, .element_size = 2, .alignment = 16};
     EXPECT_EQ(plan(shape, h200).heads_per_thread, 1);
     shape.tokens = 131072;
     EXPECT_GT(plan(shape, h200).heads_per_thread, 1);
     shape.heads = 1;
-    EXPECT_EQ(plan(shape, h200).heads_per_thread, 1);
+    EXPECT_EQ(plan(shape, h200).heads_per_thread, 2) << "no kernel takes one head by full vectors";
 }
 
 TEST(Plan, DividesFewHeadsEvenly) {
     RotaryShape shape{
-        .batch = 1, .tokens = 131072, .head_dim = 128, .rotary_dim = 128, .element_size = 2, .aligned = true};
+        .batch = 1, .tokens = 131072, .head_dim = 128, .rotary_dim = 128, .element_size = 2, .alignment = 16};
     for (const auto& [heads, heads_per_thread] : {std::pair{2, 2}, {3, 3}, {4, 2}, {5, 3}, {6, 2}, {9, 2}, {40, 2}}) {
         shape.heads = heads;
         EXPECT_EQ(plan(shape, h200).heads_per_thread, heads_per_thread) << heads;
     }
     shape.heads = 5;
-    shape.aligned = false;
+    shape.pairing = Pairing::interleaved;
     EXPECT_EQ(plan(shape, h200).heads_per_thread, 2);
+    shape.alignment = 2;
+    EXPECT_EQ(plan(shape, h200).heads_per_thread, 1);
 }
 
-TEST(Plan, UsesTheOnlyInstantiationForPositionRowsAndHeadTables) {
-    for_each_shape([&](RotaryShape shape) {
-        const RotaryPlan by_one_position = plan(shape, h200);
-        shape.with_rows = true;
-        const RotaryPlan by_rows = plan(shape, h200);
-        EXPECT_EQ(by_rows.vector, by_one_position.vector) << describe(shape);
-        EXPECT_GE(by_rows.heads_per_thread, by_one_position.heads_per_thread) << describe(shape);
-        shape.has_query_factors = true;
-        EXPECT_EQ(plan(shape, h200).heads_per_thread, heads_per_thread_with_rows) << describe(shape);
-        shape.has_query_factors = false;
-        if (shape.heads == 1) return;
-        shape.table_heads = shape.heads;
-        const RotaryPlan planned = plan(shape, h200);
-        EXPECT_EQ(planned.heads_per_thread, heads_per_thread_with_rows) << describe(shape);
-        EXPECT_TRUE(planned.vector == 1 || planned.vector == 16 / shape.element_size) << describe(shape);
-        EXPECT_EQ(planned.head_groups, shape.heads) << describe(shape);
-    });
+// One of 16-bit heads alone; others look the only table up.
+TEST(Plan, OfHeadsWithTablesOfTheirOwn) {
+    RotaryShape shape{.batch = 1,
+                      .tokens = 8192,
+                      .heads = 40,
+                      .head_dim = 128,
+                      .rotary_dim = 128,
+                      .element_size = 2,
+                      .alignment = 16,
+                      .has_query_factors = true};
+    EXPECT_EQ(plan(shape, h200).lookup, TableLookup::single);
+    shape.pairing = Pairing::interleaved;
+    EXPECT_EQ(plan(shape, h200).lookup, TableLookup::indexed);
+    EXPECT_EQ(plan(shape, h200).vector, 8);
+    shape.lookup = TableLookup::position_rows;
+    EXPECT_EQ(plan(shape, h200).vector, 1);
+    shape.pairing = Pairing::halves;
+    EXPECT_EQ(plan(shape, h200).vector, 8);
+    EXPECT_EQ(plan(shape, h200).heads_per_thread, 2);
+    shape.tokens = 1;
+    EXPECT_EQ(plan(shape, h200).vector, 8) << "the only kernel for position rows and tables per head";
 }
 
 TEST(Plan, FollowsMemoryInLargeLaunches) {
@@ -164,7 +196,7 @@ TEST(Plan, FollowsMemoryInLargeLaunches) {
                       .head_dim = 128,
                       .rotary_dim = 128,
                       .element_size = 2,
-                      .aligned = true};
+                      .alignment = 16};
     EXPECT_FALSE(plan(shape, h200).tokens_inside);
     shape.tokens_adjacent = true;
     EXPECT_TRUE(plan(shape, h200).tokens_inside);
@@ -196,7 +228,7 @@ TEST(Plan, CopiesTailsByLanesOfTheirOwn) {
                       .head_dim = 128,
                       .rotary_dim = 32,
                       .element_size = 2,
-                      .aligned = true,
+                      .alignment = 16,
                       .copies_tail = true};
     for (const int64_t tokens : {1, 64, 8192}) {
         shape.tokens = tokens;
@@ -213,42 +245,43 @@ TEST(Plan, CopiesTailsByLanesOfTheirOwn) {
     shape.head_dim = 120;  // a tail of one vector
     EXPECT_FALSE(plan(shape, h200).whole_heads);
     shape.head_dim = 128;
-    shape.aligned = false;
+    shape.alignment = 8;
     EXPECT_FALSE(plan(shape, h200).whole_heads);
 }
 
-TEST(Plan, FastHeadDimsUseLongerVectorsForMoreTokens) {
+TEST(Plan, UsesLongerVectorsForMoreTokens) {
+    RotaryShape shape{.batch = 1, .heads = 8, .element_size = 2, .alignment = 16};
     for (const int head_dim : {64, 80, 96, 128, 192, 256, 512}) {
-        for (const auto& [tokens, vector] : {std::pair{1, 1}, {200, 4}, {8192, 8}}) {
-            const RotaryPlan planned = plan({.batch = 1,
-                                             .tokens = tokens,
-                                             .heads = 8,
-                                             .head_dim = head_dim,
-                                             .rotary_dim = head_dim,
-                                             .element_size = 2,
-                                             .aligned = true},
-                                            h200);
-            EXPECT_EQ(planned.vector, vector) << head_dim << " " << tokens;
+        shape.head_dim = shape.rotary_dim = head_dim;
+        for (const auto& [tokens, vector] : {std::pair{1, 2}, {200, 4}, {8192, 8}}) {
+            shape.tokens = tokens;
+            EXPECT_EQ(plan(shape, h200).vector, vector) << head_dim << " " << tokens;
         }
+    }
+    shape.tokens = 8192;
+    for (const auto& [head_dim, vector] : {std::pair{120, 4}, {100, 2}, {72, 4}, {90, 1}}) {
+        shape.head_dim = shape.rotary_dim = head_dim;
+        shape.alignment = 8;
+        EXPECT_EQ(plan(shape, h200).vector, vector) << head_dim;
     }
 }
 
 TEST(Plan, DividesTheHeadsOfATable) {
-    const auto planned = [](int heads, int table_heads, int64_t tokens, const Device& device = h200) {
+    const auto planned = [](int heads, int table_heads, int64_t tokens) {
         return plan({.batch = 1,
                      .tokens = tokens,
                      .heads = heads,
                      .head_dim = 128,
                      .rotary_dim = 128,
                      .element_size = 2,
-                     .aligned = true,
+                     .alignment = 16,
                      .table_heads = table_heads},
-                    device);
+                    h200);
     };
     for (const auto& [heads, tables, heads_per_thread, groups] : {std::tuple{40, 8, 3, 16},
                                                                   {12, 3, 2, 6},
                                                                   {16, 8, 2, 8},
-                                                                  {8, 8, 1, 8},
+                                                                  {8, 8, 2, 8},
                                                                   {24, 8, 3, 8},
                                                                   {42, 6, 2, 24},
                                                                   {72, 8, 3, 24}}) {
@@ -259,62 +292,12 @@ TEST(Plan, DividesTheHeadsOfATable) {
         EXPECT_EQ(small.heads_per_thread, 1);
         EXPECT_EQ(small.head_groups, heads) << "no thread more than with one table";
     }
-    // One thread takes all heads of a table in at most half a wave of 4 blocks of 128 threads per SM, or in nine tenths
-    // of one or more. A token of 8 tables and 8 lanes is half a block: 1056 tokens fill 132 SMs, 864 fill 108.
-    for (const auto& [device, tokens, heads_per_thread, groups] : {std::tuple{h200, 256, 5, 8},
-                                                                   {h200, 528, 5, 8},
-                                                                   {h200, 529, 3, 16},
-                                                                   {h200, 768, 3, 16},
-                                                                   {h200, 1024, 5, 8},
-                                                                   {h200, 1056, 5, 8},
-                                                                   {h200, 1057, 3, 16},
-                                                                   {a100, 864, 5, 8},
-                                                                   {a100, 865, 3, 16},
-                                                                   {Device{.sms = 12}, 256, 3, 16}}) {
-        const RotaryPlan middle = planned(40, 8, tokens, device);
-        EXPECT_EQ(middle.heads_per_thread, heads_per_thread) << tokens << " tokens on " << device.sms << " SMs";
-        EXPECT_EQ(middle.head_groups, groups) << tokens << " tokens on " << device.sms << " SMs";
-    }
-    EXPECT_EQ(planned(5, 1, 1 << 12).heads_per_thread, 3) << "instantiated with head tables only";
     // An even number of heads goes by two from 3 * 2^14 threads on, 12 heads of 8 lanes from 512 tokens on.
     for (const auto& [tables, tokens, heads_per_thread, vector] :
          {std::tuple{3, 511, 1, 4}, {3, 512, 2, 8}, {1, 512, 1, 4}, {4, 512, 1, 4}, {12, 512, 1, 4}}) {
         const RotaryPlan middle = planned(12, tables, tokens);
         EXPECT_EQ(middle.heads_per_thread, heads_per_thread) << tables << " tables, " << tokens << " tokens";
         EXPECT_EQ(middle.vector, vector) << tables << " tables, " << tokens << " tokens";
-    }
-}
-
-// Single components and float64 included; with one table the query heads have factors.
-TEST(Plan, WithHeadTablesHasAKernelForEveryShape) {
-    for (const int heads : {2, 3, 4, 5, 6, 7, 9, 10}) {
-        for (const int head_dim : {6, 64, 80, 128}) {
-            for (const int element_size : {2, 4, 8}) {
-                for (const bool aligned : {false, true}) {
-                    for (const auto& [with_rows, tables] : {std::pair{false, 1}, {false, 8}, {true, 1}, {true, 8}}) {
-                        for (int64_t tokens = 1; tokens < 1 << 20; tokens *= 2) {
-                            const RotaryShape shape{.batch = 1,
-                                                    .tokens = tokens,
-                                                    .heads = tables * heads,
-                                                    .head_dim = head_dim,
-                                                    .rotary_dim = head_dim,
-                                                    .element_size = element_size,
-                                                    .aligned = aligned,
-                                                    .with_rows = with_rows,
-                                                    .table_heads = tables,
-                                                    .has_query_factors = tables == 1};
-                            const RotaryPlan planned = plan(shape, h200);
-                            const auto is_that_plan = [&](const RotaryPlan& one) {
-                                return one.vector == planned.vector && one.heads_per_thread == planned.heads_per_thread;
-                            };
-                            const std::vector<RotaryPlan> instantiated = every_plan(shape, false);
-                            EXPECT_TRUE(std::any_of(instantiated.begin(), instantiated.end(), is_that_plan))
-                                << describe(shape) << ": " << describe(planned);
-                        }
-                    }
-                }
-            }
-        }
     }
 }
 
@@ -338,7 +321,7 @@ RotaryArgs aligned_args(DType dtype) {
 TEST(Alignment, OfEveryHeadIsDetected) {
     for (const DType dtype : all_dtypes) {
         const RotaryShape shape = shape_of(aligned_args(dtype));
-        EXPECT_TRUE(shape.aligned);
+        EXPECT_EQ(shape.alignment, 16);
         EXPECT_EQ(shape.batch, 2);
         EXPECT_EQ(shape.tokens, 3);
         EXPECT_EQ(shape.heads, 4);
@@ -357,18 +340,18 @@ TEST(Alignment, IsLostByOneElementAnywhere) {
         for (HeadsView RotaryArgs::* const side : {&RotaryArgs::q, &RotaryArgs::k}) {
             RotaryArgs args = aligned_args(dtype);
             (args.*side).in = moved((args.*side).in);
-            EXPECT_FALSE(shape_of(args).aligned) << name_of(dtype);
+            EXPECT_EQ(shape_of(args).alignment, element) << name_of(dtype);
             args = aligned_args(dtype);
             (args.*side).out = moved((args.*side).out);
-            EXPECT_FALSE(shape_of(args).aligned) << name_of(dtype);
+            EXPECT_EQ(shape_of(args).alignment, element) << name_of(dtype);
             for (HeadStrides HeadsView::* const strides : {&HeadsView::in_strides, &HeadsView::out_strides}) {
                 for (int64_t HeadStrides::* const stride :
                      {&HeadStrides::batch, &HeadStrides::token, &HeadStrides::head}) {
                     args = aligned_args(dtype);
                     args.*side.*strides.*stride += 1;
-                    EXPECT_FALSE(shape_of(args).aligned) << name_of(dtype);
+                    EXPECT_EQ(shape_of(args).alignment, element) << name_of(dtype);
                     args.*side.*strides.*stride += 16 / element - 1;
-                    EXPECT_TRUE(shape_of(args).aligned) << name_of(dtype);
+                    EXPECT_EQ(shape_of(args).alignment, 16) << name_of(dtype);
                 }
             }
         }
@@ -379,7 +362,7 @@ TEST(Alignment, OfAbsentKeysDoesNotMatter) {
     RotaryArgs args = aligned_args(DType::float32);
     args.k = {};
     args.k.in_strides = {.batch = 1, .token = 1, .head = 1};
-    EXPECT_TRUE(shape_of(args).aligned);
+    EXPECT_EQ(shape_of(args).alignment, 16);
     EXPECT_EQ(shape_of(args).heads, 2);
 }
 
