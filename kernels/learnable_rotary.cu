@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(column_sum_block_threads)
 }  // namespace
 
 void learnable_rotary_cuda(const LearnableRotaryArgs& args, CUstream_st* stream) {
+    const LoggedCall logged("learnable_rotary", args.rotary);
     validate(args);
     pack_tables(args, stream);
     rotary_cuda(by_packed_tables(args), stream);
@@ -101,6 +102,7 @@ void learnable_rotary_gradient_cuda(const LearnableRotaryGradientArgs& args, CUs
 
 void learnable_rotary_gradient_cuda(const LearnableRotaryGradientArgs& args, const LearnableRotaryPlan& plan,
                                     CUstream_st* stream) {
+    const LoggedCall logged("learnable_rotary_gradient", args.call.rotary);
     const LearnableRotaryShape shape = shape_of(args);
     int rows = 0;
     if (!is_empty(shape)) {

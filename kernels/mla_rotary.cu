@@ -4,6 +4,7 @@
 namespace mrrope {
 
 void mla_rotary_cuda(const MlaRotaryArgs& args, CUstream_st* stream) {
+    const LoggedCall logged("mla_rotary", args.rotary);
     validate(args);
     const MlaRotaryShape shape = shape_of(args);
     if (shape.batch == 0 || shape.tokens == 0 || shape.q_heads + shape.k_heads == 0) return;
@@ -16,6 +17,7 @@ void mla_rotary_cuda(const MlaRotaryArgs& args, CUstream_st* stream) {
 }
 
 void mla_rotary_gradient_cuda(const MlaRotaryGradientArgs& args, CUstream_st* stream) {
+    const LoggedCall logged("mla_rotary_gradient", args.rotary);
     validate(args);
     const MlaRotaryShape shape = shape_of(args);
     if (shape.batch == 0 || shape.tokens == 0 || shape.q_heads + shape.k_heads == 0) return;
@@ -42,6 +44,7 @@ void mla_rotary_and_cache_cuda(const MlaRotaryAndCacheArgs& args, CUstream_st* s
 }
 
 void mla_rotary_and_cache_cuda(const MlaRotaryAndCacheArgs& args, const MlaRotaryPlan& planned, CUstream_st* stream) {
+    const LoggedCall logged("mla_rotary_and_cache", args.rotary);
     if (args.rotary.batch == 0 || args.rotary.tokens == 0) return;
     const KeyTarget target = is_float8(args.cached_as) ? KeyTarget::float8_cache : KeyTarget::cache;
     with_element(args.rotary.dtype, [&](auto element) {

@@ -10,6 +10,7 @@ void qk_norm_rotary_cuda(const QkNormRotaryArgs& args, CUstream_st* stream) {
 }
 
 void qk_norm_rotary_cuda(const QkNormRotaryArgs& args, const QkNormRotaryPlan& plan, CUstream_st* stream) {
+    const LoggedCall logged("qk_norm_rotary", args.rotary);
     const QkNormRotaryShape shape = shape_of(args);
     if (shape.batch == 0 || shape.tokens == 0 || shape.q_heads + shape.k_heads == 0) return;
     with_element(args.rotary.dtype, [&](auto element) {
@@ -33,6 +34,7 @@ void qk_norm_rotary_gradient_cuda(const QkNormRotaryGradientArgs& args, CUstream
 
 void qk_norm_rotary_gradient_cuda(const QkNormRotaryGradientArgs& args, const QkNormRotaryGradientPlan& plan,
                                   CUstream_st* stream) {
+    const LoggedCall logged("qk_norm_rotary_gradient", args.call.rotary);
     with_element(args.call.rotary.dtype,
                  [&](auto element) { launch_qk_norm_rotary_gradient<decltype(element)>(args, plan, stream); });
 }

@@ -21,6 +21,7 @@ bool is_faster_by_rotary_kernel(const QkNormRotaryAndCacheArgs& args, const QkNo
 }  // namespace
 
 void qk_norm_rotary_and_cache_cuda(const QkNormRotaryAndCacheArgs& args, CUstream_st* stream) {
+    const LoggedCall logged("qk_norm_rotary_and_cache", args.rotary, args.k.view.heads);
     validate(args);
     const Device device = current_device();
     const QkNormRotaryAndCachePlan planned = plan(shape_of(args), device);

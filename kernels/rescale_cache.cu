@@ -142,6 +142,7 @@ void launch_rescale(const RescaleCacheArgs& args, const RescaleCachePlan& plan, 
 }  // namespace
 
 void rescale_cache_cuda(const RescaleCacheArgs& args, CUstream_st* stream) {
+    const LoggedCall logged("rescale_cache", args);
     validate(args);
     if (args.keys.empty() || args.batch == 0 || args.tokens == 0 || args.heads == 0) return;
     for_each_rescale_launch(args, [&](const RescaleCacheArgs& part) {

@@ -11,6 +11,7 @@ void rotary_cuda(const RotaryArgs& args, CUstream_st* stream) {
 }
 
 void rotary_cuda(const RotaryArgs& args, const RotaryPlan& plan, CUstream_st* stream) {
+    const LoggedCall logged("rotary", args);
     with_element(args.dtype, [&](auto element) {
         for_each_launch(args, plan.tokens_per_launch,
                         [&](const RotaryArgs& part) { launch_rotary<decltype(element)>(part, plan, stream); });

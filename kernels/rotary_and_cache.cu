@@ -5,6 +5,7 @@
 namespace mrrope {
 
 void rotary_and_cache_cuda(const RotaryAndCacheArgs& args, CUstream_st* stream) {
+    const LoggedCall logged("rotary_and_cache", args.rotary, args.k.view.heads);
     qk_norm_rotary_and_cache_cuda(QkNormRotaryAndCacheArgs{args}, stream);
 }
 

@@ -11,6 +11,7 @@ void rotary_cos_sin_cuda(const RotaryCosSinArgs& args, CUstream_st* stream) {
 }
 
 void rotary_cos_sin_cuda(const RotaryCosSinArgs& args, const RotaryPlan& plan, CUstream_st* stream) {
+    const LoggedCall logged("rotary_cos_sin", args.rotary);
     with_element(args.rotary.dtype, [&](auto element) {
         for_each_launch(args, plan.tokens_per_launch, [&](const RotaryCosSinArgs& part) {
             launch_rotary_cos_sin<decltype(element)>(part, plan, stream);

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "device/check_cuda.h"
+#include "launch_log.h"
 
 // Programmatic dependent launch (PDL). From sm_90 on, a kernel may start while the preceding kernel in the stream still
 // runs: it computes addresses, and blocks in griddepcontrol.wait until that kernel has completed.
@@ -93,8 +94,9 @@ void launch_with_pdl(const PdlKernel<Launch>& kernel, dim3 grid, int block_threa
     config.stream = stream;
     config.attrs = &pdl;
     config.numAttrs = kernel.waits_on_current_device() ? 1 : 0;
-    check_launch(cudaLaunchKernelEx(&config, kernel.entry, launch), reinterpret_cast<const void*>(kernel.entry), grid,
-                 block_threads);
+    const auto* entry = reinterpret_cast<const void*>(kernel.entry);
+    if (logs_launches()) log_launch(entry, grid.x * grid.y * grid.z, block_threads);
+    check_launch(cudaLaunchKernelEx(&config, kernel.entry, launch), entry, grid, block_threads);
 }
 
 }  // namespace mrrope

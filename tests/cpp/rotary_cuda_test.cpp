@@ -16,6 +16,7 @@
 #include "device_memory.h"
 #include "every_plan.h"
 #include "launch_slices.h"
+#include "mrrope/launch_log.h"
 #include "mrrope/rotary.h"
 #include "on_gpu.h"
 #include "rotary_case.h"
@@ -464,6 +465,33 @@ TEST_F(RotaryCuda, IndicesThatThePrecedingKernelWrites) {
             }
         }
     }
+}
+
+// Slices are launches of one call.
+TEST_F(RotaryCuda, TheLogNamesOpShapeAndKernel) {
+    CaseOptions o;
+    o.dtype = DType::bfloat16;
+    o.tokens = 5;
+    o.q_heads = 4;
+    o.k_heads = 2;
+    o.head_dim = o.rotary_dim = 64;
+    RotaryCase rotary(o);
+    DeviceCase device(rotary);
+    RotaryPlan planned = plan(shape_of(device.args()), current_device());
+    planned.tokens_per_launch = 3;
+    collect_launches(true);
+    rotary_cuda(device.args(), planned, nullptr);
+    const std::vector<std::string> lines = collect_launches(false);
+    rotary_cuda(device.args(), planned, nullptr);
+    ASSERT_EQ(lines.size(), 2u * static_cast<size_t>(o.batch));
+    for (const std::string& line : lines) {
+        EXPECT_NE(line.find("rotary: " + std::to_string(o.batch) +
+                            " x 5 tokens, heads 4/2 of 64, bfloat16, halves -> "
+                            "rotary_kernel<bfloat16_t, "),
+                  std::string::npos)
+            << line;
+    }
+    EXPECT_TRUE(collect_launches(false).empty());
 }
 
 TEST_F(RotaryCuda, EmptyTensorsLaunchNothing) {
