@@ -175,7 +175,7 @@ __device__ __forceinline__ void rotate_and_copy(const MlaRotaryLaunch& launch, i
         const auto gain = static_cast<Real>(factor_of(factor));
         const Real direction = rotary.conjugate ? Real(-1) : Real(1);
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, direction);
+        for (int j = 0; j < Vector; ++j) by[j] = cos_sin_at<Element>(position, steps[j], gain, direction);
     }
     pdl_trigger();
 
@@ -294,7 +294,7 @@ __device__ __forceinline__ void rotate_sum_of_heads(const MlaRotaryGradientLaunc
     const Real direction = rotary.conjugate ? Real(-1) : Real(1);
     CosSin<Real> by[Vector];
     CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, direction);
+    for (int j = 0; j < Vector; ++j) by[j] = cos_sin_at<Element>(position, steps[j], gain, direction);
     sum.template rotate<Layout::crosses_vectors>(by);
     HeadFragment<Element, Vector> rounded;
     rounded.narrow(sum);

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
         load_phase_steps(steps, table, layout);
         const auto gain = static_cast<Real>(factor_of(table[half]));
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, Real(1));
+        for (int j = 0; j < Vector; ++j) by[j] = cos_sin_at<Element>(position, steps[j], gain, Real(1));
     }
     pdl_trigger();
 
