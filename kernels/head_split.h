@@ -14,8 +14,7 @@ inline constexpr int access_bytes = 16;
 // components.
 inline constexpr int max_rows_with_vectors = 4;
 
-// Components of a whole vector. Of float64, which serves gradient checks, where speed does not matter, it is one: 140
-// kernels less.
+// Components of a whole vector. Of float64, which serves gradient checks, it is one.
 constexpr int full_vector(int element_size) {
     return element_size > 4 ? 1 : access_bytes / element_size;
 }

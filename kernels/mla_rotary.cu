@@ -2,13 +2,22 @@
 #include "mla_rotary_kernel.cuh"
 
 namespace mrrope {
+namespace {
+
+bool is_empty(const RotaryArgs& args) {
+    return args.batch == 0 || args.tokens == 0 || args.q.heads + args.k.heads == 0;
+}
+
+}  // namespace
 
 void mla_rotary_cuda(const MlaRotaryArgs& args, CUstream_st* stream) {
-    const LoggedCall logged("mla_rotary", args.rotary);
     validate(args);
-    const MlaRotaryShape shape = shape_of(args);
-    if (shape.batch == 0 || shape.tokens == 0 || shape.q_heads + shape.k_heads == 0) return;
-    const MlaRotaryPlan planned = plan(shape, current_device());
+    mla_rotary_cuda(args, plan(shape_of(args), current_device()), stream);
+}
+
+void mla_rotary_cuda(const MlaRotaryArgs& args, const MlaRotaryPlan& planned, CUstream_st* stream) {
+    const LoggedCall logged("mla_rotary", args.rotary);
+    if (is_empty(args.rotary)) return;
     with_element(args.rotary.dtype, [&](auto element) {
         for_each_launch(args, planned.tokens_per_launch, [&](const MlaRotaryArgs& part) {
             launch_mla_rotary<decltype(element)>(mla_rotary_launch(part, planned), KeyTarget::tensor, planned, stream);
@@ -17,11 +26,13 @@ void mla_rotary_cuda(const MlaRotaryArgs& args, CUstream_st* stream) {
 }
 
 void mla_rotary_gradient_cuda(const MlaRotaryGradientArgs& args, CUstream_st* stream) {
-    const LoggedCall logged("mla_rotary_gradient", args.rotary);
     validate(args);
-    const MlaRotaryShape shape = shape_of(args);
-    if (shape.batch == 0 || shape.tokens == 0 || shape.q_heads + shape.k_heads == 0) return;
-    const MlaRotaryPlan planned = gradient_plan(shape, current_device());
+    mla_rotary_gradient_cuda(args, plan(shape_of(args), current_device()), stream);
+}
+
+void mla_rotary_gradient_cuda(const MlaRotaryGradientArgs& args, const MlaRotaryPlan& planned, CUstream_st* stream) {
+    const LoggedCall logged("mla_rotary_gradient", args.rotary);
+    if (is_empty(args.rotary)) return;
     with_element(args.rotary.dtype, [&](auto element) {
         for_each_launch(args, planned.tokens_per_launch, [&](const MlaRotaryGradientArgs& part) {
             const auto sum_threads =
@@ -45,7 +56,7 @@ void mla_rotary_and_cache_cuda(const MlaRotaryAndCacheArgs& args, CUstream_st* s
 
 void mla_rotary_and_cache_cuda(const MlaRotaryAndCacheArgs& args, const MlaRotaryPlan& planned, CUstream_st* stream) {
     const LoggedCall logged("mla_rotary_and_cache", args.rotary);
-    if (args.rotary.batch == 0 || args.rotary.tokens == 0) return;
+    if (is_empty(args.rotary)) return;
     const KeyTarget target = is_float8(args.cached_as) ? KeyTarget::float8_cache : KeyTarget::cache;
     with_element(args.rotary.dtype, [&](auto element) {
         for_each_launch(args, planned.tokens_per_launch, [&](const MlaRotaryAndCacheArgs& part) {

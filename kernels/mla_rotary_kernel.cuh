@@ -14,11 +14,9 @@
 #include "mla_rotary_plan.h"
 #include "rotary_and_cache_map.h"
 #include "rotary_schedule.h"
+#include "vector_plans.h"
 
 namespace mrrope {
-
-// Where the key goes: to a tensor, or to the slots of a cache. q always goes to a tensor.
-enum class KeyTarget { tensor, cache, float8_cache };
 
 // Passed to the kernel by value.
 struct MlaRotaryLaunch {
@@ -90,9 +88,10 @@ __device__ __forceinline__ void rotate_and_copy(const MlaRotaryLaunch& launch, i
     using Layout =
         std::conditional_t<target == KeyTarget::tensor, MlaLaneLayout<pairing, Vector>, LaneLayout<pairing, Vector>>;
     using Trigger = RotarySchedule::Trigger;
-    constexpr RotarySchedule schedule = rotary_schedule(lookup, HeadsPerThread, compiled_for_pdl);
+    constexpr RotarySchedule schedule =
+        rotary_schedule(lookup, HeadsPerThread, compiled_for_pdl, /*may_speculate=*/false);
     constexpr bool has_choice = lookup != TableLookup::single;
-    constexpr bool to_cache = target != KeyTarget::tensor;
+    constexpr bool to_cache = is_cache(target);
     constexpr bool to_float8 = target == KeyTarget::float8_cache;
     const MlaRotaryArgs& args = launch.args;
     const RotaryArgs& rotary = args.rotary;
@@ -175,7 +174,7 @@ __device__ __forceinline__ void rotate_and_copy(const MlaRotaryLaunch& launch, i
         const auto gain = static_cast<Real>(factor_of(factor));
         const Real direction = rotary.conjugate ? Real(-1) : Real(1);
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, direction);
+        for (int j = 0; j < Vector; ++j) by[j] = cos_sin_at<Element>(position, steps[j], gain, direction);
     }
     pdl_trigger();
 
@@ -210,7 +209,7 @@ template <class Element, KeyTarget target, int Vector, int HeadsPerThread, Pairi
 __global__ void __launch_bounds__(mla_block_threads, mla_rotary_min_blocks_per_sm(target == KeyTarget::float8_cache))
     mla_rotary_kernel(const __grid_constant__ MlaRotaryLaunch launch) {
     int block = blockIdx.x;
-    if constexpr (target != KeyTarget::tensor) {
+    if constexpr (is_cache(target)) {
         if (block < launch.latent_blocks) {
             return copy_latent<Element, target, Vector>(launch, block * mla_block_threads + threadIdx.x);
         }
@@ -294,7 +293,7 @@ __device__ __forceinline__ void rotate_sum_of_heads(const MlaRotaryGradientLaunc
     const Real direction = rotary.conjugate ? Real(-1) : Real(1);
     CosSin<Real> by[Vector];
     CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, direction);
+    for (int j = 0; j < Vector; ++j) by[j] = cos_sin_at<Element>(position, steps[j], gain, direction);
     sum.template rotate<Layout::crosses_vectors>(by);
     HeadFragment<Element, Vector> rounded;
     rounded.narrow(sum);
@@ -338,38 +337,26 @@ inline MlaRotaryLaunch mla_rotary_launch(const MlaRotaryArgs& args, const MlaRot
     };
 }
 
-// Calls launch.operator()<Vector, HeadsPerThread, pairing, lookup>() for a plan. Only these combinations exist. Single
-// components: one instantiation for all lookups, since it is the slow path anyway.
-template <class Element, class Launch>
-void with_mla_plan(const MlaRotaryPlan& plan, const RotaryArgs& rotary, Launch&& launch) {
-    constexpr int full = full_vector(sizeof(Element));
-    const auto with_lookup = [&]<Pairing pairing, TableLookup lookup> {
-        const auto plan_is = [&](int vector, int heads) {
-            return plan.vector == vector && plan.heads_per_thread == heads;
-        };
-        if constexpr (full > 1) {
-            if (plan_is(full, 1)) return launch.template operator()<full, 1, pairing, lookup>();
-            if (plan_is(full, 2)) return launch.template operator()<full, 2, pairing, lookup>();
-            if (plan_is(full / 2, 1)) return launch.template operator()<full / 2, 1, pairing, lookup>();
-        }
-        throw std::logic_error("mrrope: no MLA kernel takes such vectors and heads a thread");
-    };
-    const auto with_pairing = [&]<Pairing pairing> {
-        if (plan.vector == 1) return launch.template operator()<1, 1, pairing, TableLookup::indexed>();
-        if (rotary.choice.count > 1) return with_lookup.template operator()<pairing, TableLookup::indexed>();
-        return with_lookup.template operator()<pairing, TableLookup::single>();
-    };
-    switch (rotary.pairing) {
-        case Pairing::halves: return with_pairing.template operator()<Pairing::halves>();
-        case Pairing::interleaved: return with_pairing.template operator()<Pairing::interleaved>();
+template <class Element, KeyTarget target>
+struct MlaKernels {
+    static constexpr int element_size = sizeof(Element);
+
+    static constexpr bool has(Pairing, int vector, int heads_per_thread, TableLookup lookup) {
+        return has_mla_kernel(element_size, target, vector, heads_per_thread, lookup);
     }
+};
+
+template <class Element, KeyTarget target, class Launch>
+void launch_mla_kernel(const MlaRotaryPlan& plan, const RotaryArgs& rotary, Launch&& launch) {
+    launch_by_plan<MlaKernels<Element, target>>(rotary.pairing, {plan.vector, plan.heads_per_thread},
+                                                rotary.choice.count == 1, launch);
 }
 
 template <class Element, KeyTarget target>
 void launch_mla_rotary_to(const MlaRotaryLaunch& launch, const MlaRotaryPlan& plan, cudaStream_t stream) {
     const int blocks = launch.latent_blocks + blocks_of(launch.threads);
-    with_mla_plan<Element>(
-        plan, launch.args.rotary, [&]<int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup> {
+    launch_mla_kernel<Element, target>(
+        plan, launch.args.rotary, [&]<Pairing pairing, int Vector, int HeadsPerThread, TableLookup lookup> {
             launch_with_pdl(pdl_kernel<mla_rotary_kernel<Element, target, Vector, HeadsPerThread, pairing, lookup>>,
                             dim3(blocks), mla_block_threads, stream, launch);
         });
@@ -383,19 +370,16 @@ void launch_mla_rotary(const MlaRotaryLaunch& launch, KeyTarget target, const Ml
         case KeyTarget::tensor: return launch_mla_rotary_to<Element, KeyTarget::tensor>(launch, plan, stream);
         case KeyTarget::cache: return launch_mla_rotary_to<Element, KeyTarget::cache>(launch, plan, stream);
         case KeyTarget::float8_cache:
-            if constexpr (std::is_same_v<Element, double>) {
-                throw std::logic_error("mrrope: heads of float64 are not written to a cache of float8");
-            } else {
-                return launch_mla_rotary_to<Element, KeyTarget::float8_cache>(launch, plan, stream);
-            }
+            return launch_mla_rotary_to<Element, KeyTarget::float8_cache>(launch, plan, stream);
+        case KeyTarget::sum: throw std::logic_error("mrrope: sums of heads have a kernel of their own");
     }
 }
 
 template <class Element>
 void launch_mla_rotary_gradient(const MlaRotaryGradientLaunch& launch, const MlaRotaryPlan& plan, cudaStream_t stream) {
     const int blocks = launch.sum_blocks + blocks_of(launch.queries.threads);
-    with_mla_plan<Element>(
-        plan, launch.queries.args.rotary, [&]<int Vector, int HeadsPerThread, Pairing pairing, TableLookup lookup> {
+    launch_mla_kernel<Element, KeyTarget::sum>(
+        plan, launch.queries.args.rotary, [&]<Pairing pairing, int Vector, int HeadsPerThread, TableLookup lookup> {
             launch_with_pdl(pdl_kernel<mla_rotary_gradient_kernel<Element, Vector, HeadsPerThread, pairing, lookup>>,
                             dim3(blocks), mla_block_threads, stream, launch);
         });

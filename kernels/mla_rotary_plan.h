@@ -3,13 +3,23 @@
 #include <cstdint>
 
 #include "device_properties.h"
+#include "head_split.h"
 #include "mrrope/mla_rotary.h"
 #include "mrrope/mla_rotary_and_cache.h"
+#include "rotary_schedule.h"
 
 // Launch plan of the MLA kernels: pure host functions of shape and device, tested without a GPU. Which thread takes
 // what is in mla_rotary_map.h.
 
 namespace mrrope {
+
+// Where the key goes: to a tensor, to the slots of a cache, or, as a gradient, the sum of its heads to a tensor. q
+// always goes to a tensor.
+enum class KeyTarget { tensor, cache, float8_cache, sum };
+
+constexpr bool is_cache(KeyTarget target) {
+    return target == KeyTarget::cache || target == KeyTarget::float8_cache;
+}
 
 struct MlaRotaryShape {
     int64_t batch = 0;
@@ -20,8 +30,8 @@ struct MlaRotaryShape {
     int q_copied = 0;  // components before the rope part
     int k_copied = 0;
     int element_size = 0;
-    bool aligned = false;   // every vector that is loaded or stored is aligned to its size
-    bool to_cache = false;  // the key goes to a cache
+    KeyTarget target = KeyTarget::tensor;
+    int aligned_vector = 1;  // components of the widest vector to which all loads and stores are aligned
 };
 
 MlaRotaryShape shape_of(const MlaRotaryArgs& args);
@@ -50,6 +60,22 @@ constexpr int mla_rotary_gradient_min_blocks_per_sm() {
 #endif
 }
 
+// Which kernels there are, each for both pairings; no others are compiled. All take a table index; half vectors, of
+// decode steps, also have kernels for one table, which load none. Gradients and float32, of training, have no half
+// vectors. Heads of float32 have vectors only without a cache, heads of float64 never.
+constexpr bool has_mla_kernel(int element_size, KeyTarget target, int vector, int heads_per_thread,
+                              TableLookup lookup) {
+    const int full = full_vector(element_size);
+    const bool is_indexed = lookup == TableLookup::indexed;
+    const bool to_float8 = target == KeyTarget::float8_cache;
+    if (vector == 1) return heads_per_thread == 1 && is_indexed && !(element_size == 8 && to_float8);
+    if (element_size != 2 && !(element_size == 4 && !is_cache(target))) return false;
+    if (vector == full) return heads_per_thread == 2 && is_indexed;
+    const bool has_half_vectors = element_size == 2 && target != KeyTarget::sum;
+    return vector == full / 2 && heads_per_thread == 1 && has_half_vectors &&
+           (is_indexed || lookup == TableLookup::single);
+}
+
 // A thread takes two vectors of `vector` components of each of `heads_per_thread` neighbouring heads of one token.
 // `rotating_lanes` threads rotate the rope part of a head, one vector from each of its halves; the lanes after them
 // copy the part before it. The latent part of a cache row is copied by blocks of their own: its threads would load
@@ -75,14 +101,15 @@ struct MlaRotaryPlan {
 
 MlaRotaryPlan plan(const MlaRotaryShape& shape, const Device& device);
 
-// plan() with a given vector and number of heads per thread. The shape must allow the vector: full, half or one
-// component. Instantiated are 1 head, and 2 with full vectors.
+// plan() with a given vector and number of heads per thread, for which has_plan.
 MlaRotaryPlan plan_with(const MlaRotaryShape& shape, int vector, int heads_per_thread);
 
-// mla_rotary_and_cache_cuda by a given plan.
-void mla_rotary_and_cache_cuda(const MlaRotaryAndCacheArgs& args, const MlaRotaryPlan& plan, CUstream_st* stream);
+// Whether heads are made of such vectors, and there is a kernel.
+bool has_plan(const MlaRotaryShape& shape, int vector, int heads_per_thread);
 
-// The plan of the gradient: q as in plan(), and instead of the groups of the key the sums over its heads.
-MlaRotaryPlan gradient_plan(const MlaRotaryShape& shape, const Device& device);
+// The ops by a given plan. They throw std::logic_error if there is no such kernel.
+void mla_rotary_cuda(const MlaRotaryArgs& args, const MlaRotaryPlan& plan, CUstream_st* stream);
+void mla_rotary_gradient_cuda(const MlaRotaryGradientArgs& args, const MlaRotaryPlan& plan, CUstream_st* stream);
+void mla_rotary_and_cache_cuda(const MlaRotaryAndCacheArgs& args, const MlaRotaryPlan& plan, CUstream_st* stream);
 
 }  // namespace mrrope

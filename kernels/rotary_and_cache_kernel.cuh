@@ -3,7 +3,6 @@
 #include <cutlass/fast_math.h>
 
 #include <algorithm>
-#include <stdexcept>
 #include <type_traits>
 
 #include "device/dependent_launch.cuh"
@@ -13,6 +12,7 @@
 #include "rotary_and_cache_map.h"
 #include "rotary_and_cache_plan.h"
 #include "rotary_schedule.h"
+#include "vector_plans.h"
 
 namespace mrrope {
 
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
         load_phase_steps(steps, table, layout);
         const auto gain = static_cast<Real>(factor_of(table[half]));
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < Vector; ++j) by[j] = scaled_cos_sin(phase_of(position, steps[j]), gain, Real(1));
+        for (int j = 0; j < Vector; ++j) by[j] = cos_sin_at<Element>(position, steps[j], gain, Real(1));
     }
     pdl_trigger();
 
@@ -176,51 +176,31 @@ void launch_cached_planned(const RotaryAndCacheArgs& args, const RotaryPlan& pla
                     dim3(blocks), rotary_block_threads, stream, launch);
 }
 
-template <class Element, class Cached, Pairing pairing, TableLookup lookup>
-void launch_cached_vectors(const RotaryAndCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    constexpr int full = full_vector(sizeof(Element));
-    const auto plan_is = [&](int vector, int heads) { return plan.vector == vector && plan.heads_per_thread == heads; };
-    const auto launch = [&]<int Vector, int HeadsPerThread> {
-        launch_cached_planned<Element, Cached, Vector, HeadsPerThread, pairing, lookup>(args, plan, stream);
-    };
-    if constexpr (full > 1) {
-        if (plan_is(full, 1)) return launch.template operator()<full, 1>();
-        if (plan_is(full, 2)) return launch.template operator()<full, 2>();
-        if (plan_is(full / 2, 1)) return launch.template operator()<full / 2, 1>();
-    }
-    throw std::logic_error("mrrope: no kernel that writes a cache takes such vectors and heads a thread");
-}
+template <class Element, class Cached>
+struct RotaryAndCacheKernels {
+    static constexpr int element_size = sizeof(Element);
 
-// Single components: one instantiation for all lookups, since it is the slow path anyway.
-template <class Element, class Cached, Pairing pairing>
-void launch_cached_lookup(const RotaryAndCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    if (plan.vector == 1) {
-        return launch_cached_planned<Element, Cached, 1, 1, pairing, TableLookup::indexed>(args, plan, stream);
+    static constexpr bool has(Pairing pairing, int vector, int heads_per_thread, TableLookup lookup) {
+        constexpr bool float8 = !std::is_same_v<Element, Cached>;
+        return has_rotary_and_cache_kernel(element_size, pairing, float8, vector, heads_per_thread, lookup);
     }
-    if (args.rotary.choice.count > 1 || args.rotary.choice.is_per_head()) {
-        return launch_cached_vectors<Element, Cached, pairing, TableLookup::indexed>(args, plan, stream);
-    }
-    return launch_cached_vectors<Element, Cached, pairing, TableLookup::single>(args, plan, stream);
-}
+};
 
 template <class Element, class Cached>
 void launch_cached(const RotaryAndCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    switch (args.rotary.pairing) {
-        case Pairing::halves: return launch_cached_lookup<Element, Cached, Pairing::halves>(args, plan, stream);
-        case Pairing::interleaved:
-            return launch_cached_lookup<Element, Cached, Pairing::interleaved>(args, plan, stream);
-    }
+    const bool has_one_table = args.rotary.choice.count == 1 && !args.rotary.choice.is_per_head();
+    launch_by_plan<RotaryAndCacheKernels<Element, Cached>>(
+        args.rotary.pairing, {plan.vector, plan.heads_per_thread}, has_one_table,
+        [&]<Pairing pairing, int Vector, int HeadsPerThread, TableLookup lookup> {
+            launch_cached_planned<Element, Cached, Vector, HeadsPerThread, pairing, lookup>(args, plan, stream);
+        });
 }
 
 // Instantiated in one file per element type, for parallel builds.
 template <class Element>
 void launch_rotary_and_cache(const RotaryAndCacheArgs& args, const RotaryPlan& plan, cudaStream_t stream) {
-    if (!is_float8(args.cached_as)) return launch_cached<Element, Element>(args, plan, stream);
-    if constexpr (std::is_same_v<Element, double>) {
-        throw std::logic_error("mrrope: heads of float64 are not written to a cache of float8");
-    } else {
-        launch_cached<Element, uint8_t>(args, plan, stream);
-    }
+    if (is_float8(args.cached_as)) return launch_cached<Element, uint8_t>(args, plan, stream);
+    launch_cached<Element, Element>(args, plan, stream);
 }
 
 extern template void launch_rotary_and_cache<double>(const RotaryAndCacheArgs&, const RotaryPlan&, cudaStream_t);

@@ -33,8 +33,9 @@ struct RotarySchedule {
     bool speculates_index;
 
     // Loads return in issue order. Position and phase steps go first: issued after the heads, they cost 10 to 15 % at
-    // 16 to 128 tokens. Before sm_90 the heads go before the phase steps: the compiler would sink later loads below the
-    // cos/sin.
+    // 16 to 128 tokens. An index that was not speculated delays the phase steps by one more round trip, so the heads
+    // are issued between the two. Before sm_90 the heads also go before the phase steps: the compiler would sink later
+    // loads below the cos/sin.
     bool loads_heads_before_table;
 
     // Issues the load that verifies the index after all others, by a barrier that the compiler moves no load across.
@@ -51,16 +52,18 @@ struct RotarySchedule {
     static constexpr int64_t prefetch_threads_ahead = 3 << 16;
 };
 
-// `pdl`: compiled for sm_90 or later.
-constexpr RotarySchedule rotary_schedule(TableLookup lookup, int heads_per_thread, bool pdl) {
+// `pdl`: compiled for sm_90 or later. `may_speculate`: the kernel can verify an index.
+constexpr RotarySchedule rotary_schedule(TableLookup lookup, int heads_per_thread, bool pdl,
+                                         bool may_speculate = true) {
     using Trigger = RotarySchedule::Trigger;
-    const bool speculates = lookup == TableLookup::indexed && pdl;
+    const bool is_indexed = lookup == TableLookup::indexed;
+    const bool speculates = is_indexed && pdl && may_speculate;
     return {
         .trigger = heads_per_thread == 1 ? Trigger::after_wait
                    : speculates          ? Trigger::after_wait_if_small
                                          : Trigger::after_cos_sin,
         .speculates_index = speculates,
-        .loads_heads_before_table = !pdl,
+        .loads_heads_before_table = !pdl || (is_indexed && !speculates),
         .orders_verification_last = speculates && heads_per_thread == 1,
         .prefetches_positions =
             pdl && (heads_per_thread == 3 || (heads_per_thread == 2 && lookup == TableLookup::single)),

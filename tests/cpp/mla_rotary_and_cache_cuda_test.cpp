@@ -5,16 +5,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "device_memory.h"
-#include "devices.h"
-#include "head_split.h"
 #include "mla_device_case.h"
 #include "mla_rotary_plan.h"
 #include "mrrope/mla_rotary_and_cache.h"
 #include "on_gpu.h"
+#include "plans_with_kernel.h"
 #include "token_slots.h"
 
 // Kept small: compute-sanitizer runs these, too.
@@ -32,6 +33,20 @@ protected:
         mla_rotary_and_cache_cuda(device.args(), nullptr);
         device.fetch();
         cache.expect_written();
+    }
+
+    static void write_by_every_kernel_and_expect(const MlaCacheOptions& options, int aligned_vector) {
+        MlaRotaryAndCacheCase same(options);
+        const MlaRotaryShape shape = shape_of(MlaCacheDeviceCase(same).args());
+        ASSERT_EQ(shape.aligned_vector, aligned_vector);
+        for (const MlaRotaryPlan& plan : plans_with_kernel(shape)) {
+            MlaRotaryAndCacheCase cache(options);
+            MlaCacheDeviceCase device(cache);
+            mla_rotary_and_cache_cuda(device.args(), plan, nullptr);
+            device.fetch();
+            SCOPED_TRACE(describe_vectors(plan));
+            cache.expect_written();
+        }
     }
 };
 
@@ -54,7 +69,7 @@ TEST_F(MlaRotaryAndCacheCuda, EveryCacheOfEveryDTypeAndPairing) {
     }
 }
 
-// Full vectors, half vectors and single components; both numbers of heads per thread, with a remainder; one table and
+// Full vectors of two heads with a remainder, and of a single head; half vectors and single components; one table and
 // several.
 TEST_F(MlaRotaryAndCacheCuda, EveryKernel) {
     for (const DType dtype : all_dtypes) {
@@ -62,38 +77,53 @@ TEST_F(MlaRotaryAndCacheCuda, EveryKernel) {
             if (is_float8(cached_as) && dtype == DType::float64) continue;
             for (const Pairing pairing : both_pairings) {
                 for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
-                    for (const auto& [heads_per_thread, aligned, full] :
-                         {std::tuple{1, false, false}, {1, true, false}, {1, true, true}, {2, true, true}}) {
-                        if (full && full_vector(size_of(dtype)) == 1) continue;
+                    for (const int q_heads : {7, 1}) {
                         MlaCacheOptions o;
                         o.rotary.dtype = dtype;
                         o.rotary.pairing = pairing;
-                        o.rotary.q_heads = 7;
+                        o.rotary.tokens = 11;
+                        o.rotary.q_heads = q_heads;
                         o.rotary.head_dim = o.rotary.rotary_dim = 256;
                         o.rotary.in_place = true;
-                        o.rotary.in.misalignment = aligned ? 0 : 1;
                         o.rotary.tables = {.table_for = table_for, .count = 4};
                         o.latent_dim = 256;
                         o.cached_as = cached_as;
                         o.has_scale = is_float8(cached_as);
-                        o.block_size = 16;
-                        const auto planned = [&] { return plan(shape_of(MlaRotaryAndCacheCase(o).args()), h200); };
-                        const int bytes = full ? 16 : aligned ? 8 : size_of(dtype);
-                        const auto fits = [&](const MlaRotaryPlan& p) {
-                            return p.heads_per_thread == heads_per_thread && p.vector * size_of(dtype) == bytes;
-                        };
-                        while (full && !fits(planned())) {
-                            o.rotary.tokens += o.rotary.tokens / 4 + 1;
-                            o.blocks = o.rotary.tokens / 16 + 1;
-                        }
-                        ASSERT_TRUE(fits(planned()));
-                        write_and_expect(o);
+                        write_by_every_kernel_and_expect(o, full_vector(size_of(dtype)));
                         if (HasFailure()) return;
                     }
                 }
             }
         }
     }
+}
+
+TEST_F(MlaRotaryAndCacheCuda, RowsThatAreNotMadeOfFullVectors) {
+    for (const StoredAs cached_as : every_stored_as) {
+        for (const Pairing pairing : both_pairings) {
+            for (const auto& [rotary_dim, latent_dim] : {std::pair{120, 64}, {64, 100}}) {
+                MlaCacheOptions o;
+                o.rotary.dtype = DType::bfloat16;
+                o.rotary.pairing = pairing;
+                o.rotary.q_heads = 3;
+                o.rotary.head_dim = o.rotary.rotary_dim = rotary_dim;
+                o.latent_dim = latent_dim;
+                o.cached_as = cached_as;
+                write_by_every_kernel_and_expect(o, latent_dim == 64 ? 8 : 4);
+            }
+        }
+    }
+}
+
+TEST_F(MlaRotaryAndCacheCuda, PlansWithoutAKernelAreRefused) {
+    MlaCacheOptions o;
+    o.rotary.dtype = DType::bfloat16;
+    o.rotary.head_dim = o.rotary.rotary_dim = 64;
+    MlaRotaryAndCacheCase cache(o);
+    MlaCacheDeviceCase device(cache);
+    const MlaRotaryAndCacheArgs args = device.args();
+    const int full = 8;
+    EXPECT_THROW(mla_rotary_and_cache_cuda(args, plan_with(shape_of(args), full, 1), nullptr), std::logic_error);
 }
 
 TEST_F(MlaRotaryAndCacheCuda, RowsOfDeepSeek) {

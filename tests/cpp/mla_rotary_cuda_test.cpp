@@ -3,15 +3,17 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "device_memory.h"
-#include "devices.h"
-#include "head_split.h"
 #include "mla_device_case.h"
 #include "mla_rotary_plan.h"
 #include "mrrope/mla_rotary.h"
 #include "on_gpu.h"
+#include "plans_with_kernel.h"
 
 // Kept small: compute-sanitizer runs these, too.
 
@@ -23,16 +25,39 @@ using namespace mrrope::testing;
 class MlaRotaryCuda : public OnGpu {
 protected:
     static void rotate_and_expect(const MlaOptions& options) {
-        MlaRotaryCase forward(options);
-        MlaDeviceCase<MlaRotaryCase> forward_on_device(forward);
-        mla_rotary_cuda(forward_on_device.args(), nullptr);
-        forward_on_device.fetch();
-        forward.expect_written();
-        MlaRotaryGradientCase gradient(options);
-        MlaDeviceCase<MlaRotaryGradientCase> gradient_on_device(gradient);
-        mla_rotary_gradient_cuda(gradient_on_device.args(), nullptr);
-        gradient_on_device.fetch();
-        gradient.expect_written();
+        run<MlaRotaryCase>(options, [](const MlaRotaryArgs& args) { mla_rotary_cuda(args, nullptr); });
+        run<MlaRotaryGradientCase>(options,
+                                   [](const MlaRotaryGradientArgs& args) { mla_rotary_gradient_cuda(args, nullptr); });
+    }
+
+    static void rotate_by_every_kernel_and_expect(const MlaOptions& options, int aligned_vector) {
+        for (const MlaRotaryPlan& plan : plans_of<MlaRotaryCase>(options, aligned_vector)) {
+            SCOPED_TRACE(describe_vectors(plan));
+            run<MlaRotaryCase>(options, [&](const MlaRotaryArgs& args) { mla_rotary_cuda(args, plan, nullptr); });
+        }
+        for (const MlaRotaryPlan& plan : plans_of<MlaRotaryGradientCase>(options, aligned_vector)) {
+            SCOPED_TRACE("gradient, " + describe_vectors(plan));
+            run<MlaRotaryGradientCase>(
+                options, [&](const MlaRotaryGradientArgs& args) { mla_rotary_gradient_cuda(args, plan, nullptr); });
+        }
+    }
+
+private:
+    template <class Case>
+    static std::vector<MlaRotaryPlan> plans_of(const MlaOptions& options, int aligned_vector) {
+        Case host(options);
+        const MlaRotaryShape shape = shape_of(MlaDeviceCase<Case>(host).args());
+        EXPECT_EQ(shape.aligned_vector, aligned_vector);
+        return plans_with_kernel(shape);
+    }
+
+    template <class Case, class Op>
+    static void run(const MlaOptions& options, Op&& op) {
+        Case host(options);
+        MlaDeviceCase<Case> device(host);
+        op(device.args());
+        device.fetch();
+        host.expect_written();
     }
 };
 
@@ -42,37 +67,60 @@ TEST_F(MlaRotaryCuda, RandomCases) {
     for (uint64_t seed = 1; seed <= 300 && !HasFailure(); ++seed) rotate_and_expect(random_mla_options(seed));
 }
 
-// Full vectors, half vectors and single components; both numbers of heads per thread, with a remainder; one table and
+// Full vectors of two heads with a remainder, and of a single head; half vectors and single components; one table and
 // several.
 TEST_F(MlaRotaryCuda, EveryKernel) {
     for (const DType dtype : all_dtypes) {
         for (const Pairing pairing : both_pairings) {
             for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
-                for (const auto& [heads_per_thread, aligned, full] :
-                     {std::tuple{1, false, false}, {1, true, false}, {1, true, true}, {2, true, true}}) {
-                    if (full && full_vector(size_of(dtype)) == 1) continue;
+                for (const auto& [q_heads, k_heads] : {std::pair{5, 3}, {1, 1}}) {
                     MlaOptions o;
                     o.rotary.dtype = dtype;
                     o.rotary.pairing = pairing;
-                    o.rotary.q_heads = 5;
-                    o.rotary.k_heads = 3;
+                    o.rotary.tokens = 11;
+                    o.rotary.q_heads = q_heads;
+                    o.rotary.k_heads = k_heads;
                     o.rotary.head_dim = o.rotary.rotary_dim = 128;
                     o.nope_dim = 96;
-                    o.rotary.in.misalignment = aligned ? 0 : 1;
                     o.rotary.tables = {.table_for = table_for, .count = 4};
-                    const auto planned = [&] { return plan(shape_of(MlaRotaryCase(o).args()), h200); };
-                    const int bytes = full ? 16 : aligned ? 8 : size_of(dtype);
-                    const auto fits = [&](const MlaRotaryPlan& p) {
-                        return p.heads_per_thread == heads_per_thread && p.vector * size_of(dtype) == bytes;
-                    };
-                    while (full && !fits(planned())) o.rotary.tokens += o.rotary.tokens / 4 + 1;
-                    ASSERT_TRUE(fits(planned()));
-                    rotate_and_expect(o);
+                    rotate_by_every_kernel_and_expect(o, full_vector(size_of(dtype)));
                     if (HasFailure()) return;
                 }
             }
         }
     }
+}
+
+// Of half vectors: the rope part, or both.
+TEST_F(MlaRotaryCuda, HeadsThatAreNotMadeOfFullVectors) {
+    for (const Pairing pairing : both_pairings) {
+        for (const auto& [rotary_dim, nope_dim] : {std::pair{120, 64}, {56, 100}}) {
+            MlaOptions o;
+            o.rotary.dtype = DType::bfloat16;
+            o.rotary.pairing = pairing;
+            o.rotary.q_heads = 3;
+            o.rotary.k_heads = 2;
+            o.rotary.head_dim = o.rotary.rotary_dim = rotary_dim;
+            o.nope_dim = nope_dim;
+            rotate_by_every_kernel_and_expect(o, nope_dim == 64 ? 8 : 4);
+        }
+    }
+}
+
+// A full vector of one head, and half vectors of a gradient.
+TEST_F(MlaRotaryCuda, PlansWithoutAKernelAreRefused) {
+    MlaOptions o;
+    o.rotary.dtype = DType::bfloat16;
+    o.rotary.head_dim = o.rotary.rotary_dim = 64;
+    MlaRotaryCase forward(o);
+    MlaDeviceCase<MlaRotaryCase> forward_on_device(forward);
+    const MlaRotaryArgs args = forward_on_device.args();
+    EXPECT_THROW(mla_rotary_cuda(args, plan_with(shape_of(args), 8, 1), nullptr), std::logic_error);
+    MlaRotaryGradientCase gradient(o);
+    MlaDeviceCase<MlaRotaryGradientCase> gradient_on_device(gradient);
+    const MlaRotaryGradientArgs gradient_args = gradient_on_device.args();
+    EXPECT_THROW(mla_rotary_gradient_cuda(gradient_args, plan_with(shape_of(gradient_args), 4, 1), nullptr),
+                 std::logic_error);
 }
 
 TEST_F(MlaRotaryCuda, HeadsOfDeepSeek) {

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -15,6 +16,7 @@
 #include "launch_slices.h"
 #include "mla_rotary_and_cache_case.h"
 #include "mla_rotary_map.h"
+#include "plans_with_kernel.h"
 
 namespace mrrope {
 namespace {
@@ -33,14 +35,18 @@ MlaRotaryShape shape(int element_size, int64_t batch, int64_t tokens, int q_head
             .q_copied = q_copied,
             .k_copied = k_copied,
             .element_size = element_size,
-            .aligned = true};
+            .aligned_vector = full_vector(element_size)};
 }
 
+constexpr KeyTarget every_target[] = {KeyTarget::tensor, KeyTarget::cache, KeyTarget::float8_cache, KeyTarget::sum};
+
 std::string describe(const MlaRotaryShape& s) {
+    const char* targets[] = {"", " to a cache", " to a float8 cache", " gradient"};
     return std::to_string(s.element_size) + " bytes, batch " + std::to_string(s.batch) + " tokens " +
            std::to_string(s.tokens) + " heads " + std::to_string(s.q_heads) + "+" + std::to_string(s.k_heads) +
            " rotary_dim " + std::to_string(s.rotary_dim) + " copied " + std::to_string(s.q_copied) + "+" +
-           std::to_string(s.k_copied) + (s.aligned ? "" : " misaligned") + (s.to_cache ? " to a cache" : "");
+           std::to_string(s.k_copied) + " aligned by " + std::to_string(s.aligned_vector) +
+           targets[static_cast<int>(s.target)];
 }
 
 // Calls f for training shapes, cache rows and odd ones.
@@ -48,15 +54,17 @@ template <class F>
 void for_each_shape(int64_t batch, int64_t tokens, F&& f) {
     for (const int element_size : {2, 4, 8}) {
         for (const auto& [q_heads, k_heads] : {std::pair{128, 1}, {16, 16}, {5, 3}, {0, 1}, {3, 0}, {1, 1}}) {
-            for (const int rotary_dim : {2, 6, 16, 48, 64, 128}) {
+            for (const int rotary_dim : {2, 6, 16, 48, 56, 64, 128}) {
                 for (const auto& [q_copied, k_copied] : {std::pair{0, 512}, {128, 128}, {8, 24}, {3, 5}, {0, 0}}) {
-                    for (const bool aligned : {true, false}) {
+                    for (const int aligned_vector : {full_vector(element_size), 1}) {
                         MlaRotaryShape s =
                             shape(element_size, batch, tokens, q_heads, k_heads, rotary_dim, q_copied, k_copied);
-                        s.aligned = aligned;
-                        for (const bool to_cache : {false, true}) {
-                            if (to_cache && (k_heads != 1 || q_copied > 0)) continue;
-                            s.to_cache = to_cache;
+                        s.aligned_vector = aligned_vector;
+                        for (const KeyTarget target : every_target) {
+                            if (is_cache(target) && (k_heads != 1 || q_copied > 0)) continue;
+                            if (target == KeyTarget::float8_cache && element_size == 8) continue;
+                            if (target == KeyTarget::sum) s.k_copied = 0;
+                            s.target = target;
                             SCOPED_TRACE(describe(s));
                             f(s);
                             if (::testing::Test::HasFailure()) return;
@@ -70,42 +78,87 @@ void for_each_shape(int64_t batch, int64_t tokens, F&& f) {
 
 // --- invariants of every plan
 
+// The vectors that there are kernels for, from the widest on.
+std::vector<int> vectors_of_kernels(const MlaRotaryShape& s) {
+    if (s.element_size == 2) return s.target == KeyTarget::sum ? std::vector{8, 1} : std::vector{8, 4, 1};
+    return s.element_size == 4 && !is_cache(s.target) ? std::vector{4, 1} : std::vector{1};
+}
+
 TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
     for (const auto& [batch, tokens] :
          {std::pair{int64_t{1}, int64_t{1}}, {64, 1}, {1, 8192}, {3, int64_t{1} << 31}, {int64_t{1} << 20, 1024}}) {
         for_each_shape(batch, tokens, [](const MlaRotaryShape& s) {
+            const MlaRotaryPlan p = plan(s, h200);
+            EXPECT_TRUE(has_plan(s, p.vector, p.heads_per_thread)) << "no kernel";
+            int widest = 1;
+            for (const int vector : vectors_of_kernels(s)) {
+                const bool fits = vector <= s.aligned_vector && s.rotary_dim / 2 % vector == 0 &&
+                                  s.q_copied % vector == 0 && s.k_copied % vector == 0;
+                if (fits) widest = std::max(widest, vector);
+            }
             const int full = 16 / s.element_size;
-            const bool fits =
-                s.aligned && s.rotary_dim / 2 % full == 0 && s.q_copied % full == 0 && s.k_copied % full == 0;
-            MlaRotaryShape with_gradient = s;  // a cache has none
-            with_gradient.to_cache = false;
-            for (const MlaRotaryPlan& p : {plan(s, h200), gradient_plan(with_gradient, h200)}) {
-                const bool is_full = p.vector == full;
-                EXPECT_TRUE(fits ? is_full || p.vector == full / 2 : p.vector == 1);
-                EXPECT_EQ(p.rotating_lanes * p.vector, s.rotary_dim / 2);
-                // The combinations that are instantiated.
-                EXPECT_TRUE(p.heads_per_thread == 1 || (p.heads_per_thread == 2 && is_full && fits));
-                EXPECT_GE(p.q_groups * p.heads_per_thread, s.q_heads);
-                EXPECT_LT((p.q_groups - 1) * p.heads_per_thread, s.q_heads);
-                const int64_t threads = p.threads_per_token() + p.sum_threads_per_token() + p.latent_lanes;
-                EXPECT_LE(p.tokens_per_launch * threads + 2 * mla_block_threads, max_threads);
-                if (p.tokens_per_launch < s.batch * s.tokens) {
-                    EXPECT_LE(p.tokens_per_launch, s.tokens) << "a slice lies in one sequence";
-                }
+            const bool may_be_half = widest == full && s.element_size == 2 && s.target != KeyTarget::sum;
+            EXPECT_TRUE(p.vector == widest || (may_be_half && p.vector == full / 2));
+            EXPECT_EQ(p.heads_per_thread, p.vector == full && widest > 1 ? 2 : 1);
+            EXPECT_EQ(p.rotating_lanes * p.vector, s.rotary_dim / 2);
+            EXPECT_GE(p.q_groups * p.heads_per_thread, s.q_heads);
+            EXPECT_LT((p.q_groups - 1) * p.heads_per_thread, s.q_heads);
+            const int64_t threads = p.threads_per_token() + p.sum_threads_per_token() + p.latent_lanes;
+            EXPECT_LE(p.tokens_per_launch * threads + 2 * mla_block_threads, max_threads);
+            if (p.tokens_per_launch < s.batch * s.tokens) {
+                EXPECT_LE(p.tokens_per_launch, s.tokens) << "a slice lies in one sequence";
             }
         });
     }
 }
 
 TEST(Plan, GivesThreadsLessWorkInSmallLaunches) {
-    for (const int q_heads : {16, 128}) {
-        const MlaRotaryPlan few = plan(shape(2, 1, 1, q_heads, 1, 64, 0, 512), h200);
-        EXPECT_EQ(few.heads_per_thread, 1);
-        EXPECT_EQ(few.vector, 4);
-        const MlaRotaryPlan many = plan(shape(2, 1, 8192, q_heads, 1, 64, 0, 512), h200);
-        EXPECT_EQ(many.heads_per_thread, 2);
-        EXPECT_EQ(many.vector, 8);
+    for (const KeyTarget target : every_target) {
+        for (const int q_heads : {1, 16, 128}) {
+            MlaRotaryShape s = shape(2, 1, 1, q_heads, 1, 64, 0, target == KeyTarget::sum ? 0 : 512);
+            s.target = target;
+            const MlaRotaryPlan few = plan(s, h200);
+            s.tokens = 8192;
+            const MlaRotaryPlan many = plan(s, h200);
+            EXPECT_EQ(few.heads_per_thread, target == KeyTarget::sum ? 2 : 1);  // the gradient has one kernel
+            EXPECT_EQ(few.vector, target == KeyTarget::sum ? 8 : 4);
+            EXPECT_EQ(many.heads_per_thread, 2);
+            EXPECT_EQ(many.vector, 8);
+        }
     }
+}
+
+TEST(Plan, TakesHalfVectorsOfHeadsThatAreNotMadeOfFullOnes) {
+    for (const int64_t tokens : {1, 8192}) {
+        const MlaRotaryPlan p = plan(shape(2, 1, tokens, 16, 16, 56, 100, 100), h200);
+        EXPECT_EQ(p.vector, 4);
+        EXPECT_EQ(p.heads_per_thread, 1);
+    }
+}
+
+// --- kernels
+
+TEST(Kernels, Are14OfEach16BitTypeAndPairingAnd9Others) {
+    int count[9] = {};
+    for (const int element_size : {2, 4, 8}) {
+        for (const KeyTarget target : every_target) {
+            for (int vector = 0; vector <= 16; ++vector) {
+                for (const int heads : {1, 2, 3}) {
+                    for (const TableLookup lookup :
+                         {TableLookup::single, TableLookup::indexed, TableLookup::position_rows}) {
+                        if (!has_mla_kernel(element_size, target, vector, heads, lookup)) continue;
+                        ++count[element_size];
+                        // A call that has a kernel has one with several tables, too, and one of single components.
+                        EXPECT_TRUE(has_mla_kernel(element_size, target, vector, heads, TableLookup::indexed));
+                        EXPECT_TRUE(has_mla_kernel(element_size, target, 1, 1, TableLookup::indexed));
+                    }
+                }
+            }
+        }
+    }
+    EXPECT_EQ(count[2], 14);
+    EXPECT_EQ(count[4], 6);
+    EXPECT_EQ(count[8], 3);
 }
 
 // --- thread-to-element map of the kernels
@@ -149,7 +202,7 @@ void take(const MlaRotaryMap<PlainDivmod>& map, const MlaRotaryPlan& plan, const
     Coverage& heads = place.is_query ? queries : keys;
     const int half = s.rotary_dim / 2;
     const int lanes = place.is_query ? plan.q_lanes : plan.k_lanes;
-    const MlaLaneLayout<pairing, Vector> layout(place.lane, half, lanes, s.to_cache ? 0 : heads.copied());
+    const MlaLaneLayout<pairing, Vector> layout(place.lane, half, lanes, is_cache(s.target) ? 0 : heads.copied());
     ASSERT_LT(place.group * plan.heads_per_thread, heads.heads()) << "an idle thread";
     for (int j = 0; j < plan.heads_per_thread; ++j) {
         const int head = place.group * plan.heads_per_thread + j;
@@ -179,17 +232,12 @@ void copy(const MlaLatentMap<PlainDivmod>& map, const MlaRotaryPlan& plan, int t
 
 TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
     for_each_shape(2, 3, [](const MlaRotaryShape& s) {
-        const int smallest = plan(s, h200).vector;  // a small call: half vectors, or single components
-        const int full = 16 / s.element_size;
-        const bool has_full = smallest == full / 2 && full > 1 && s.rotary_dim / 2 % full == 0 &&
-                              s.q_copied % full == 0 && s.k_copied % full == 0;
-        for (const auto& [vector, heads_per_thread] : {std::pair{smallest, 1}, {full, 1}, {full, 2}}) {
-            if (vector != smallest && !has_full) continue;
-            const MlaRotaryPlan planned = plan_with(s, vector, heads_per_thread);
+        for (const MlaRotaryPlan& planned : plans_with_kernel(s)) {
+            SCOPED_TRACE(describe_vectors(planned));
             const auto map = MlaRotaryMap<PlainDivmod>::of(planned, s.tokens);
             for (const Pairing pairing : both_pairings) {
                 Coverage queries(s, true), keys(s, false);
-                with_pairing_and_vector(pairing, vector, [&]<Pairing p, int Vector>() {
+                with_pairing_and_vector(pairing, planned.vector, [&]<Pairing p, int Vector>() {
                     for (int64_t thread = 0; thread < s.batch * s.tokens * planned.threads_per_token(); ++thread) {
                         take<p, Vector>(map, planned, s, static_cast<int>(thread), queries, keys);
                         if (::testing::Test::HasFailure()) return;
@@ -200,7 +248,7 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
                     copy(latent, planned, static_cast<int>(thread), keys);
                 }
                 queries.expect_each_component_once();
-                keys.expect_each_component_once();
+                if (s.target != KeyTarget::sum) keys.expect_each_component_once();
                 if (::testing::Test::HasFailure()) return;
             }
         }
@@ -209,26 +257,28 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
 
 TEST(Kernel, AddsUpEveryHeadOnceInTheWarpOfItsToken) {
     for_each_shape(2, 3, [](const MlaRotaryShape& s) {
-        const MlaRotaryPlan planned = gradient_plan(s, h200);
-        EXPECT_EQ(planned.k_groups, 0);
-        if (s.k_heads == 0) {
-            EXPECT_EQ(planned.sum_threads_per_token(), 0);
-            return;
-        }
-        if (planned.head_sums > 1) {
-            EXPECT_EQ(planned.sum_threads_per_token(), mla_warp_threads);
-        }
-        const auto map = MlaSumMap<PlainDivmod>::of(planned, s.tokens);
-        std::vector<int> added(s.batch * s.tokens * s.k_heads * planned.rotating_lanes);
-        for (int64_t thread = 0; thread < s.batch * s.tokens * planned.sum_threads_per_token(); ++thread) {
-            const MlaSumPlace place = map.place(static_cast<int>(thread));
-            const int64_t token = place.batch * s.tokens + place.token;
-            EXPECT_EQ(token, thread / planned.sum_threads_per_token());
-            for (int head = place.first_head; head < s.k_heads; head += planned.head_sums) {
-                ++added.at((token * s.k_heads + head) * planned.rotating_lanes + place.lane);
+        if (s.target != KeyTarget::sum) return;
+        for (const MlaRotaryPlan& planned : plans_with_kernel(s)) {
+            EXPECT_EQ(planned.k_groups, 0);
+            if (s.k_heads == 0) {
+                EXPECT_EQ(planned.sum_threads_per_token(), 0);
+                continue;
             }
+            if (planned.head_sums > 1) {
+                EXPECT_EQ(planned.sum_threads_per_token(), mla_warp_threads);
+            }
+            const auto map = MlaSumMap<PlainDivmod>::of(planned, s.tokens);
+            std::vector<int> added(s.batch * s.tokens * s.k_heads * planned.rotating_lanes);
+            for (int64_t thread = 0; thread < s.batch * s.tokens * planned.sum_threads_per_token(); ++thread) {
+                const MlaSumPlace place = map.place(static_cast<int>(thread));
+                const int64_t token = place.batch * s.tokens + place.token;
+                EXPECT_EQ(token, thread / planned.sum_threads_per_token());
+                for (int head = place.first_head; head < s.k_heads; head += planned.head_sums) {
+                    ++added.at((token * s.k_heads + head) * planned.rotating_lanes + place.lane);
+                }
+            }
+            for (const int times : added) ASSERT_EQ(times, 1);
         }
-        for (const int times : added) ASSERT_EQ(times, 1);
     });
 }
 
@@ -287,26 +337,28 @@ TEST(Alignment, IsLostByOneElementOfAnyTensor) {
         aligned.latent.view.in = address(0x3000);
         aligned.latent.view.out = address(0x4000);
         aligned.rotary.k.out = address(0x4000) + 512 * (is_float8(cached_as) ? 1 : 2);
-        ASSERT_TRUE(shape_of(aligned).aligned);
+        ASSERT_EQ(shape_of(aligned).aligned_vector, 8);
         const int cached = is_float8(cached_as) ? 1 : 2;
-        for (const auto& [member, bytes] : {std::pair{0, 2}, {1, 2}, {2, 2}, {3, cached}, {4, cached}}) {
+        for (const int elements : {1, 2, 4}) {
+            for (const auto& [member, bytes] : {std::pair{0, 2}, {1, 2}, {2, 2}, {3, cached}, {4, cached}}) {
+                MlaRotaryAndCacheArgs args = aligned;
+                const auto move = [by = elements * bytes](auto*& pointer) {
+                    pointer = reinterpret_cast<std::byte*>(reinterpret_cast<uintptr_t>(pointer) + by);
+                };
+                if (member == 0) move(args.rotary.q.out);
+                if (member == 1) move(args.rotary.k.in);
+                if (member == 2) move(args.latent.view.in);
+                if (member == 3) move(args.latent.view.out);
+                if (member == 4) move(args.rotary.k.out);
+                EXPECT_EQ(shape_of(args).aligned_vector, elements) << member;
+            }
             MlaRotaryAndCacheArgs args = aligned;
-            const auto move = [bytes = bytes](auto*& pointer) {
-                pointer = reinterpret_cast<std::byte*>(reinterpret_cast<uintptr_t>(pointer) + bytes);
-            };
-            if (member == 0) move(args.rotary.q.out);
-            if (member == 1) move(args.rotary.k.in);
-            if (member == 2) move(args.latent.view.in);
-            if (member == 3) move(args.latent.view.out);
-            if (member == 4) move(args.rotary.k.out);
-            EXPECT_FALSE(shape_of(args).aligned) << member;
+            args.latent.view.out_strides.token += elements;
+            EXPECT_EQ(shape_of(args).aligned_vector, elements);
+            args = aligned;
+            args.rotary.q.in_strides.head += elements;
+            EXPECT_EQ(shape_of(args).aligned_vector, elements);
         }
-        MlaRotaryAndCacheArgs args = aligned;
-        args.latent.view.out_strides.token += 1;
-        EXPECT_FALSE(shape_of(args).aligned);
-        args = aligned;
-        args.rotary.q.in_strides.head += 1;
-        EXPECT_FALSE(shape_of(args).aligned);
     }
 }
 

@@ -12,9 +12,9 @@
 
 #include "cache_device_case.h"
 #include "device_memory.h"
-#include "devices.h"
 #include "mrrope/rotary_and_cache.h"
 #include "on_gpu.h"
+#include "plans_with_kernel.h"
 #include "qk_norm_rotary_and_cache_plan.h"
 #include "rotary_and_cache_case.h"
 #include "rotary_and_cache_plan.h"
@@ -37,13 +37,19 @@ protected:
         cache.expect_written();
     }
 
-    // By the kernel that only rotates.
-    static void write_and_expect(const CacheOptions& options, const RotaryPlan& plan) {
-        RotaryAndCacheCase cache(options);
-        CacheDeviceCase device(cache);
-        rotary_and_cache_cuda(device.args(), plan, nullptr);
-        device.fetch();
-        cache.expect_written();
+    // By the kernels that only rotate.
+    static void write_by_every_kernel_and_expect(const CacheOptions& options, int aligned_vector) {
+        RotaryAndCacheCase same(options);
+        const RotaryAndCacheShape shape = shape_of(CacheDeviceCase(same).args());
+        ASSERT_EQ(shape.aligned_vector, aligned_vector);
+        for (const RotaryPlan& plan : plans_with_kernel(shape)) {
+            RotaryAndCacheCase cache(options);
+            CacheDeviceCase device(cache);
+            rotary_and_cache_cuda(device.args(), plan, nullptr);
+            device.fetch();
+            SCOPED_TRACE(describe_vectors(plan));
+            cache.expect_written();
+        }
     }
 
     // By the kernel that norms.
@@ -55,22 +61,6 @@ protected:
         device.fetch();
         SCOPED_TRACE(heads_per_thread);
         cache.expect_written();
-    }
-
-    // Roughly the fewest tokens for which the plan has so many heads per thread and such vectors.
-    static int64_t fewest_tokens(const CacheOptions& options, int heads_per_thread, bool full) {
-        RotaryAndCacheCase cache(options);
-        RotaryAndCacheArgs args = cache.args();
-        args.rotary.tokens = 1;
-        const int full_bytes = full ? 16 : 8;
-        const auto fits = [&](const RotaryPlan& plan) {
-            return plan.heads_per_thread == heads_per_thread &&
-                   plan.vector * size_of(options.rotary.dtype) == full_bytes;
-        };
-        while (!fits(plan(shape_of(args), h200)) && args.rotary.tokens < 1 << 20) {
-            args.rotary.tokens += args.rotary.tokens / 16 + 1;
-        }
-        return args.rotary.tokens;
     }
 };
 
@@ -93,7 +83,7 @@ TEST_F(RotaryAndCacheCuda, EveryCacheOfEveryDTypeAndPairing) {
     }
 }
 
-// Full vectors, half vectors and single components; both numbers of heads per thread, with a remainder; one table and
+// Full vectors of two heads with a remainder, and of a single head; half vectors and single components; one table and
 // several.
 TEST_F(RotaryAndCacheCuda, EveryKernelThatOnlyRotates) {
     for (const DType dtype : all_dtypes) {
@@ -101,27 +91,19 @@ TEST_F(RotaryAndCacheCuda, EveryKernelThatOnlyRotates) {
             if (is_float8(cached_as) && dtype == DType::float64) continue;
             for (const Pairing pairing : both_pairings) {
                 for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
-                    for (const auto& [heads_per_thread, aligned, full] :
-                         {std::tuple{1, false, false}, {1, true, false}, {1, true, true}, {2, true, true}}) {
-                        if (full && full_vector(size_of(dtype)) == 1) continue;
+                    for (const auto& [q_heads, k_heads] : {std::pair{5, 3}, {1, 1}}) {
                         CacheOptions o;
                         o.rotary.dtype = dtype;
                         o.rotary.pairing = pairing;
-                        o.rotary.q_heads = 5;
-                        o.rotary.k_heads = 3;
+                        o.rotary.tokens = 11;
+                        o.rotary.q_heads = q_heads;
+                        o.rotary.k_heads = k_heads;
                         o.rotary.head_dim = o.rotary.rotary_dim = 512;
                         o.rotary.in_place = true;
-                        o.rotary.in.misalignment = aligned ? 0 : 1;
                         o.rotary.tables = {.table_for = table_for, .count = 4};
                         o.cached_as = cached_as;
                         o.scale_for = is_float8(cached_as) ? ScaleFor::each_head : ScaleFor::none;
-                        o.rotary.tokens = full ? fewest_tokens(o, heads_per_thread, full) : 3;
-                        o.block_size = 16;
-                        o.blocks = o.rotary.tokens / 16 + 1;
-                        const RotaryPlan planned = plan(shape_of(RotaryAndCacheCase(o).args()), h200);
-                        ASSERT_EQ(planned.heads_per_thread, heads_per_thread);
-                        ASSERT_EQ(planned.vector * size_of(dtype), full ? 16 : aligned ? 8 : size_of(dtype));
-                        write_and_expect(o, planned);
+                        write_by_every_kernel_and_expect(o, full_vector(size_of(dtype)));
                         if (HasFailure()) return;
                     }
                 }
@@ -137,33 +119,53 @@ TEST_F(RotaryAndCacheCuda, HeadTablesByEveryKernelThatOnlyRotates) {
             for (const auto& [tables, q_per_table, k_per_table, has_query_factors] :
                  {std::tuple{3, 3, 1, false}, {2, 5, 3, true}, {1, 3, 2, true}}) {
                 for (const TableFor table_for : {TableFor::all, TableFor::each_index}) {
-                    for (const auto& [heads_per_thread, aligned, full] :
-                         {std::tuple{1, false, false}, {1, true, false}, {1, true, true}, {2, true, true}}) {
-                        if (full && full_vector(size_of(dtype)) == 1) continue;
-                        CacheOptions o;
-                        o.rotary.dtype = dtype;
-                        o.rotary.q_heads = tables * q_per_table;
-                        o.rotary.k_heads = tables * k_per_table;
-                        o.rotary.head_dim = o.rotary.rotary_dim = 512;
-                        o.rotary.in_place = true;
-                        o.rotary.in.misalignment = aligned ? 0 : 1;
-                        o.rotary.tables = {.table_for = table_for,
-                                           .count = 4,
-                                           .heads = tables,
-                                           .has_query_factors = has_query_factors};
-                        o.cached_as = cached_as;
-                        o.scale_for = is_float8(cached_as) ? ScaleFor::each_head : ScaleFor::none;
-                        o.rotary.tokens = full ? fewest_tokens(o, heads_per_thread, full) : 3;
-                        o.block_size = 16;
-                        o.blocks = o.rotary.tokens / 16 + 1;
-                        const RotaryPlan planned = plan(shape_of(RotaryAndCacheCase(o).args()), h200);
-                        ASSERT_EQ(planned.heads_per_thread, heads_per_thread);
-                        write_and_expect(o, planned);
-                        if (HasFailure()) return;
-                    }
+                    CacheOptions o;
+                    o.rotary.dtype = dtype;
+                    o.rotary.tokens = 11;
+                    o.rotary.q_heads = tables * q_per_table;
+                    o.rotary.k_heads = tables * k_per_table;
+                    o.rotary.head_dim = o.rotary.rotary_dim = 512;
+                    o.rotary.in_place = true;
+                    o.rotary.tables = {
+                        .table_for = table_for, .count = 4, .heads = tables, .has_query_factors = has_query_factors};
+                    o.cached_as = cached_as;
+                    o.scale_for = is_float8(cached_as) ? ScaleFor::each_head : ScaleFor::none;
+                    write_by_every_kernel_and_expect(o, full_vector(size_of(dtype)));
+                    if (HasFailure()) return;
                 }
             }
         }
+    }
+}
+
+// Heads of half vectors, of quarter vectors, and with a tail of quarter vectors.
+TEST_F(RotaryAndCacheCuda, HeadsThatAreNotMadeOfFullVectors) {
+    for (const DType dtype : {DType::bfloat16, DType::float16}) {
+        for (CacheOptions o : every_cache(dtype)) {
+            for (const Pairing pairing : both_pairings) {
+                for (const auto& [head_dim, rotary_dim] : {std::pair{120, 120}, {100, 100}, {100, 64}}) {
+                    o.rotary.pairing = pairing;
+                    o.rotary.head_dim = head_dim;
+                    o.rotary.rotary_dim = rotary_dim;
+                    write_by_every_kernel_and_expect(o, head_dim == 120 ? 8 : 4);
+                    if (HasFailure()) return;
+                }
+            }
+        }
+    }
+}
+
+// A full vector of one head, and half vectors of two.
+TEST_F(RotaryAndCacheCuda, PlansWithoutAKernelAreRefused) {
+    CacheOptions o;
+    o.rotary.dtype = DType::bfloat16;
+    o.rotary.head_dim = o.rotary.rotary_dim = 128;
+    RotaryAndCacheCase cache(o);
+    CacheDeviceCase device(cache);
+    const RotaryAndCacheArgs args = device.args();
+    for (const auto& [vector, heads_per_thread] : {std::pair{8, 1}, {4, 2}}) {
+        const RotaryPlan plan = plan_with(shape_of(args), vector, heads_per_thread);
+        EXPECT_THROW(rotary_and_cache_cuda(args, plan, nullptr), std::logic_error);
     }
 }
 

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -13,6 +14,7 @@
 #include "elements.h"
 #include "kernel_lanes.h"
 #include "launch_slices.h"
+#include "plans_with_kernel.h"
 #include "rotary_and_cache_case.h"
 #include "rotary_and_cache_map.h"
 
@@ -68,7 +70,8 @@ std::string describe(const RotaryAndCacheArgs& args) {
            std::to_string(args.rotary.batch) + " tokens " + std::to_string(args.rotary.tokens) + " heads " +
            std::to_string(args.rotary.q.heads) + "+" + std::to_string(args.k.view.heads) + " head_dim " +
            std::to_string(args.rotary.head_dim) + " rotary_dim " + std::to_string(args.rotary.rotary_dim) +
-           " head tables " + std::to_string(args.rotary.choice.heads);
+           (args.rotary.pairing == Pairing::halves ? "" : " interleaved") + " head tables " +
+           std::to_string(args.rotary.choice.heads);
 }
 
 // Calls f for heads of every dtype, with a cache of their dtype and of both kinds of float8.
@@ -84,13 +87,22 @@ void for_each_kind(F&& f) {
 
 // --- invariants of every plan
 
+// The vectors that there are kernels for, from the widest on.
+std::vector<int> vectors_of_kernels(const RotaryAndCacheArgs& args) {
+    const bool halves = args.rotary.pairing == Pairing::halves;
+    if (size_of(args.rotary.dtype) == 2) return halves ? std::vector{8, 4, 2, 1} : std::vector{8, 4, 1};
+    const bool has_vectors = args.rotary.dtype == DType::float32 && halves && !is_float8(args.cached_as);
+    return has_vectors ? std::vector{4, 2, 1} : std::vector{1};
+}
+
 TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
     for_each_kind([](DType dtype, StoredAs cached_as) {
-        for (const auto& [q_heads, kv_heads] : {std::pair{1, 1}, {32, 8}, {7, 3}, {0, 4}, {71, 1}, {64, 64}}) {
-            for (const int head_dim : {2, 6, 16, 30, 64, 72, 80, 96, 100, 128, 256, 512}) {
+        for (const auto& [q_heads, kv_heads] : {std::pair{1, 1}, {32, 8}, {7, 3}, {0, 4}, {1, 0}, {71, 1}, {64, 64}}) {
+            for (const int head_dim : {2, 6, 16, 30, 64, 72, 80, 96, 100, 120, 128, 256, 512}) {
                 for (const int rotary_dim : {2, 16, head_dim / 4 * 2, head_dim}) {
                     if (rotary_dim < 2 || rotary_dim > head_dim) continue;
-                    for (const bool misaligned : {false, true}) {
+                    for (const auto& [pairing, misaligned] :
+                         {std::pair{Pairing::halves, false}, {Pairing::halves, true}, {Pairing::interleaved, false}}) {
                         for (const auto& [batch, tokens] : {std::pair{int64_t{1}, int64_t{1}},
                                                             {64, 1},
                                                             {1, 8192},
@@ -98,17 +110,24 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
                                                             {int64_t{1} << 20, 1024}}) {
                             RotaryAndCacheArgs args = contiguous_args(dtype, cached_as, batch, tokens, q_heads,
                                                                       kv_heads, head_dim, rotary_dim);
+                            args.rotary.pairing = pairing;
+                            if (misaligned) args.rotary.q.out = static_cast<char*>(args.rotary.q.out) + size_of(dtype);
                             if (misaligned) args.v.view.out = static_cast<char*>(args.v.view.out) + 1;
                             SCOPED_TRACE(describe(args));
+                            const RotaryAndCacheShape shape = shape_of(args);
                             const RotaryPlan plan = plan_of(args);
+                            EXPECT_TRUE(has_plan(shape, plan.vector, plan.heads_per_thread)) << "no kernel";
+                            int widest = 1;
+                            for (const int vector : vectors_of_kernels(args)) {
+                                const bool fits = !misaligned && rotary_dim / 2 % vector == 0 &&
+                                                  (head_dim - rotary_dim) % vector == 0;
+                                if (fits) widest = std::max(widest, vector);
+                            }
                             const int full = 16 / size_of(dtype);
-                            const bool fits = !misaligned && head_dim % full == 0 && rotary_dim / 2 % full == 0 &&
-                                              (head_dim - rotary_dim) % full == 0;
-                            const bool is_full = plan.vector == full;
-                            EXPECT_TRUE(fits ? is_full || plan.vector == full / 2 : plan.vector == 1);
+                            const bool is_full = plan.vector == full && widest > 1;
+                            EXPECT_TRUE(plan.vector == widest || (widest == full && plan.vector == full / 2));
+                            EXPECT_EQ(plan.heads_per_thread, is_full ? 2 : 1);
                             EXPECT_EQ(plan.lanes * plan.vector, rotary_dim / 2);
-                            // The combinations that are instantiated.
-                            EXPECT_TRUE(plan.heads_per_thread == 1 || (plan.heads_per_thread == 2 && is_full && fits));
                             const HeadGroups groups = head_groups_of(args, plan.heads_per_thread);
                             EXPECT_EQ(groups.count(), plan.head_groups);
                             EXPECT_GE(groups.queries * plan.heads_per_thread, q_heads);
@@ -130,14 +149,70 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
 }
 
 TEST(Plan, GivesThreadsLessWorkInSmallLaunches) {
-    for_each_kind([](DType dtype, StoredAs cached_as) {
+    for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
         const int full = full_vector(size_of(dtype));
-        const RotaryPlan few = plan_of(contiguous_args(dtype, cached_as, 1, 1, 32, 8, 128, 128));
-        EXPECT_EQ(few.heads_per_thread, 1);
-        EXPECT_EQ(few.vector, full > 1 ? full / 2 : 1);
-        const RotaryPlan many = plan_of(contiguous_args(dtype, cached_as, 1, 8192, 32, 8, 128, 128));
-        EXPECT_EQ(many.heads_per_thread, full > 1 ? 2 : 1);
-        EXPECT_EQ(many.vector, full);
+        for (const auto& [q_heads, kv_heads] : {std::pair{32, 8}, {1, 0}, {0, 1}}) {
+            const auto plan_for = [&](int64_t tokens) {
+                return plan_of(contiguous_args(dtype, StoredAs::heads_dtype, 1, tokens, q_heads, kv_heads, 128, 128));
+            };
+            EXPECT_EQ(plan_for(1).heads_per_thread, 1);
+            EXPECT_EQ(plan_for(1).vector, full / 2);
+            EXPECT_EQ(plan_for(1 << 17).heads_per_thread, 2);
+            EXPECT_EQ(plan_for(1 << 17).vector, full);
+        }
+    }
+}
+
+TEST(Plan, TakesTheWidestVectorsOfHeadsThatAreNotMadeOfFullOnes) {
+    for (const StoredAs cached_as : every_stored_as) {
+        for (const int64_t tokens : {1, 8192}) {
+            for (const auto& [head_dim, vector] : {std::pair{120, 4}, {72, 4}, {100, 2}, {50, 1}}) {
+                const RotaryPlan plan =
+                    plan_of(contiguous_args(DType::bfloat16, cached_as, 1, tokens, 32, 8, head_dim, head_dim));
+                EXPECT_EQ(plan.vector, vector) << head_dim;
+                EXPECT_EQ(plan.heads_per_thread, 1) << head_dim;
+            }
+        }
+    }
+}
+
+// --- kernels
+
+constexpr TableLookup every_lookup[] = {TableLookup::single, TableLookup::indexed, TableLookup::position_rows};
+
+template <class F>
+void for_each_kernel(F&& f) {
+    for (const int element_size : {2, 4, 8}) {
+        for (const Pairing pairing : both_pairings) {
+            for (const bool float8 : {false, true}) {
+                for (int vector = 0; vector <= 16; ++vector) {
+                    for (const int heads_per_thread : {1, 2, 3}) {
+                        for (const TableLookup lookup : every_lookup) {
+                            if (has_rotary_and_cache_kernel(element_size, pairing, float8, vector, heads_per_thread,
+                                                            lookup)) {
+                                f(element_size, pairing, float8, vector, heads_per_thread, lookup);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+TEST(Kernels, Are18OfEach16BitTypeAnd8Others) {
+    int count[9] = {};
+    for_each_kernel([&](int element_size, auto...) { ++count[element_size]; });
+    EXPECT_EQ(count[2], 18);
+    EXPECT_EQ(count[4], 6);
+    EXPECT_EQ(count[8], 2);
+}
+
+TEST(Kernels, ForOneTableOrOfVectorsAreBesideOnesForAllCalls) {
+    for_each_kernel([](int element_size, Pairing pairing, bool float8, int vector, int heads_per_thread, TableLookup) {
+        EXPECT_TRUE(
+            has_rotary_and_cache_kernel(element_size, pairing, float8, vector, heads_per_thread, TableLookup::indexed));
+        EXPECT_TRUE(has_rotary_and_cache_kernel(element_size, pairing, float8, 1, 1, TableLookup::indexed));
     });
 }
 
@@ -223,25 +298,16 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
                                                              {10, 6, 2},
                                                              {0, 4, 4},
                                                              {6, 0, 3}}) {
-            for (const int head_dim : {2, 6, 16, 34, 64, 72, 80, 96, 128, 256}) {
+            for (const int head_dim : {2, 6, 16, 34, 64, 72, 80, 96, 100, 120, 128, 256}) {
                 for (const int rotary_dim : {2, 16, 32, head_dim / 4 * 2, head_dim}) {
                     if (rotary_dim < 2 || rotary_dim > head_dim) continue;
                     RotaryAndCacheArgs args =
                         contiguous_args(dtype, cached_as, 2, 2, q_heads, kv_heads, head_dim, rotary_dim);
                     args.rotary.choice.heads = table_heads;
-                    RotaryPlan plan = plan_of(args);
-                    // Small shapes by the plans of large ones, too.
-                    for (const auto& [times, heads_per_thread] : {std::pair{1, 1}, {2, 1}, {1, 2}}) {
-                        if (times == 2 && (head_dim * size_of(dtype) % 32 != 0 || rotary_dim != head_dim)) continue;
-                        const HeadGroups groups = head_groups_of(args, heads_per_thread);
-                        plan = plan_of(args);
-                        plan.vector *= times;
-                        plan.lanes /= times;
-                        plan.heads_per_thread = heads_per_thread;
-                        plan.head_groups = groups.count();
-                        for (const Pairing pairing : both_pairings) {
-                            args.rotary.pairing = pairing;
-                            SCOPED_TRACE(describe(args));
+                    for (const Pairing pairing : both_pairings) {
+                        args.rotary.pairing = pairing;
+                        for (const RotaryPlan& plan : plans_with_kernel(shape_of(args))) {
+                            SCOPED_TRACE(describe(args) + ", " + describe_vectors(plan));
                             Coverage kernel(args, plan);
                             kernel.run();
                             kernel.expect_each_component_once();
@@ -295,16 +361,14 @@ TEST(Launches, OfHugeTensorsAreFewAndComplete) {
 
 // --- alignment
 
-int vector_of(const RotaryAndCacheArgs& args) {
-    return plan_of(args).vector;
-}
-
 TEST(Alignment, IsLostByOneElementOfAnyTensor) {
     for_each_kind([](DType dtype, StoredAs cached_as) {
         const int element = size_of(dtype);
         const int cached = size_of(cached_as, dtype);
-        const RotaryAndCacheArgs aligned = contiguous_args(dtype, cached_as, 1, 1 << 16, 2, 2, 64, 64);
-        ASSERT_EQ(vector_of(aligned), full_vector(element));
+        const int full = full_vector(element);
+        const RotaryAndCacheArgs aligned = contiguous_args(dtype, cached_as, 1, 1, 2, 2, 64, 64);
+        const auto vector_of = [](const RotaryAndCacheArgs& args) { return shape_of(args).aligned_vector; };
+        ASSERT_EQ(vector_of(aligned), full);
         const auto moved = [](const void* pointer, int bytes) {
             return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(pointer) + bytes);
         };
@@ -313,22 +377,23 @@ TEST(Alignment, IsLostByOneElementOfAnyTensor) {
                 return which == 0 ? args.rotary.q : which == 1 ? args.k.view : args.v.view;
             };
             const int written = which == 0 ? element : cached;
-            RotaryAndCacheArgs args = aligned;
-            view(args).in = moved(view(args).in, element);
-            EXPECT_EQ(vector_of(args), 1) << describe(args);
-            args = aligned;
-            view(args).out = moved(view(args).out, written);
-            EXPECT_EQ(vector_of(args), 1) << describe(args);
-            for (int64_t HeadStrides::* const stride : {&HeadStrides::batch, &HeadStrides::token, &HeadStrides::head}) {
+            // By `elements`, vectors of as many stay aligned. A float8 vector has fewer bytes.
+            for (int elements = 1; elements <= full; elements *= 2) {
+                RotaryAndCacheArgs args = aligned;
+                view(args).in = moved(view(args).in, elements * element);
+                EXPECT_EQ(vector_of(args), elements) << describe(args);
                 args = aligned;
-                view(args).in_strides.*stride += 1;
-                EXPECT_EQ(vector_of(args), 1) << describe(args);
-                args = aligned;
-                view(args).out_strides.*stride += 1;
-                EXPECT_EQ(vector_of(args), 1) << describe(args);
-                // Longer by one whole vector, a stride stays aligned; a float8 vector has fewer bytes.
-                view(args).out_strides.*stride += full_vector(element) - 1;
-                EXPECT_EQ(vector_of(args), full_vector(element)) << describe(args);
+                view(args).out = moved(view(args).out, elements * written);
+                EXPECT_EQ(vector_of(args), elements) << describe(args);
+                for (int64_t HeadStrides::* const stride :
+                     {&HeadStrides::batch, &HeadStrides::token, &HeadStrides::head}) {
+                    args = aligned;
+                    view(args).in_strides.*stride += elements;
+                    EXPECT_EQ(vector_of(args), elements) << describe(args);
+                    args = aligned;
+                    view(args).out_strides.*stride += elements;
+                    EXPECT_EQ(vector_of(args), elements) << describe(args);
+                }
             }
         }
     });

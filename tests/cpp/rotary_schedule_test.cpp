@@ -39,6 +39,14 @@ TEST(Schedule, SpeculatesOnTheIndexOnly) {
     }
 }
 
+TEST(Schedule, LoadsHeadsWhileAnIndexIsInFlight) {
+    for (const TableLookup lookup : all_lookups) {
+        const RotarySchedule schedule = rotary_schedule(lookup, 1, /*pdl=*/true, /*may_speculate=*/false);
+        EXPECT_FALSE(schedule.speculates_index);
+        EXPECT_EQ(schedule.loads_heads_before_table, lookup == TableLookup::indexed);
+    }
+}
+
 TEST(Schedule, PrefetchesPositionsInLargeLaunches) {
     for (const TableLookup lookup : all_lookups) {
         EXPECT_FALSE(rotary_schedule(lookup, 1, true).prefetches_positions);
