@@ -289,11 +289,11 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
         // Over all heads a block has one token, and one table unless there are several head tables: its threads share
         // cos/sin through shared memory. 64 tokens of 32/32 heads take 3.4 us on an H200, not 3.7.
         const bool shares_cos_sin = !over_head && (!needs_lookup || args.choice.heads == 1);
-        __shared__ std::conditional_t<over_head, std::monostate, SharedCosSin<Real, Vector>> shared_cos_sin;
+        __shared__ std::conditional_t<over_head, std::monostate, SharedCosSin<Element, Vector>> shared_cos_sin;
         CosSin<Real> by[Vector];
         if (shares_cos_sin) {
             if constexpr (!over_head) {
-                typename SharedCosSin<Real, Vector>::template Share<pairing, needs_lookup> share;
+                typename SharedCosSin<Element, Vector>::template Share<needs_lookup> share;
                 // First in small launches, which are bound by latency. A lookup would be waited for.
                 constexpr bool loads_angles_first = HeadsPerThread <= 2 && !needs_lookup;
                 if constexpr (loads_angles_first) share.load(args, place.batch, place.token);
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
         } else {
             // Issued first, since loads return in issue order. With a lookup, after the heads: the compiler waits for
             // a token's table and positions as soon as it can, and would load the heads after that.
-            LaneAngles<Lane, Vector, needs_lookup> angles;
+            LaneAngles<Element, Lane, Vector, needs_lookup> angles;
             const auto load_angles = [&] { angles.load(args, lane, place.batch, place.token, heads.table); };
             angles.load_index(args, place.batch, place.token);
             if constexpr (!needs_lookup) load_angles();

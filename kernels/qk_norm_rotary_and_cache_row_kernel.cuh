@@ -73,7 +73,7 @@ private:
         CUTLASS_PRAGMA_NO_UNROLL
         for (int pair = threadIdx.x; pair < half; pair += static_cast<int>(blockDim.x)) {
             const WholeHeadLayout<pairing, 1> lane(pair, half);
-            LaneAngles<WholeHeadLayout<pairing, 1>, 1, true> angles;
+            LaneAngles<Element, WholeHeadLayout<pairing, 1>, 1, true> angles;
             const int table_head = head / heads_per_table;
             angles.load_index(args_, row_.batch, row_.token);
             angles.load(args_, lane, row_.batch, row_.token, table_head);

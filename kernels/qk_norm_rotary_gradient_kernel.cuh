@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
         steps.load(args.table, lane);
         if (lane.rotates()) gain = static_cast<Real>(factor_of(args.table[args.rotary_dim / 2]));
     }
-    LaneAngles<Lane, Vector, true> angles;
+    LaneAngles<Element, Lane, Vector, true> angles;
     const auto load_angles = [&] {
         if constexpr (keeps_steps) {
             if (row.active && lane.rotates()) position = load_position(args.positions, 0, row.batch, row.token);
@@ -147,11 +147,11 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
     };
     if (over_head && first_row < thread.rows) load_angles();
     // Shared cos/sin: the next row's are computed while this row's are in use.
-    __shared__ std::conditional_t<shares_cos_sin, SharedCosSin<Real, Vector>, std::monostate> shared_cos_sin[2];
+    __shared__ std::conditional_t<shares_cos_sin, SharedCosSin<Element, Vector>, std::monostate> shared_cos_sin[2];
     [[maybe_unused]] int current = 0;
     const auto share_cos_sin = [&](int number) {
         if constexpr (shares_cos_sin) {
-            shared_cos_sin[number].template compute<pairing, needs_lookup>(args, row.batch, row.token, direction);
+            shared_cos_sin[number].template compute<needs_lookup>(args, row.batch, row.token, direction);
         }
     };
     if constexpr (shares_cos_sin) {
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
             }
         } else if constexpr (keeps_steps) {
             CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < Vector; ++i) by[i] = scaled_cos_sin(phase_of(position, steps[i]), gain, direction);
+            for (int i = 0; i < Vector; ++i) by[i] = cos_sin_at<Element>(position, steps[i], gain, direction);
         } else {
             angles.load_positions(args, lane, row.batch, row.token, heads.table);  // ahead, they would spill
             angles.compute(by, lane, direction);
@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
             };
             for_each_row_pair(threadIdx.x, heads, half, [&](int head, int pair) {
                 const WholeHeadLayout<pairing, 1> lane(pair, half);
-                LaneAngles<WholeHeadLayout<pairing, 1>, 1, true> angles;
+                LaneAngles<Element, WholeHeadLayout<pairing, 1>, 1, true> angles;
                 const int table_head = (first_head + head) / heads_per_table;
                 angles.load_index(args, batch, token);
                 angles.load(args, lane, batch, token, table_head);

@@ -81,14 +81,14 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
 
     const Real direction = args.conjugate ? Real(-1) : Real(1);
     CosSin<Real> by[Vector];
-    __shared__ std::conditional_t<shares_cos_sin, SharedCosSin<Real, Vector>, std::monostate> shared_cos_sin;
+    __shared__ std::conditional_t<shares_cos_sin, SharedCosSin<Element, Vector>, std::monostate> shared_cos_sin;
     if constexpr (shares_cos_sin) {
         load_first();
         static_assert(!needs_lookup, "heads share cos/sin of one table only");
-        shared_cos_sin.template compute<pairing>(args, place.batch, place.token, direction);
+        shared_cos_sin.compute(args, place.batch, place.token, direction);
     } else {
         // In the order of qk_norm_rotary_and_cache_kernel.
-        LaneAngles<Lane, Vector, needs_lookup> angles;
+        LaneAngles<Element, Lane, Vector, needs_lookup> angles;
         const auto load_angles = [&] { angles.load(args, lane, place.batch, place.token, heads.table); };
         angles.load_index(args, place.batch, place.token);
         if constexpr (!needs_lookup) load_angles();
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
             return static_cast<Real>(in[head * view.in_strides.head + at]) * scale *
                    (static_cast<Real>(weight[at]) + launch.constants.weight_offset);
         };
-        LaneAngles<WholeHeadLayout<pairing, 1>, 1, true> angles;
+        LaneAngles<Element, WholeHeadLayout<pairing, 1>, 1, true> angles;
         const int table_head = (first_head + head) / heads_per_table;
         angles.load_index(args, batch, token);
         angles.load(args, lane, batch, token, table_head);
