@@ -13,6 +13,7 @@
 #include "head_split.h"
 #include "qk_norm_rotary_map.h"
 #include "qk_norm_rotary_plan.h"
+#include "with_constant.h"
 
 // With r the inverse root mean square of x, w the weights and v the gradient rotated back:
 //     dx = r * (v * w) - x * r^3 * mean(v * w * x)    and    dw = x * r * v, summed.
@@ -305,9 +306,9 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
     }
 }
 
-// Any shape, in two passes over each of a block's rows. A component always belongs to the same thread, so the weight
-// sums need no atomics.
-template <class Element, Pairing pairing>
+// Any shape and pairing, in two passes over each of a block's rows. A component always belongs to the same thread, so
+// the weight sums need no atomics.
+template <class Element>
 __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_per_sm)
     qk_norm_rotary_gradient_row_kernel(const __grid_constant__ QkNormRotaryGradientLaunch<RealOf<Element>> launch) {
     using Real = RealOf<Element>;
@@ -341,8 +342,8 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
                 return static_cast<Real>(output_gradient[head * mine.gradient_strides.head + at]);
             };
             for_each_row_pair(threadIdx.x, heads, half, [&](int head, int pair) {
-                const WholeHeadLayout<pairing, 1> lane(pair, half);
-                LaneAngles<Element, WholeHeadLayout<pairing, 1>, 1, true> angles;
+                const RowPair lane{args.pairing, pair, half};
+                LaneAngles<Element, RowPair, 1, true> angles;
                 const int table_head = (first_head + head) / heads_per_table;
                 angles.load_index(args, batch, token);
                 angles.load(args, lane, batch, token, table_head);
@@ -433,26 +434,29 @@ void launch_weight_sums(const QkNormRotaryGradientArgs& args, const WeightSumRow
     if (args.call.over == NormOver::head) {
         launch_in_blocks_of.template operator()<column_sum_block_threads>();
     } else {
-        launch_in_blocks_of.template operator()<many_column_sum_block_threads>();
+        constexpr bool is_16_bit = sizeof(Element) == 2;  // others have one kernel
+        launch_in_blocks_of.template operator()<is_16_bit ? many_column_sum_block_threads : column_sum_block_threads>();
     }
 }
 
-template <class Element, Pairing pairing>
-auto norm_gradient_kernel(const QkNormRotaryGradientPlan& plan, NormOver over, bool needs_lookup) {
-    if constexpr (sizeof(Element) <= 4) {
-        if (plan.in_registers && over == NormOver::head) {
-            return needs_lookup
-                       ? pdl_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::head, false, true>>
-                       : pdl_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::head, false, false>>;
-        }
-        if (plan.in_registers && plan.shares_cos_sin) {
-            return pdl_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::all_heads, true, true>>;
-        }
-        if (plan.in_registers) {
-            return pdl_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::all_heads, false, true>>;
-        }
-    }
-    return pdl_kernel<qk_norm_rotary_gradient_row_kernel<Element, pairing>>;
+template <class Element>
+auto norm_gradient_kernel(const QkNormRotaryArgs& args, const QkNormRotaryGradientPlan& plan) {
+    using Kernel = PdlKernel<QkNormRotaryGradientLaunch<RealOf<Element>>>;
+    if (!plan.in_registers) return Kernel{pdl_kernel<qk_norm_rotary_gradient_row_kernel<Element>>};
+    return with_constant<Pairing::halves, Pairing::interleaved>(args.rotary.pairing, [&]<Pairing pairing> {
+        return with_constant<NormOver::head, NormOver::all_heads>(args.over, [&]<NormOver over> {
+            return with_constant<false, true>(plan.shares_cos_sin, [&]<bool shares_cos_sin> {
+                return with_constant<false, true>(plan.needs_lookup, [&]<bool needs_lookup>() -> Kernel {
+                    if constexpr (has_kernel(NormGradientKernel{sizeof(Element), pairing, over, shares_cos_sin,
+                                                                needs_lookup})) {
+                        return pdl_kernel<
+                            qk_norm_rotary_gradient_kernel<Element, pairing, over, shares_cos_sin, needs_lookup>>;
+                    }
+                    throw std::logic_error("mrrope: no kernel differentiates norms by this plan");
+                });
+            });
+        });
+    });
 }
 
 // Instantiated in one file per element type, for parallel builds.
@@ -463,17 +467,13 @@ void launch_qk_norm_rotary_gradient(const QkNormRotaryGradientArgs& args, const 
     if (rotary.batch == 0 || rotary.tokens == 0 || rotary.q.heads + rotary.k.heads == 0) {
         return launch_weight_sums<Element>(args, {}, stream);
     }
-    const QkNormRotaryShape shape = shape_of(args);
     const QkNormRotaryGradientLaunch<RealOf<Element>> launch{
         .args = args,
         .constants = NormConstants<RealOf<Element>>(args.call),
-        .map = QkNormRotaryGradientMap<cutlass::FastDivmod>::of(plan, shape),
+        .map = QkNormRotaryGradientMap<cutlass::FastDivmod>::of(plan, shape_of(args)),
     };
-    const auto kernel =
-        rotary.pairing == Pairing::halves
-            ? norm_gradient_kernel<Element, Pairing::halves>(plan, args.call.over, shape.needs_lookup)
-            : norm_gradient_kernel<Element, Pairing::interleaved>(plan, args.call.over, shape.needs_lookup);
-    launch_with_pdl(kernel, dim3(plan.q_blocks + plan.k_blocks), plan.block_threads, stream, launch);
+    launch_with_pdl(norm_gradient_kernel<Element>(args.call, plan), dim3(plan.q_blocks + plan.k_blocks),
+                    plan.block_threads, stream, launch);
     launch_weight_sums<Element>(args, {plan.q_blocks, plan.k_blocks}, stream);
 }
 

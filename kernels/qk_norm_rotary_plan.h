@@ -18,6 +18,7 @@ struct QkNormRotaryShape {
     int head_dim = 0;
     int rotary_dim = 0;
     int element_size = 0;
+    Pairing pairing = Pairing::halves;
     NormOver over = NormOver::head;
     bool aligned = false;       // as in RotaryShape, of the weights, too
     bool needs_lookup = false;  // several tables, or several positions per token
@@ -44,7 +45,7 @@ inline constexpr int norm_row_min_blocks_per_sm = 4;
 constexpr int norm_min_blocks_per_sm(NormOver over, int heads_per_thread, bool needs_lookup, bool pdl) {
     if (over == NormOver::all_heads) return heads_per_thread == 2 && pdl && !needs_lookup ? 3 : 2;
     if (heads_per_thread == 8 && needs_lookup && !pdl) return 3;  // four would spill
-    if (heads_per_thread >= 4 || needs_lookup) return 4;
+    if (heads_per_thread == 8 || needs_lookup) return 4;
     return heads_per_thread == 2 ? 5 : 7;
 }
 
@@ -56,6 +57,28 @@ constexpr int norm_heads_in_registers(int heads_per_thread) {
 // Heads per thread with a lookup, and of the backward pass. With one head table, many tokens have eight over a head.
 inline constexpr int norm_heads_per_thread_with_lookup = 2;
 
+// A kernel that holds heads in registers. needs_lookup: for calls with a lookup; it runs
+// those without one, too.
+struct NormKernel {
+    int element_size;
+    Pairing pairing;
+    NormOver over;
+    int heads_per_thread;
+    bool needs_lookup;
+};
+
+// Whether the kernel is instantiated. Known models norm heads of 16 bits whose pairs are halves; others have the kernel
+// with a lookup, and the two-pass kernels where there is none.
+constexpr bool has_kernel(const NormKernel& kernel) {
+    const bool over_head = kernel.over == NormOver::head;
+    const int heads = kernel.heads_per_thread;
+    const bool is_general = heads == norm_heads_per_thread_with_lookup && kernel.needs_lookup;
+    if (kernel.pairing == Pairing::interleaved) return kernel.element_size == 2 && over_head && is_general;
+    if (kernel.element_size != 2) return kernel.element_size == 4 && is_general;
+    if (kernel.needs_lookup) return is_general || (over_head && heads == 8);
+    return heads == 2 || (over_head ? heads == 1 || heads == 8 : heads == 4);
+}
+
 // A row is the set of elements that share one mean square: a head, or all heads of q or of k of one token.
 //
 // in_registers: heads are made of whole 16-byte vectors and a warp can hold one. `lanes` threads hold a head, two
@@ -66,6 +89,7 @@ inline constexpr int norm_heads_per_thread_with_lookup = 2;
 // Otherwise a block makes two passes over one row.
 struct QkNormRotaryPlan {
     bool in_registers = false;
+    bool needs_lookup = false;  // of the kernel
     int lanes = 1;
     int team = 1;  // threads that reduce a head: a power of two
     int heads_per_thread = 1;
@@ -79,8 +103,7 @@ struct QkNormRotaryPlan {
 
 QkNormRotaryPlan plan(const QkNormRotaryShape& shape, const Device& device);
 
-// plan() with a given maximum of heads per thread: 1, 2, 4 or 8; over all heads 2 or 4; with a lookup 2, or over a head
-// with one table for all heads 8.
+// plan() with a given maximum of heads per thread; two passes where no kernel has as many, as with 0.
 QkNormRotaryPlan plan_with(const QkNormRotaryShape& shape, const Device& device, int heads_per_thread);
 
 // qk_norm_rotary_cuda by a given plan.
@@ -98,10 +121,28 @@ constexpr int norm_gradient_threads_per_sm(NormOver over, bool shares_cos_sin) {
     return over == NormOver::head || shares_cos_sin ? 384 : 256;
 }
 
+// As NormKernel, of the backward pass. shares_cos_sin: as in QkNormRotaryGradientPlan.
+struct NormGradientKernel {
+    int element_size;
+    Pairing pairing;
+    NormOver over;
+    bool shares_cos_sin;
+    bool needs_lookup;
+};
+
+constexpr bool has_kernel(const NormGradientKernel& kernel) {
+    const bool over_head = kernel.over == NormOver::head;
+    const bool is_general = kernel.needs_lookup && !kernel.shares_cos_sin;
+    if (kernel.pairing == Pairing::interleaved) return kernel.element_size == 2 && over_head && is_general;
+    if (kernel.element_size != 2) return kernel.element_size == 4 && is_general;
+    return over_head ? !kernel.shares_cos_sin : kernel.needs_lookup;
+}
+
 // The backward pass: a persistent grid. Each block takes rows of q or rows of k, and writes one row of partial sums for
 // the gradient of the weights.
 struct QkNormRotaryGradientPlan {
     bool in_registers = false;
+    bool needs_lookup = false;    // of the kernel
     bool shares_cos_sin = false;  // over all heads, by one table without query factors, which would spill
     int lanes = 1;
     int team = 1;
