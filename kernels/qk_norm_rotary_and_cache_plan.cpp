@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <optional>
 
 #include "head_split.h"
 #include "launch_slices.h"
@@ -22,9 +23,26 @@ bool starts_aligned(const void* weights) {
     return reinterpret_cast<int64_t>(weights) % access_bytes == 0;
 }
 
+// The kernel that takes the shape with so many heads per thread; none if no kernel takes it.
+std::optional<NormAndCacheKernel> kernel_of(const QkNormRotaryAndCacheShape& shape, int heads_per_thread) {
+    // Heads of a thread would have different tables.
+    if (shape.is_per_head() && heads_per_thread != norm_heads_per_thread_with_lookup) return {};
+    for (const bool has_float8 : {shape.has_float8(), true}) {
+        for (const bool needs_lookup : {shape.needs_lookup, true}) {
+            const NormAndCacheKernel kernel{.element_size = shape.element_size,
+                                            .pairing = shape.pairing,
+                                            .over = shape.over,
+                                            .heads_per_thread = heads_per_thread,
+                                            .needs_lookup = needs_lookup,
+                                            .has_float8 = has_float8};
+            if (has_kernel(kernel)) return kernel;
+        }
+    }
+    return {};
+}
+
 // Lanes per head where it is made of whole vectors, two per lane, and a warp can hold it; else 0.
 int lanes_per_head(const QkNormRotaryAndCacheShape& shape, int heads_per_thread) {
-    if (shape.element_size > 4) return 0;  // float64 serves tests, where speed does not matter
     const int vector = norm_and_cache_vector(shape.element_size, heads_per_thread);
     const bool fits = shape.aligned && shape.rotary_dim / 2 % vector == 0 && shape.head_dim % (2 * vector) == 0;
     const int lanes = shape.head_dim / (2 * vector);
@@ -69,14 +87,14 @@ bool block_holds_row(const QkNormRotaryAndCacheShape& shape, int heads_per_threa
 //       8192                        109  [105]       108  [102]         98.5
 int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape) {
     constexpr int64_t threads_for_two = 1 << 16;
-    const int64_t threads_for_eight = shape.rounds_cache_only ? 3 << 18 : 3 << 17;
+    const bool rounds_cache_only = shape.rounds_cache && !shape.rounds_q;
+    const int64_t threads_for_eight = rounds_cache_only ? 3 << 18 : 3 << 17;
     constexpr int64_t threads_for_four = 1 << 21;  // over all heads
-    if (shape.is_per_head()) return norm_heads_per_thread_with_lookup;
+    if (!kernel_of(shape, 1)) return norm_heads_per_thread_with_lookup;
     const int64_t heads = shape.q_heads + 2 * shape.kv_heads + shape.gate_heads;
     const int lanes = lanes_per_head(shape, 2);  // none where only half vectors fit, as in heads of 120
     const int64_t threads = shape.batch * shape.tokens * heads * lanes;
     if (shape.over == NormOver::all_heads) {
-        if (shape.needs_lookup) return norm_heads_per_thread_with_lookup;
         if (threads < threads_for_two && block_holds_row(shape, 1)) return 1;
         return block_holds_row(shape, 2) && (max_heads(shape) <= 2 || threads < threads_for_four) ? 2 : 4;
     }
@@ -121,6 +139,7 @@ QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args) {
             .head_dim = rotary.head_dim,
             .rotary_dim = rotary.rotary_dim,
             .element_size = element_size,
+            .pairing = rotary.pairing,
             .over = args.over,
             .aligned = rotary.positions.rows <= max_rows_with_vectors &&
                        starts_aligned(rotary.q, element_size, size_of(args.q_stored_as, rotary.dtype)) &&
@@ -131,7 +150,8 @@ QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args) {
             .needs_lookup =
                 rotary.positions.row_of_pair != nullptr || rotary.choice.count > 1 || rotary.choice.is_per_head(),
             .computes_q_scale = args.q_scale_out != nullptr,
-            .rounds_cache_only = is_float8(args.cached_as) && !is_float8(args.q_stored_as),
+            .rounds_q = is_float8(args.q_stored_as),
+            .rounds_cache = is_float8(args.cached_as),
             .table_heads = rotary.choice.heads,
             .has_query_factors = rotary.choice.query_factors != nullptr};
 }
@@ -147,10 +167,16 @@ QkNormRotaryAndCachePlan plan(const QkNormRotaryAndCacheShape& shape, const Devi
 // Independent of the device so far: the thresholds are those of an H200.
 QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const Device&, int heads_per_thread) {
     QkNormRotaryAndCachePlan plan;
-    const int lanes = lanes_per_head(shape, heads_per_thread);
     const bool over_head = shape.over == NormOver::head;
-    if (over_head ? lanes > 0 : block_holds_row(shape, heads_per_thread)) {
+    const auto fits = [&] {
+        return over_head ? lanes_per_head(shape, heads_per_thread) > 0 : block_holds_row(shape, heads_per_thread);
+    };
+    std::optional<NormAndCacheKernel> kernel = kernel_of(shape, heads_per_thread);
+    if (kernel && fits()) {
+        const int lanes = lanes_per_head(shape, heads_per_thread);
         plan.in_registers = true;
+        plan.needs_lookup = kernel->needs_lookup;
+        plan.has_float8 = kernel->has_float8;
         plan.vector = norm_and_cache_vector(shape.element_size, heads_per_thread);
         plan.lanes = lanes;
         plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
@@ -165,9 +191,8 @@ QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const
             plan.block_threads = static_cast<int>(std::min<int64_t>(threads, norm_block_threads));
             plan.tokens_per_block = plan.block_threads / plan.team;
             if (heads_per_thread == 8) {
-                const bool is_fixed =
-                    !shape.needs_lookup && lanes == 8 && shape.rotary_dim == shape.head_dim && shape.element_size == 2;
-                plan.fixed_lanes = is_fixed ? lanes : 0;
+                kernel->fixed_lanes = lanes;
+                plan.fixed_lanes = shape.rotary_dim == shape.head_dim && has_kernel(*kernel) ? lanes : 0;
                 plan.q_sharers_log2 = sharers_log2(plan.groups.queries, plan);
                 plan.k_sharers_log2 = sharers_log2(plan.groups.keys, plan);
             }

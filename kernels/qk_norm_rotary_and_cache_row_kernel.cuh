@@ -6,12 +6,13 @@
 #include "device/float8_fragment.cuh"
 #include "device/rms_norm.cuh"
 #include "qk_norm_rotary_and_cache_launch.cuh"
+#include "qk_norm_rotary_map.h"
 
 namespace mrrope {
 
-// Any shape, component by component: a block takes one row, and reads it to write it, before that for its mean square,
-// where it has a norm, and for the scales of float8 that it computes.
-template <class Element, Pairing pairing>
+// Any shape and pairing, component by component: a block takes one row, and reads it to write it, before that for its
+// mean square, where it has a norm, and for the scales of float8 that it computes.
+template <class Element>
 class RowOfHeads {
     using Real = RealOf<Element>;
     using Launch = QkNormRotaryAndCacheLaunch<Real>;
@@ -72,8 +73,8 @@ private:
                                                row_.kind == HeadKind::query, head);
         CUTLASS_PRAGMA_NO_UNROLL
         for (int pair = threadIdx.x; pair < half; pair += static_cast<int>(blockDim.x)) {
-            const WholeHeadLayout<pairing, 1> lane(pair, half);
-            LaneAngles<Element, WholeHeadLayout<pairing, 1>, 1, true> angles;
+            const RowPair lane{args_.pairing, pair, half};
+            LaneAngles<Element, RowPair, 1, true> angles;
             const int table_head = head / heads_per_table;
             angles.load_index(args_, row_.batch, row_.token);
             angles.load(args_, lane, row_.batch, row_.token, table_head);
@@ -134,13 +135,13 @@ private:
     Real scale_ = 1;
 };
 
-template <class Element, Pairing pairing>
+template <class Element>
 __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_per_sm)
     qk_norm_rotary_and_cache_row_kernel(const __grid_constant__ QkNormRotaryAndCacheLaunch<RealOf<Element>> launch) {
     const StoreRow row = launch.map.row(blockIdx.x);
     pdl_wait();
     pdl_trigger();
-    RowOfHeads<Element, pairing>(launch, row).store();
+    RowOfHeads<Element>(launch, row).store();
 }
 
 }  // namespace mrrope
