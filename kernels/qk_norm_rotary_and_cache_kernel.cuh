@@ -318,20 +318,15 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
             }
             angles.compute(by, lane, Real(1));
         }
-        Real query_factors[HeadsPerThread];
+        QueryFactors<Real, HeadsPerThread> query_factors;
         const bool has_query_factors =
             may_have_head_tables && place.kind == HeadKind::query && args.choice.query_factors != nullptr;
         if (has_query_factors) {
-            const int64_t offset_of_table = table_offset(args.choice, place.batch, place.token);
-            CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < HeadsPerThread; ++j) {
-                query_factors[j] = has_head(j)
-                                       ? query_factor<Real>(args.choice, offset_of_table, /*is_q=*/true, heads.head(j))
-                                       : Real(1);
-            }
+            query_factors.load(args.choice, table_offset(args.choice, place.batch, place.token),
+                               [&](int j) { return has_head(j) ? heads.head(j) : -1; });
         }
         const auto scale_query = [&](int j, Wide& wide) {
-            if (has_query_factors && lane.rotates()) wide.scale(query_factors[j]);
+            if (has_query_factors && lane.rotates()) wide.scale(query_factors.of_head[j]);
         };
         pdl_trigger();
 
@@ -383,8 +378,8 @@ auto store_kernel(const QkNormRotaryAndCacheArgs& args, const QkNormRotaryAndCac
     const auto kernel_of = [&]<Pairing pairing, NormOver over, int heads_per_thread, bool needs_lookup> {
         return with_constant<false, true>(plan.has_float8, [&]<bool has_float8> {
             return with_constant<0, 8>(plan.fixed_lanes, [&]<int fixed_lanes>() -> Kernel {
-                if constexpr (has_kernel(NormAndCacheKernel{sizeof(Element), pairing, over, heads_per_thread,
-                                                            needs_lookup, has_float8, fixed_lanes})) {
+                if constexpr (has_norm_and_cache_kernel(sizeof(Element), pairing, over, heads_per_thread, needs_lookup,
+                                                        has_float8, fixed_lanes)) {
                     return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, heads_per_thread, pairing, over,
                                                                       needs_lookup, has_float8, fixed_lanes>>;
                 }

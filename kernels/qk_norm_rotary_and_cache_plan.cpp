@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <optional>
 
 #include "head_split.h"
 #include "launch_slices.h"
@@ -23,22 +22,13 @@ bool starts_aligned(const void* weights) {
     return reinterpret_cast<int64_t>(weights) % access_bytes == 0;
 }
 
-// The kernel that takes the shape with so many heads per thread; none if no kernel takes it.
-std::optional<NormAndCacheKernel> kernel_of(const QkNormRotaryAndCacheShape& shape, int heads_per_thread) {
-    // Heads of a thread would have different tables.
-    if (shape.is_per_head() && heads_per_thread != norm_heads_per_thread_with_lookup) return {};
-    for (const bool has_float8 : {shape.has_float8(), true}) {
-        for (const bool needs_lookup : {shape.needs_lookup, true}) {
-            const NormAndCacheKernel kernel{.element_size = shape.element_size,
-                                            .pairing = shape.pairing,
-                                            .over = shape.over,
-                                            .heads_per_thread = heads_per_thread,
-                                            .needs_lookup = needs_lookup,
-                                            .has_float8 = has_float8};
-            if (has_kernel(kernel)) return kernel;
-        }
-    }
-    return {};
+// Whether there is a kernel for the shape.
+bool has_kernel(const QkNormRotaryAndCacheShape& shape, int heads_per_thread, bool needs_lookup, bool has_float8,
+                int fixed_lanes = 0) {
+    // Heads of one thread have one table.
+    if (shape.is_per_head() && heads_per_thread != norm_heads_per_thread_with_lookup) return false;
+    return has_norm_and_cache_kernel(shape.element_size, shape.pairing, shape.over, heads_per_thread, needs_lookup,
+                                     has_float8, fixed_lanes);
 }
 
 // Lanes per head where it is made of whole vectors, two per lane, and a warp can hold it; else 0.
@@ -90,7 +80,7 @@ int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape) {
     const bool rounds_cache_only = shape.rounds_cache && !shape.rounds_q;
     const int64_t threads_for_eight = rounds_cache_only ? 3 << 18 : 3 << 17;
     constexpr int64_t threads_for_four = 1 << 21;  // over all heads
-    if (!kernel_of(shape, 1)) return norm_heads_per_thread_with_lookup;
+    if (!has_kernel(shape, 1, shape.needs_lookup, shape.has_float8())) return norm_heads_per_thread_with_lookup;
     const int64_t heads = shape.q_heads + 2 * shape.kv_heads + shape.gate_heads;
     const int lanes = lanes_per_head(shape, 2);  // none where only half vectors fit, as in heads of 120
     const int64_t threads = shape.batch * shape.tokens * heads * lanes;
@@ -171,12 +161,14 @@ QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const
     const auto fits = [&] {
         return over_head ? lanes_per_head(shape, heads_per_thread) > 0 : block_holds_row(shape, heads_per_thread);
     };
-    std::optional<NormAndCacheKernel> kernel = kernel_of(shape, heads_per_thread);
-    if (kernel && fits()) {
+    const auto exists = [&](auto... options) { return has_kernel(shape, heads_per_thread, options...); };
+    const bool needs_lookup = shape.needs_lookup || !exists(false, shape.has_float8());
+    const bool has_float8 = shape.has_float8() || !exists(needs_lookup, false);
+    if (exists(needs_lookup, has_float8) && fits()) {
         const int lanes = lanes_per_head(shape, heads_per_thread);
         plan.in_registers = true;
-        plan.needs_lookup = kernel->needs_lookup;
-        plan.has_float8 = kernel->has_float8;
+        plan.needs_lookup = needs_lookup;
+        plan.has_float8 = has_float8;
         plan.vector = norm_and_cache_vector(shape.element_size, heads_per_thread);
         plan.lanes = lanes;
         plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
@@ -191,8 +183,8 @@ QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const
             plan.block_threads = static_cast<int>(std::min<int64_t>(threads, norm_block_threads));
             plan.tokens_per_block = plan.block_threads / plan.team;
             if (heads_per_thread == 8) {
-                kernel->fixed_lanes = lanes;
-                plan.fixed_lanes = shape.rotary_dim == shape.head_dim && has_kernel(*kernel) ? lanes : 0;
+                const bool is_fixed = shape.rotary_dim == shape.head_dim && exists(needs_lookup, has_float8, lanes);
+                plan.fixed_lanes = is_fixed ? lanes : 0;
                 plan.q_sharers_log2 = sharers_log2(plan.groups.queries, plan);
                 plan.k_sharers_log2 = sharers_log2(plan.groups.keys, plan);
             }

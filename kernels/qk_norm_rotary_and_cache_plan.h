@@ -35,32 +35,19 @@ struct QkNormRotaryAndCacheShape {
 
 QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args);
 
-// As NormKernel. has_float8: for calls that round heads to float8; it runs others, too. fixed_lanes: as in
-// QkNormRotaryAndCachePlan.
-struct NormAndCacheKernel {
-    int element_size;
-    Pairing pairing;
-    NormOver over;
-    int heads_per_thread;
-    bool needs_lookup;
-    bool has_float8;
-    int fixed_lanes = 0;
-};
-
-// Whether the kernel is instantiated. Interleaved heads of 16 bits have one kernel for all calls over a head, as those
-// of models that round them to float8 without a norm.
-constexpr bool has_kernel(const NormAndCacheKernel& kernel) {
-    const bool over_head = kernel.over == NormOver::head;
-    const int heads = kernel.heads_per_thread;
-    const bool is_general = over_head && heads == norm_heads_per_thread_with_lookup && kernel.needs_lookup;
-    if (kernel.fixed_lanes > 0) {
-        return kernel.element_size == 2 && kernel.pairing == Pairing::halves && over_head && heads == 8 &&
-               !kernel.needs_lookup && kernel.fixed_lanes == 8;
+// As has_norm_kernel. A kernel that rounds heads to float8 runs other calls, too, so interleaved heads have that one:
+// models that do not norm them may store them as float8. fixed_lanes: as in QkNormRotaryAndCachePlan.
+constexpr bool has_norm_and_cache_kernel(int element_size, Pairing pairing, NormOver over, int heads_per_thread,
+                                         bool needs_lookup, bool has_float8, int fixed_lanes = 0) {
+    const bool over_head = over == NormOver::head;
+    const bool is_common = element_size == 2 && pairing == Pairing::halves;
+    if (fixed_lanes > 0) return fixed_lanes == 8 && is_common && over_head && heads_per_thread == 8 && !needs_lookup;
+    if (!is_common) {
+        const bool is_general = over_head && needs_lookup && heads_per_thread == norm_heads_per_thread_with_lookup;
+        return is_general && (has_float8 ? element_size == 2 : element_size == 4 && pairing == Pairing::halves);
     }
-    if (kernel.pairing == Pairing::interleaved) return kernel.element_size == 2 && is_general && kernel.has_float8;
-    if (kernel.element_size != 2) return kernel.element_size == 4 && is_general && !kernel.has_float8;
-    if (over_head) return heads == 1 || heads == 2 || heads == 8;
-    return heads == 2 || (!kernel.needs_lookup && (heads == 1 || heads == 4));
+    if (over_head) return heads_per_thread == 1 || heads_per_thread == 2 || heads_per_thread == 8;
+    return heads_per_thread == 2 || (!needs_lookup && (heads_per_thread == 1 || heads_per_thread == 4));
 }
 
 // Minimum blocks per SM for __launch_bounds__: as many as nothing spills with. The same code needs more registers

@@ -6,7 +6,6 @@
 #include "device/float8_fragment.cuh"
 #include "device/rms_norm.cuh"
 #include "qk_norm_rotary_and_cache_launch.cuh"
-#include "qk_norm_rotary_map.h"
 
 namespace mrrope {
 
@@ -68,20 +67,12 @@ private:
     template <class F>
     __device__ void each_result(int head, F&& f) const {
         const int half = rotates_ ? args_.rotary_dim / 2 : 0;
-        const int heads_per_table = of_.view.heads / args_.choice.heads;
-        const Real factor = query_factor<Real>(args_.choice, table_offset(args_.choice, row_.batch, row_.token),
-                                               row_.kind == HeadKind::query, head);
         CUTLASS_PRAGMA_NO_UNROLL
         for (int pair = threadIdx.x; pair < half; pair += static_cast<int>(blockDim.x)) {
             const RowPair lane{args_.pairing, pair, half};
-            LaneAngles<Element, RowPair, 1, true> angles;
-            const int table_head = head / heads_per_table;
-            angles.load_index(args_, row_.batch, row_.token);
-            angles.load(args_, lane, row_.batch, row_.token, table_head);
-            CosSin<Real> by[1];
-            angles.compute(by, lane, Real(1));
-            const Pair<Real> rotated =
-                scaled(rotate<Real>({normed(head, lane.first()), normed(head, lane.second())}, by[0]), factor);
+            const Pair<Real> rotated = rotated_pair<Element>(
+                args_, lane, {normed(head, lane.first()), normed(head, lane.second())},
+                /*is_q=*/row_.kind == HeadKind::query, of_.view.heads, row_.batch, row_.token, head, Real(1));
             f(lane.first(), rotated.first);
             f(lane.second(), rotated.second);
         }

@@ -198,16 +198,12 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
             angles.load_positions(args, lane, row.batch, row.token, heads.table);  // ahead, they would spill
             angles.compute(by, lane, direction);
         }
-        Real query_factors[HeadsPerThread];
+        QueryFactors<Real, HeadsPerThread> query_factors;
         const bool has_query_factors =
             needs_lookup && !shares_cos_sin && view.is_q && args.choice.query_factors != nullptr;
         if (has_query_factors) {
-            const int64_t offset_of_table = table_offset(args.choice, row.batch, row.token);
-            CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < HeadsPerThread; ++j) {
-                query_factors[j] =
-                    has_head(j) ? query_factor<Real>(args.choice, offset_of_table, view.is_q, heads.head(j)) : Real(1);
-            }
+            query_factors.load(args.choice, table_offset(args.choice, row.batch, row.token),
+                               [&](int j) { return has_head(j) ? heads.head(j) : -1; });
         }
         Element* out = view.out + offset_of(view.out_strides, row.batch, row.token, heads.first);
         const int heads_left = row.active ? heads.end - heads.first : 0;  // heads.step is the same in every row
@@ -230,7 +226,7 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
         for (int j = 0; j < HeadsPerThread; ++j) {
             rotated[j] = output_gradient[j].widened();
             rotated[j].template rotate<Lane::crosses_vectors>(by);
-            if (has_query_factors && lane.rotates()) rotated[j].scale(query_factors[j]);
+            if (has_query_factors && lane.rotates()) rotated[j].scale(query_factors.of_head[j]);
             const Wide wide = x[j].widened();
             const Wide weight = weight_of(j);
             Wide weighted;
@@ -319,7 +315,6 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     const int heads = over_head ? 1 : view.heads;
     const int64_t rows = static_cast<int64_t>(launch.map.all_tokens) * (over_head ? view.heads : 1);
     const int half = args.rotary_dim / 2;
-    const int heads_per_table = view.heads / args.choice.heads;
     const int tail = args.head_dim - args.rotary_dim;
     const Real direction = args.conjugate ? Real(1) : Real(-1);
     pdl_wait();
@@ -331,7 +326,6 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     }
     for (int64_t row = mine.block.block; row < rows; row += mine.block.blocks) {
         const auto [batch, token, is_q, first_head] = launch.map.row(mine.block, row);
-        const int64_t offset_of_table = table_offset(args.choice, batch, token);
         const Element* in = view.in + offset_of(view.in_strides, batch, token, first_head);
         const Element* output_gradient = mine.gradient + offset_of(mine.gradient_strides, batch, token, first_head);
         Element* out = view.out + offset_of(view.out_strides, batch, token, first_head);
@@ -343,15 +337,9 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
             };
             for_each_row_pair(threadIdx.x, heads, half, [&](int head, int pair) {
                 const RowPair lane{args.pairing, pair, half};
-                LaneAngles<Element, RowPair, 1, true> angles;
-                const int table_head = (first_head + head) / heads_per_table;
-                angles.load_index(args, batch, token);
-                angles.load(args, lane, batch, token, table_head);
-                CosSin<Real> by[1];
-                angles.compute(by, lane, direction);
-                const Real factor = query_factor<Real>(args.choice, offset_of_table, is_q, first_head + head);
-                const Pair<Real> v = scaled(
-                    rotate<Real>({gradient_at(head, lane.first()), gradient_at(head, lane.second())}, by[0]), factor);
+                const Pair<Real> v = rotated_pair<Element>(
+                    args, lane, {gradient_at(head, lane.first()), gradient_at(head, lane.second())}, view.is_q,
+                    view.heads, batch, token, first_head + head, direction);
                 f(head, lane.first(), v.first);
                 f(head, lane.second(), v.second);
             });
@@ -447,8 +435,8 @@ auto norm_gradient_kernel(const QkNormRotaryArgs& args, const QkNormRotaryGradie
         return with_constant<NormOver::head, NormOver::all_heads>(args.over, [&]<NormOver over> {
             return with_constant<false, true>(plan.shares_cos_sin, [&]<bool shares_cos_sin> {
                 return with_constant<false, true>(plan.needs_lookup, [&]<bool needs_lookup>() -> Kernel {
-                    if constexpr (has_kernel(NormGradientKernel{sizeof(Element), pairing, over, shares_cos_sin,
-                                                                needs_lookup})) {
+                    if constexpr (has_norm_gradient_kernel(sizeof(Element), pairing, over, shares_cos_sin,
+                                                           needs_lookup)) {
                         return pdl_kernel<
                             qk_norm_rotary_gradient_kernel<Element, pairing, over, shares_cos_sin, needs_lookup>>;
                     }

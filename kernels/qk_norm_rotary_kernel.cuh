@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     }
     pdl_wait();
 
-    constexpr int held = norm_heads_in_registers(HeadsPerThread);
+    constexpr int held = HeadsPerThread < 4 ? HeadsPerThread : 4;  // heads in registers at a time
     // Over all heads every head has its own weights. More than two sets would cost too many registers during the
     // reduction.
     constexpr int weights_held = over_head ? 1 : 2;
@@ -100,15 +100,11 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         }
         angles.compute(by, lane, direction);
     }
-    Real query_factors[HeadsPerThread];
+    QueryFactors<Real, HeadsPerThread> query_factors;
     const bool has_query_factors = may_have_head_tables && place.is_q && args.choice.query_factors != nullptr;
     if (has_query_factors) {
-        const int64_t offset_of_table = table_offset(args.choice, place.batch, place.token);
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < HeadsPerThread; ++j) {
-            query_factors[j] =
-                has_head(j) ? query_factor<Real>(args.choice, offset_of_table, place.is_q, heads.head(j)) : Real(1);
-        }
+        query_factors.load(args.choice, table_offset(args.choice, place.batch, place.token),
+                           [&](int j) { return has_head(j) ? heads.head(j) : -1; });
     }
     pdl_trigger();
     // Folding the weights into cos/sin costs registers, which pays off with eight heads per thread.
@@ -168,7 +164,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
                 wide.multiply(weight);
                 rotate_within</*selects=*/shares_cos_sin>(lane, wide, by);
             }
-            if (has_query_factors && lane.rotates()) wide.scale(query_factors[j]);
+            if (has_query_factors && lane.rotates()) wide.scale(query_factors.of_head[j]);
             Fragment rotated;
             rotated.narrow(wide);
             if (j + held < HeadsPerThread) load_head(j + held);
@@ -205,9 +201,7 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     const Real scale = launch.constants.inverse_rms(sums[0], view.is_q);
 
     const int half = args.rotary_dim / 2;
-    const int heads_per_table = view.heads / args.choice.heads;
     const Real direction = args.conjugate ? Real(-1) : Real(1);
-    const int64_t offset_of_table = table_offset(args.choice, batch, token);
     for_each_row_pair(threadIdx.x, heads, half, [&](int head, int pair) {
         const RowPair lane{args.pairing, pair, half};
         const Element* weight = view.weight + static_cast<int64_t>(head) * args.head_dim;
@@ -215,14 +209,9 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
             return static_cast<Real>(in[head * view.in_strides.head + at]) * scale *
                    (static_cast<Real>(weight[at]) + launch.constants.weight_offset);
         };
-        LaneAngles<Element, RowPair, 1, true> angles;
-        const int table_head = (first_head + head) / heads_per_table;
-        angles.load_index(args, batch, token);
-        angles.load(args, lane, batch, token, table_head);
-        CosSin<Real> by[1];
-        angles.compute(by, lane, direction);
-        const Real factor = query_factor<Real>(args.choice, offset_of_table, is_q, first_head + head);
-        const Pair<Real> rotated = scaled(rotate<Real>({normed(lane.first()), normed(lane.second())}, by[0]), factor);
+        const Pair<Real> rotated =
+            rotated_pair<Element>(args, lane, {normed(lane.first()), normed(lane.second())}, view.is_q, view.heads,
+                                  batch, token, first_head + head, direction);
         out[head * view.out_strides.head + lane.first()] = static_cast<Element>(rotated.first);
         out[head * view.out_strides.head + lane.second()] = static_cast<Element>(rotated.second);
     });
@@ -243,8 +232,7 @@ auto norm_kernel(const QkNormRotaryArgs& args, const QkNormRotaryPlan& plan) {
         return with_constant<NormOver::head, NormOver::all_heads>(args.over, [&]<NormOver over> {
             return with_constant<1, 2, 4, 8>(plan.heads_per_thread, [&]<int heads_per_thread> {
                 return with_constant<false, true>(plan.needs_lookup, [&]<bool needs_lookup>() -> Kernel {
-                    if constexpr (has_kernel(
-                                      NormKernel{sizeof(Element), pairing, over, heads_per_thread, needs_lookup})) {
+                    if constexpr (has_norm_kernel(sizeof(Element), pairing, over, heads_per_thread, needs_lookup)) {
                         return pdl_kernel<
                             qk_norm_rotary_kernel<Element, heads_per_thread, pairing, over, needs_lookup>>;
                     }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <optional>
 
 #include "head_split.h"
 #include "launch_slices.h"
@@ -25,16 +24,11 @@ int lanes_per_head(const QkNormRotaryShape& shape) {
     return lanes <= warp ? lanes : 0;
 }
 
-// Whether the kernel that takes the shape with so many heads per thread has a lookup; none if no kernel takes it.
-std::optional<bool> lookup_of_kernel(const QkNormRotaryShape& shape, int heads_per_thread) {
-    // Heads of a thread would have different tables.
-    if (shape.is_per_head() && heads_per_thread != norm_heads_per_thread_with_lookup) return {};
-    for (const bool needs_lookup : {shape.needs_lookup, true}) {
-        if (has_kernel(NormKernel{shape.element_size, shape.pairing, shape.over, heads_per_thread, needs_lookup})) {
-            return needs_lookup;
-        }
-    }
-    return {};
+// Whether there is a kernel for the shape.
+bool has_kernel(const QkNormRotaryShape& shape, int heads_per_thread, bool needs_lookup) {
+    // Heads of one thread have one table.
+    if (shape.is_per_head() && heads_per_thread != norm_heads_per_thread_with_lookup) return false;
+    return has_norm_kernel(shape.element_size, shape.pairing, shape.over, heads_per_thread, needs_lookup);
 }
 
 int64_t threads_over_all_heads(const QkNormRotaryShape& shape, int lanes, int heads_per_thread) {
@@ -73,8 +67,8 @@ int choose_heads_per_thread(const QkNormRotaryShape& shape, const Device& device
     const int64_t max_threads_for_two_over_all_heads = device.pdl ? 1 << 20 : 1 << 17;
     const int64_t threads = shape.batch * shape.tokens * (shape.q_heads + shape.k_heads) * lanes;
     const int max_heads = std::max(shape.q_heads, shape.k_heads);
-    if (lookup_of_kernel(shape, norm_heads_per_thread_with_lookup).value_or(true)) {
-        const bool has_eight = lookup_of_kernel(shape, 8) && max_heads > 2;
+    if (shape.needs_lookup || !has_kernel(shape, norm_heads_per_thread_with_lookup, /*needs_lookup=*/false)) {
+        const bool has_eight = max_heads > 2 && has_kernel(shape, 8, /*needs_lookup=*/true);
         return has_eight && threads >= threads_for_eight_with_lookup ? 8 : norm_heads_per_thread_with_lookup;
     }
     if (shape.over == NormOver::all_heads) {
@@ -137,14 +131,14 @@ QkNormRotaryPlan plan(const QkNormRotaryShape& shape, const Device& device) {
 QkNormRotaryPlan plan_with(const QkNormRotaryShape& shape, const Device&, int heads_per_thread) {
     QkNormRotaryPlan plan;
     const int lanes = lanes_per_head(shape);
-    const std::optional<bool> lookup = lookup_of_kernel(shape, heads_per_thread);
+    const bool needs_lookup = shape.needs_lookup || !has_kernel(shape, heads_per_thread, /*needs_lookup=*/false);
     const auto fits = [&] {
         return shape.over == NormOver::head ||
                threads_over_all_heads(shape, lanes, heads_per_thread) <= norm_max_block_threads;
     };
-    if (lanes > 0 && lookup && fits()) {
+    if (lanes > 0 && has_kernel(shape, heads_per_thread, needs_lookup) && fits()) {
         plan.in_registers = true;
-        plan.needs_lookup = *lookup;
+        plan.needs_lookup = needs_lookup;
         plan.lanes = lanes;
         plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
         plan.heads_per_thread = heads_per_thread;
@@ -174,8 +168,7 @@ QkNormRotaryGradientPlan plan_gradient(const QkNormRotaryShape& shape, const Dev
     const bool fits = shape.over == NormOver::head ||
                       threads_over_all_heads(shape, lanes, heads_per_thread) <= norm_gradient_max_block_threads;
     const auto exists = [&](bool shares_cos_sin, bool needs_lookup) {
-        return has_kernel(
-            NormGradientKernel{shape.element_size, shape.pairing, shape.over, shares_cos_sin, needs_lookup});
+        return has_norm_gradient_kernel(shape.element_size, shape.pairing, shape.over, shares_cos_sin, needs_lookup);
     };
     const bool shares_cos_sin = !shape.is_per_head() && exists(true, true);
     const bool needs_lookup = shape.needs_lookup || !exists(false, false);

@@ -49,34 +49,21 @@ constexpr int norm_min_blocks_per_sm(NormOver over, int heads_per_thread, bool n
     return heads_per_thread == 2 ? 5 : 7;
 }
 
-// How many of a thread's heads are in registers at a time.
-constexpr int norm_heads_in_registers(int heads_per_thread) {
-    return heads_per_thread < 4 ? heads_per_thread : 4;
-}
-
 // Heads per thread with a lookup, and of the backward pass. With one head table, many tokens have eight over a head.
 inline constexpr int norm_heads_per_thread_with_lookup = 2;
 
-// A kernel that holds heads in registers. needs_lookup: for calls with a lookup; it runs
-// those without one, too.
-struct NormKernel {
-    int element_size;
-    Pairing pairing;
-    NormOver over;
-    int heads_per_thread;
-    bool needs_lookup;
-};
-
-// Whether the kernel is instantiated. Known models norm heads of 16 bits whose pairs are halves; others have the kernel
-// with a lookup, and the two-pass kernels where there is none.
-constexpr bool has_kernel(const NormKernel& kernel) {
-    const bool over_head = kernel.over == NormOver::head;
-    const int heads = kernel.heads_per_thread;
-    const bool is_general = heads == norm_heads_per_thread_with_lookup && kernel.needs_lookup;
-    if (kernel.pairing == Pairing::interleaved) return kernel.element_size == 2 && over_head && is_general;
-    if (kernel.element_size != 2) return kernel.element_size == 4 && is_general;
-    if (kernel.needs_lookup) return is_general || (over_head && heads == 8);
-    return heads == 2 || (over_head ? heads == 1 || heads == 8 : heads == 4);
+// Whether a kernel that holds heads in registers is instantiated. All combinations would be 238 kernels of the norm
+// ops, these are 97. Models norm 16-bit heads whose pairs are halves; other heads have one kernel, with a lookup, which
+// runs calls without one, too, and two passes where there is none.
+constexpr bool has_norm_kernel(int element_size, Pairing pairing, NormOver over, int heads_per_thread,
+                               bool needs_lookup) {
+    const bool over_head = over == NormOver::head;
+    const bool is_general = needs_lookup && heads_per_thread == norm_heads_per_thread_with_lookup;
+    if (pairing == Pairing::interleaved) return element_size == 2 && over_head && is_general;
+    if (element_size != 2) return element_size == 4 && is_general;
+    if (needs_lookup) return is_general || (over_head && heads_per_thread == 8);
+    if (over_head) return heads_per_thread == 1 || heads_per_thread == 2 || heads_per_thread == 8;
+    return heads_per_thread == 2 || heads_per_thread == 4;
 }
 
 // A row is the set of elements that share one mean square: a head, or all heads of q or of k of one token.
@@ -121,21 +108,14 @@ constexpr int norm_gradient_threads_per_sm(NormOver over, bool shares_cos_sin) {
     return over == NormOver::head || shares_cos_sin ? 384 : 256;
 }
 
-// As NormKernel, of the backward pass. shares_cos_sin: as in QkNormRotaryGradientPlan.
-struct NormGradientKernel {
-    int element_size;
-    Pairing pairing;
-    NormOver over;
-    bool shares_cos_sin;
-    bool needs_lookup;
-};
-
-constexpr bool has_kernel(const NormGradientKernel& kernel) {
-    const bool over_head = kernel.over == NormOver::head;
-    const bool is_general = kernel.needs_lookup && !kernel.shares_cos_sin;
-    if (kernel.pairing == Pairing::interleaved) return kernel.element_size == 2 && over_head && is_general;
-    if (kernel.element_size != 2) return kernel.element_size == 4 && is_general;
-    return over_head ? !kernel.shares_cos_sin : kernel.needs_lookup;
+// As has_norm_kernel, for the backward pass. shares_cos_sin: as in QkNormRotaryGradientPlan.
+constexpr bool has_norm_gradient_kernel(int element_size, Pairing pairing, NormOver over, bool shares_cos_sin,
+                                        bool needs_lookup) {
+    const bool over_head = over == NormOver::head;
+    const bool is_general = needs_lookup && !shares_cos_sin;
+    if (pairing == Pairing::interleaved) return element_size == 2 && over_head && is_general;
+    if (element_size != 2) return element_size == 4 && is_general;
+    return over_head ? !shares_cos_sin : needs_lookup;
 }
 
 // The backward pass: a persistent grid. Each block takes rows of q or rows of k, and writes one row of partial sums for

@@ -7,6 +7,7 @@
 #include "device/table_choice.cuh"
 #include "lane_layout.h"
 #include "mrrope/qk_norm_rotary.h"
+#include "qk_norm_rotary_map.h"
 
 // Shared by the norm kernels, forward and backward: angles, weights and reductions.
 
@@ -115,6 +116,21 @@ private:
         return table_offset(args.choice, index) + head_table_offset(args.choice, table_head);
     }
 };
+
+// Two-pass kernels: a pair of head `head` of the `heads` heads of q or of k, rotated by the head's table, times its
+// factor.
+template <class Element>
+__device__ Pair<RealOf<Element>> rotated_pair(const RotaryArgs& args, const RowPair& lane, Pair<RealOf<Element>> pair,
+                                              bool is_q, int heads, int batch, int token, int head,
+                                              RealOf<Element> direction) {
+    LaneAngles<Element, RowPair, 1, true> angles;
+    angles.load_index(args, batch, token);
+    angles.load(args, lane, batch, token, /*table_head=*/head / (heads / args.choice.heads));
+    CosSin<RealOf<Element>> by[1];
+    angles.compute(by, lane, direction);
+    const int64_t offset_of_table = table_offset(args.choice, angles.index);
+    return scaled(rotate(pair, by[0]), query_factor<RealOf<Element>>(args.choice, offset_of_table, is_q, head));
+}
 
 // The cos/sin of a token by one table in shared memory: each thread of a block computes some, all read them after
 // __syncthreads. Two elements of padding per lane avoid bank conflicts.

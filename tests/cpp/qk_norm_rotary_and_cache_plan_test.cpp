@@ -95,28 +95,13 @@ bool fits_registers(const QkNormRotaryAndCacheShape& shape, int vector_bytes) {
            shape.head_dim / (2 * vector) <= warp;
 }
 
-// The kernel of a plan.
-NormAndCacheKernel kernel_of(const QkNormRotaryAndCacheShape& shape, const QkNormRotaryAndCachePlan& plan) {
-    return {.element_size = shape.element_size,
-            .pairing = shape.pairing,
-            .over = shape.over,
-            .heads_per_thread = plan.heads_per_thread,
-            .needs_lookup = plan.needs_lookup,
-            .has_float8 = plan.has_float8,
-            .fixed_lanes = plan.fixed_lanes};
-}
-
 // With so many heads per thread, for all calls of the shape.
 bool has_general_kernel(const QkNormRotaryAndCacheShape& shape, int heads_per_thread) {
-    NormAndCacheKernel kernel{.element_size = shape.element_size,
-                              .pairing = shape.pairing,
-                              .over = shape.over,
-                              .heads_per_thread = heads_per_thread,
-                              .needs_lookup = true,
-                              .has_float8 = true};
-    if (has_kernel(kernel)) return true;
-    kernel.has_float8 = false;
-    return !shape.has_float8() && has_kernel(kernel);
+    const auto exists = [&](bool has_float8) {
+        return has_norm_and_cache_kernel(shape.element_size, shape.pairing, shape.over, heads_per_thread,
+                                         /*needs_lookup=*/true, has_float8);
+    };
+    return exists(true) || (!shape.has_float8() && exists(false));
 }
 
 TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
@@ -143,7 +128,9 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
             }
             if (planned.in_registers) {
                 EXPECT_TRUE(fits_registers(shape, planned.vector * shape.element_size));
-                EXPECT_TRUE(has_kernel(kernel_of(shape, planned)));
+                EXPECT_TRUE(has_norm_and_cache_kernel(shape.element_size, shape.pairing, shape.over,
+                                                      planned.heads_per_thread, planned.needs_lookup,
+                                                      planned.has_float8, planned.fixed_lanes));
                 EXPECT_TRUE(planned.needs_lookup || !shape.needs_lookup);
                 EXPECT_TRUE(planned.has_float8 || !shape.has_float8());
                 EXPECT_LE(planned.block_threads,

@@ -74,8 +74,8 @@ const std::vector<int> all_head_dims{2, 6, 16, 17, 32, 64, 72, 80, 96, 128, 192,
 // That there is a kernel with a lookup, which runs all calls, and that heads fit it.
 bool fits_registers(const QkNormRotaryShape& shape) {
     const int vector = 16 / shape.element_size;
-    const bool has_general_kernel = has_kernel(NormKernel{shape.element_size, shape.pairing, shape.over,
-                                                          norm_heads_per_thread_with_lookup, /*needs_lookup=*/true});
+    const bool has_general_kernel = has_norm_kernel(shape.element_size, shape.pairing, shape.over,
+                                                    norm_heads_per_thread_with_lookup, /*needs_lookup=*/true);
     return has_general_kernel && shape.aligned && shape.rotary_dim / 2 % vector == 0 &&
            shape.head_dim % (2 * vector) == 0 && shape.head_dim / (2 * vector) <= warp;
 }
@@ -118,8 +118,7 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
             if (planned.in_registers) {
                 expect_lanes(shape, planned.lanes, planned.team);
                 const int n = planned.heads_per_thread;
-                EXPECT_TRUE(
-                    has_kernel(NormKernel{shape.element_size, shape.pairing, shape.over, n, planned.needs_lookup}));
+                EXPECT_TRUE(has_norm_kernel(shape.element_size, shape.pairing, shape.over, n, planned.needs_lookup));
                 EXPECT_TRUE(planned.needs_lookup || !shape.needs_lookup);
                 const int fewest = (max_heads + n - 1) / n;
                 const bool over_all = shape.over == NormOver::all_heads;
@@ -148,8 +147,8 @@ TEST(GradientPlan, SatisfiesItsInvariantsForEveryShape) {
                        }
                        if (planned.in_registers) {
                            EXPECT_TRUE(fits_registers(shape));
-                           EXPECT_TRUE(has_kernel(NormGradientKernel{shape.element_size, shape.pairing, shape.over,
-                                                                     planned.shares_cos_sin, planned.needs_lookup}));
+                           EXPECT_TRUE(has_norm_gradient_kernel(shape.element_size, shape.pairing, shape.over,
+                                                                planned.shares_cos_sin, planned.needs_lookup));
                            EXPECT_TRUE(planned.needs_lookup || !shape.needs_lookup);
                            expect_lanes(shape, planned.lanes, planned.team);
                            EXPECT_LE(planned.block_threads, norm_gradient_max_block_threads);
