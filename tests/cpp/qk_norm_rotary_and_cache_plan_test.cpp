@@ -133,6 +133,10 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
                                                       planned.has_float8, planned.fixed_lanes));
                 EXPECT_TRUE(planned.needs_lookup || !shape.needs_lookup);
                 EXPECT_TRUE(planned.has_float8 || !shape.has_float8());
+                if (shape.element_size == 2 && shape.pairing == Pairing::halves) {
+                    EXPECT_EQ(planned.needs_lookup, shape.needs_lookup);
+                    EXPECT_EQ(planned.has_float8, shape.has_float8());
+                }
                 EXPECT_LE(planned.block_threads,
                           norm_and_cache_max_block_threads(shape.over, planned.heads_per_thread));
                 EXPECT_TRUE(planned.heads_per_thread == norm_heads_per_thread_with_lookup || !shape.is_per_head());

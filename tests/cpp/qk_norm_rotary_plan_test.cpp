@@ -120,6 +120,9 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
                 const int n = planned.heads_per_thread;
                 EXPECT_TRUE(has_norm_kernel(shape.element_size, shape.pairing, shape.over, n, planned.needs_lookup));
                 EXPECT_TRUE(planned.needs_lookup || !shape.needs_lookup);
+                if (shape.element_size == 2 && shape.pairing == Pairing::halves) {
+                    EXPECT_EQ(planned.needs_lookup, shape.needs_lookup);
+                }
                 const int fewest = (max_heads + n - 1) / n;
                 const bool over_all = shape.over == NormOver::all_heads;
                 for (const auto& [heads, groups] :
