@@ -89,7 +89,8 @@ int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape) {
         return block_holds_row(shape, 2) && (max_heads(shape) <= 2 || threads < threads_for_four) ? 2 : 4;
     }
     if (threads < threads_for_two && lanes_per_head(shape, 1) > 0) return 1;
-    return max_heads(shape) > 2 && threads >= threads_for_eight ? 8 : 2;
+    const bool has_eight = max_heads(shape) > 2 && has_kernel(shape, 8, shape.needs_lookup, shape.has_float8());
+    return has_eight && threads >= threads_for_eight ? 8 : 2;
 }
 
 // Threads of a block that takes one row component by component. That is latency-bound: in a large launch a head gets

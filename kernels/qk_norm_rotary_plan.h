@@ -53,8 +53,8 @@ constexpr int norm_min_blocks_per_sm(NormOver over, int heads_per_thread, bool n
 inline constexpr int norm_heads_per_thread_with_lookup = 2;
 
 // Whether a kernel that holds heads in registers is instantiated. All combinations would be 238 kernels of the norm
-// ops, these are 97. Models norm 16-bit heads whose pairs are halves; other heads have one kernel, with a lookup, which
-// runs calls without one, too, and two passes where there is none.
+// ops, these are 101. Models norm 16-bit heads whose pairs are halves; other heads have one kernel, with a lookup,
+// which runs calls without one, too, and two passes where there is none.
 constexpr bool has_norm_kernel(int element_size, Pairing pairing, NormOver over, int heads_per_thread,
                                bool needs_lookup) {
     const bool over_head = over == NormOver::head;

@@ -95,13 +95,13 @@ bool fits_registers(const QkNormRotaryAndCacheShape& shape, int vector_bytes) {
            shape.head_dim / (2 * vector) <= warp;
 }
 
-// With so many heads per thread, for all calls of the shape.
-bool has_general_kernel(const QkNormRotaryAndCacheShape& shape, int heads_per_thread) {
-    const auto exists = [&](bool has_float8) {
-        return has_norm_and_cache_kernel(shape.element_size, shape.pairing, shape.over, heads_per_thread,
-                                         /*needs_lookup=*/true, has_float8);
+// With so many heads per thread: one for such calls only, or for others, too.
+bool has_kernel(const QkNormRotaryAndCacheShape& shape, int heads_per_thread) {
+    const auto exists = [&](bool needs_lookup, bool has_float8) {
+        return has_norm_and_cache_kernel(shape.element_size, shape.pairing, shape.over, heads_per_thread, needs_lookup,
+                                         has_float8);
     };
-    return exists(true) || (!shape.has_float8() && exists(false));
+    return exists(shape.needs_lookup, shape.has_float8()) || exists(true, shape.has_float8()) || exists(true, true);
 }
 
 TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
@@ -123,8 +123,8 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
             if (over_head) {
                 // Threads of one head take half vectors, and have one table for all heads.
                 EXPECT_EQ(planned.in_registers,
-                          (has_general_kernel(shape, 2) && fits_registers(shape, 16)) ||
-                              (has_general_kernel(shape, 1) && fits_registers(shape, 8) && !shape.is_per_head()));
+                          (has_kernel(shape, 2) && fits_registers(shape, 16)) ||
+                              (has_kernel(shape, 1) && fits_registers(shape, 8) && !shape.is_per_head()));
             }
             if (planned.in_registers) {
                 EXPECT_TRUE(fits_registers(shape, planned.vector * shape.element_size));
@@ -210,7 +210,7 @@ TEST(Plan, RunsHeadsOfNoKnownModelByOneKernel) {
         shape.element_size = element_size;
         shape.pairing = pairing;
         for (const bool rounds_q : {false, true}) {
-            for (const int64_t tokens : {1, 131072}) {
+            for (const int64_t tokens : {1024, 131072}) {
                 shape.tokens = tokens;
                 shape.rounds_q = rounds_q;
                 const QkNormRotaryAndCachePlan planned = plan(shape, h200);
@@ -219,6 +219,18 @@ TEST(Plan, RunsHeadsOfNoKnownModelByOneKernel) {
                 EXPECT_EQ(planned.has_float8, element_size == 2);
             }
         }
+    }
+}
+
+TEST(Plan, GivesThreadsOfSmallLaunchesOneInterleavedHead) {
+    QkNormRotaryAndCacheShape shape = qwen3_shape(64);
+    shape.pairing = Pairing::interleaved;
+    for (const bool rounds_cache : {false, true}) {
+        shape.rounds_cache = rounds_cache;
+        const QkNormRotaryAndCachePlan planned = plan(shape, h200);
+        EXPECT_TRUE(planned.in_registers && !planned.needs_lookup);
+        EXPECT_EQ(planned.heads_per_thread, 1);
+        EXPECT_EQ(planned.has_float8, rounds_cache);
     }
 }
 
