@@ -349,7 +349,7 @@ private:
         const size_t copy = add_copy(timing, geometry);
         const QkNormRotaryShape shape = shape_of(norm_args(0));
         std::vector<std::pair<int, size_t>> timed;
-        for (const int heads : over == NormOver::head ? std::vector{1, 2, 4, 8} : std::vector{2, 4}) {
+        for (const int heads : over == NormOver::head ? std::vector{1, 2, 8} : std::vector{2, 4}) {
             const QkNormRotaryPlan forced = plan_with(shape, device_, heads);
             timed.emplace_back(heads, timing.add(geometry.sets(), [&](int i, cudaStream_t stream) {
                 qk_norm_rotary_cuda(norm_args(i), forced, stream);

@@ -17,7 +17,7 @@ void qk_norm_rotary_cuda(const QkNormRotaryArgs& args, const QkNormRotaryPlan& p
         for_each_launch(args.rotary, plan.tokens_per_launch, [&](const RotaryArgs& rotary) {
             QkNormRotaryArgs part = args;
             part.rotary = rotary;
-            launch_qk_norm_rotary<decltype(element)>(part, plan, shape.needs_lookup, stream);
+            launch_qk_norm_rotary<decltype(element)>(part, plan, stream);
         });
     });
 }

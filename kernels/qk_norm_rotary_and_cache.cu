@@ -5,16 +5,15 @@
 namespace mrrope {
 namespace {
 
-// The kernel that only rotates leaves the tail of q in place, and does not read it. It is faster with a table index,
-// too (64 tokens of 32/8 heads take 2.65 us on an H200, not 2.82), and where heads are not made of vectors (8192 tokens
-// of heads of 100 take 205 us, not 480). Elsewhere this one is faster: 64 tokens take 2.23 us, not 2.50. Kernels over
-// all heads sum rows, which without norms is for nothing.
+// The kernel that only rotates leaves the tail of q in place, and does not read it. It is faster with a lookup, too (64
+// tokens of 32/8 heads take 2.65 us on an H200, not 2.82), and where heads are not made of vectors (8192 tokens of
+// heads of 100 take 205 us, not 480). Elsewhere this one is faster: 64 tokens take 2.23 us, not 2.50. Kernels over all
+// heads sum rows, which without norms is for nothing.
 bool is_faster_by_rotary_kernel(const QkNormRotaryAndCacheArgs& args, const QkNormRotaryAndCachePlan& plan) {
     const RotaryArgs& rotary = args.rotary;
     const bool only_rotates = args.q_weight == nullptr && args.k_weight == nullptr && args.gate.heads == 0 &&
                               !is_float8(args.q_stored_as) && rotary.positions.row_of_pair == nullptr;
-    const bool has_tables = rotary.choice.count > 1 || rotary.choice.is_per_head();
-    return only_rotates && (has_tables || rotary.rotary_dim < rotary.head_dim || !plan.in_registers ||
+    return only_rotates && (plan.needs_lookup || rotary.rotary_dim < rotary.head_dim || !plan.in_registers ||
                             args.over == NormOver::all_heads);
 }
 

@@ -15,6 +15,7 @@
 #include "qk_norm_rotary_and_cache_plan.h"
 #include "qk_norm_rotary_and_cache_rotations.cuh"
 #include "qk_norm_rotary_and_cache_row_kernel.cuh"
+#include "with_constant.h"
 
 namespace mrrope {
 
@@ -289,11 +290,11 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
         // Over all heads a block has one token, and one table unless there are several head tables: its threads share
         // cos/sin through shared memory. 64 tokens of 32/32 heads take 3.4 us on an H200, not 3.7.
         const bool shares_cos_sin = !over_head && (!needs_lookup || args.choice.heads == 1);
-        __shared__ std::conditional_t<over_head, std::monostate, SharedCosSin<Real, Vector>> shared_cos_sin;
+        __shared__ std::conditional_t<over_head, std::monostate, SharedCosSin<Element, Vector>> shared_cos_sin;
         CosSin<Real> by[Vector];
         if (shares_cos_sin) {
             if constexpr (!over_head) {
-                typename SharedCosSin<Real, Vector>::template Share<pairing, needs_lookup> share;
+                typename SharedCosSin<Element, Vector>::template Share<needs_lookup> share;
                 // First in small launches, which are bound by latency. A lookup would be waited for.
                 constexpr bool loads_angles_first = HeadsPerThread <= 2 && !needs_lookup;
                 if constexpr (loads_angles_first) share.load(args, place.batch, place.token);
@@ -305,7 +306,7 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
         } else {
             // Issued first, since loads return in issue order. With a lookup, after the heads: the compiler waits for
             // a token's table and positions as soon as it can, and would load the heads after that.
-            LaneAngles<Lane, Vector, needs_lookup> angles;
+            LaneAngles<Element, Lane, Vector, needs_lookup> angles;
             const auto load_angles = [&] { angles.load(args, lane, place.batch, place.token, heads.table); };
             angles.load_index(args, place.batch, place.token);
             if constexpr (!needs_lookup) load_angles();
@@ -317,20 +318,15 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
             }
             angles.compute(by, lane, Real(1));
         }
-        Real query_factors[HeadsPerThread];
+        QueryFactors<Real, HeadsPerThread> query_factors;
         const bool has_query_factors =
             may_have_head_tables && place.kind == HeadKind::query && args.choice.query_factors != nullptr;
         if (has_query_factors) {
-            const int64_t offset_of_table = table_offset(args.choice, place.batch, place.token);
-            CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < HeadsPerThread; ++j) {
-                query_factors[j] = has_head(j)
-                                       ? query_factor<Real>(args.choice, offset_of_table, /*is_q=*/true, heads.head(j))
-                                       : Real(1);
-            }
+            query_factors.load(args.choice, table_offset(args.choice, place.batch, place.token),
+                               [&](int j) { return has_head(j) ? heads.head(j) : -1; });
         }
         const auto scale_query = [&](int j, Wide& wide) {
-            if (has_query_factors && lane.rotates()) wide.scale(query_factors[j]);
+            if (has_query_factors && lane.rotates()) wide.scale(query_factors.of_head[j]);
         };
         pdl_trigger();
 
@@ -375,61 +371,31 @@ __global__ void __launch_bounds__(norm_and_cache_max_block_threads(over, HeadsPe
     }
 }
 
-template <class Element, Pairing pairing, bool has_float8>
-auto store_kernel(const QkNormRotaryAndCachePlan& plan, NormOver over, bool needs_lookup) {
-    constexpr NormOver head = NormOver::head;
-    constexpr NormOver all_heads = NormOver::all_heads;
-    const auto plan_is = [&](NormOver plan_over, int heads_per_thread, bool lookup) {
-        return over == plan_over && plan.heads_per_thread == heads_per_thread && needs_lookup == lookup;
+template <class Element>
+auto store_kernel(const QkNormRotaryAndCacheArgs& args, const QkNormRotaryAndCachePlan& plan) {
+    using Kernel = PdlKernel<QkNormRotaryAndCacheLaunch<RealOf<Element>>>;
+    if (!plan.in_registers) return Kernel{pdl_kernel<qk_norm_rotary_and_cache_row_kernel<Element>>};
+    const auto kernel_of = [&]<Pairing pairing, NormOver over, int heads_per_thread, bool needs_lookup> {
+        return with_constant<false, true>(plan.has_float8, [&]<bool has_float8> {
+            return with_constant<0, 8>(plan.fixed_lanes, [&]<int fixed_lanes>() -> Kernel {
+                if constexpr (has_norm_and_cache_kernel(sizeof(Element), pairing, over, heads_per_thread, needs_lookup,
+                                                        has_float8, fixed_lanes)) {
+                    return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, heads_per_thread, pairing, over,
+                                                                      needs_lookup, has_float8, fixed_lanes>>;
+                }
+                throw std::logic_error("mrrope: no kernel norms and caches by this plan");
+            });
+        });
     };
-    if (plan_is(head, 1, false)) {
-        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 1, pairing, head, false, has_float8>>;
-    }
-    if (plan_is(head, 2, false)) {
-        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 2, pairing, head, false, has_float8>>;
-    }
-    if constexpr (sizeof(Element) == 2) {
-        if (plan_is(head, 8, false) && plan.fixed_lanes == 8) {
-            return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 8, pairing, head, false, has_float8, 8>>;
-        }
-    }
-    if (plan_is(head, 8, false)) {
-        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 8, pairing, head, false, has_float8>>;
-    }
-    if (plan_is(head, 1, true)) {
-        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 1, pairing, head, true, has_float8>>;
-    }
-    if (plan_is(head, 2, true)) {
-        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 2, pairing, head, true, has_float8>>;
-    }
-    if (plan_is(head, 8, true)) {
-        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 8, pairing, head, true, has_float8>>;
-    }
-    if (plan_is(all_heads, 1, false)) {
-        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 1, pairing, all_heads, false, has_float8>>;
-    }
-    if (plan_is(all_heads, 2, false)) {
-        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 2, pairing, all_heads, false, has_float8>>;
-    }
-    if (plan_is(all_heads, 4, false)) {
-        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 4, pairing, all_heads, false, has_float8>>;
-    }
-    if (plan_is(all_heads, 2, true)) {
-        return pdl_kernel<qk_norm_rotary_and_cache_kernel<Element, 2, pairing, all_heads, true, has_float8>>;
-    }
-    throw std::logic_error("mrrope: no kernel norms and caches that many heads a thread");
-}
-
-template <class Element, Pairing pairing>
-auto store_kernel(const QkNormRotaryAndCacheArgs& args, const QkNormRotaryAndCachePlan& plan, bool needs_lookup) {
-    if constexpr (sizeof(Element) <= 4) {
-        if (plan.in_registers) {
-            const bool has_float8 = is_float8(args.q_stored_as) || is_float8(args.cached_as);
-            return has_float8 ? store_kernel<Element, pairing, true>(plan, args.over, needs_lookup)
-                              : store_kernel<Element, pairing, false>(plan, args.over, needs_lookup);
-        }
-    }
-    return pdl_kernel<qk_norm_rotary_and_cache_row_kernel<Element, pairing>>;
+    return with_constant<Pairing::halves, Pairing::interleaved>(args.rotary.pairing, [&]<Pairing pairing> {
+        return with_constant<NormOver::head, NormOver::all_heads>(args.over, [&]<NormOver over> {
+            return with_constant<1, 2, 4, 8>(plan.heads_per_thread, [&]<int heads_per_thread> {
+                return with_constant<false, true>(plan.needs_lookup, [&]<bool needs_lookup> {
+                    return kernel_of.template operator()<pairing, over, heads_per_thread, needs_lookup>();
+                });
+            });
+        });
+    });
 }
 
 template <class Real>
@@ -458,22 +424,18 @@ void launch_qk_norm_rotary_and_cache(const QkNormRotaryAndCacheArgs& args, const
                                      cudaStream_t stream) {
     using Real = RealOf<Element>;
     const auto blocks = static_cast<int>(blocks_of(plan, args.rotary.batch * args.rotary.tokens));
-    const QkNormRotaryAndCacheShape shape = shape_of(args);
     QkNormRotaryAndCacheLaunch<Real> launch{
         .args = args,
         .kinds = {},
         .eps = static_cast<Real>(args.eps),
         .weight_offset = static_cast<Real>(args.weight_offset),
-        .map = QkNormRotaryAndCacheMap<cutlass::FastDivmod>::of(plan, shape),
+        .map = QkNormRotaryAndCacheMap<cutlass::FastDivmod>::of(plan, shape_of(args)),
         .block_size = cutlass::FastDivmod(static_cast<int>(std::max<int64_t>(1, args.slots.block_size))),
         .slots = static_cast<uint32_t>(args.slots.count()),
     };
     if (is_float8(args.q_stored_as)) launch.q_range = Float8Range::of(args.q_stored_as);
     fill_kinds(launch.kinds, args);
-    const auto kernel = args.rotary.pairing == Pairing::halves
-                            ? store_kernel<Element, Pairing::halves>(args, plan, shape.needs_lookup)
-                            : store_kernel<Element, Pairing::interleaved>(args, plan, shape.needs_lookup);
-    launch_with_pdl(kernel, dim3(blocks), plan.block_threads, stream, launch);
+    launch_with_pdl(store_kernel<Element>(args, plan), dim3(blocks), plan.block_threads, stream, launch);
 }
 
 extern template void launch_qk_norm_rotary_and_cache<double>(const QkNormRotaryAndCacheArgs&,

@@ -22,9 +22,17 @@ bool starts_aligned(const void* weights) {
     return reinterpret_cast<int64_t>(weights) % access_bytes == 0;
 }
 
+// Whether there is a kernel for the shape.
+bool has_kernel(const QkNormRotaryAndCacheShape& shape, int heads_per_thread, bool needs_lookup, bool has_float8,
+                int fixed_lanes = 0) {
+    // Heads of one thread have one table.
+    if (shape.is_per_head() && heads_per_thread != norm_heads_per_thread_with_lookup) return false;
+    return has_norm_and_cache_kernel(shape.element_size, shape.pairing, shape.over, heads_per_thread, needs_lookup,
+                                     has_float8, fixed_lanes);
+}
+
 // Lanes per head where it is made of whole vectors, two per lane, and a warp can hold it; else 0.
 int lanes_per_head(const QkNormRotaryAndCacheShape& shape, int heads_per_thread) {
-    if (shape.element_size > 4) return 0;  // float64 serves tests, where speed does not matter
     const int vector = norm_and_cache_vector(shape.element_size, heads_per_thread);
     const bool fits = shape.aligned && shape.rotary_dim / 2 % vector == 0 && shape.head_dim % (2 * vector) == 0;
     const int lanes = shape.head_dim / (2 * vector);
@@ -69,19 +77,20 @@ bool block_holds_row(const QkNormRotaryAndCacheShape& shape, int heads_per_threa
 //       8192                        109  [105]       108  [102]         98.5
 int choose_heads_per_thread(const QkNormRotaryAndCacheShape& shape) {
     constexpr int64_t threads_for_two = 1 << 16;
-    const int64_t threads_for_eight = shape.rounds_cache_only ? 3 << 18 : 3 << 17;
+    const bool rounds_cache_only = shape.rounds_cache && !shape.rounds_q;
+    const int64_t threads_for_eight = rounds_cache_only ? 3 << 18 : 3 << 17;
     constexpr int64_t threads_for_four = 1 << 21;  // over all heads
-    if (shape.is_per_head()) return norm_heads_per_thread_with_lookup;
+    if (!has_kernel(shape, 1, shape.needs_lookup, shape.has_float8())) return norm_heads_per_thread_with_lookup;
     const int64_t heads = shape.q_heads + 2 * shape.kv_heads + shape.gate_heads;
     const int lanes = lanes_per_head(shape, 2);  // none where only half vectors fit, as in heads of 120
     const int64_t threads = shape.batch * shape.tokens * heads * lanes;
     if (shape.over == NormOver::all_heads) {
-        if (shape.needs_lookup) return norm_heads_per_thread_with_lookup;
         if (threads < threads_for_two && block_holds_row(shape, 1)) return 1;
         return block_holds_row(shape, 2) && (max_heads(shape) <= 2 || threads < threads_for_four) ? 2 : 4;
     }
     if (threads < threads_for_two && lanes_per_head(shape, 1) > 0) return 1;
-    return max_heads(shape) > 2 && threads >= threads_for_eight ? 8 : 2;
+    const bool has_eight = max_heads(shape) > 2 && has_kernel(shape, 8, shape.needs_lookup, shape.has_float8());
+    return has_eight && threads >= threads_for_eight ? 8 : 2;
 }
 
 // Threads of a block that takes one row component by component. That is latency-bound: in a large launch a head gets
@@ -121,6 +130,7 @@ QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args) {
             .head_dim = rotary.head_dim,
             .rotary_dim = rotary.rotary_dim,
             .element_size = element_size,
+            .pairing = rotary.pairing,
             .over = args.over,
             .aligned = rotary.positions.rows <= max_rows_with_vectors &&
                        starts_aligned(rotary.q, element_size, size_of(args.q_stored_as, rotary.dtype)) &&
@@ -131,7 +141,8 @@ QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args) {
             .needs_lookup =
                 rotary.positions.row_of_pair != nullptr || rotary.choice.count > 1 || rotary.choice.is_per_head(),
             .computes_q_scale = args.q_scale_out != nullptr,
-            .rounds_cache_only = is_float8(args.cached_as) && !is_float8(args.q_stored_as),
+            .rounds_q = is_float8(args.q_stored_as),
+            .rounds_cache = is_float8(args.cached_as),
             .table_heads = rotary.choice.heads,
             .has_query_factors = rotary.choice.query_factors != nullptr};
 }
@@ -147,10 +158,18 @@ QkNormRotaryAndCachePlan plan(const QkNormRotaryAndCacheShape& shape, const Devi
 // Independent of the device so far: the thresholds are those of an H200.
 QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const Device&, int heads_per_thread) {
     QkNormRotaryAndCachePlan plan;
-    const int lanes = lanes_per_head(shape, heads_per_thread);
     const bool over_head = shape.over == NormOver::head;
-    if (over_head ? lanes > 0 : block_holds_row(shape, heads_per_thread)) {
+    const auto fits = [&] {
+        return over_head ? lanes_per_head(shape, heads_per_thread) > 0 : block_holds_row(shape, heads_per_thread);
+    };
+    const auto exists = [&](auto... options) { return has_kernel(shape, heads_per_thread, options...); };
+    const bool needs_lookup = shape.needs_lookup || !exists(false, shape.has_float8());
+    const bool has_float8 = shape.has_float8() || !exists(needs_lookup, false);
+    if (exists(needs_lookup, has_float8) && fits()) {
+        const int lanes = lanes_per_head(shape, heads_per_thread);
         plan.in_registers = true;
+        plan.needs_lookup = needs_lookup;
+        plan.has_float8 = has_float8;
         plan.vector = norm_and_cache_vector(shape.element_size, heads_per_thread);
         plan.lanes = lanes;
         plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
@@ -165,8 +184,7 @@ QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const
             plan.block_threads = static_cast<int>(std::min<int64_t>(threads, norm_block_threads));
             plan.tokens_per_block = plan.block_threads / plan.team;
             if (heads_per_thread == 8) {
-                const bool is_fixed =
-                    !shape.needs_lookup && lanes == 8 && shape.rotary_dim == shape.head_dim && shape.element_size == 2;
+                const bool is_fixed = shape.rotary_dim == shape.head_dim && exists(needs_lookup, has_float8, lanes);
                 plan.fixed_lanes = is_fixed ? lanes : 0;
                 plan.q_sharers_log2 = sharers_log2(plan.groups.queries, plan);
                 plan.k_sharers_log2 = sharers_log2(plan.groups.keys, plan);

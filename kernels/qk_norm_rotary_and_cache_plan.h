@@ -19,18 +19,39 @@ struct QkNormRotaryAndCacheShape {
     int head_dim = 0;
     int rotary_dim = 0;
     int element_size = 0;
+    Pairing pairing = Pairing::halves;
     NormOver over = NormOver::head;
-    bool aligned = false;            // every vector is aligned to its size; not with too many rows for vectors
-    bool needs_lookup = false;       // several tables, or several positions per token
-    bool computes_q_scale = false;   // a scale per token and head of q
-    bool rounds_cache_only = false;  // k and v are stored as float8, q is not
-    int table_heads = 1;             // TableChoice::heads
+    bool aligned = false;           // every vector is aligned to its size; not with too many rows for vectors
+    bool needs_lookup = false;      // several tables, or several positions per token
+    bool computes_q_scale = false;  // a scale per token and head of q
+    bool rounds_q = false;          // to float8
+    bool rounds_cache = false;      // k and v, to float8
+    int table_heads = 1;            // TableChoice::heads
     bool has_query_factors = false;
 
     bool is_per_head() const { return table_heads > 1 || has_query_factors; }
+    bool has_float8() const { return rounds_q || rounds_cache; }
 };
 
 QkNormRotaryAndCacheShape shape_of(const QkNormRotaryAndCacheArgs& args);
+
+// As has_norm_kernel. A kernel that rounds heads to float8 runs other calls, too, so interleaved heads have that one.
+// They also have those of small launches: models rotate and cache interleaved heads without norms, and 64 tokens take
+// 2.23 us on an H200, by rotary_and_cache_kernel 2.50. fixed_lanes: as in QkNormRotaryAndCachePlan.
+constexpr bool has_norm_and_cache_kernel(int element_size, Pairing pairing, NormOver over, int heads_per_thread,
+                                         bool needs_lookup, bool has_float8, int fixed_lanes = 0) {
+    const bool over_head = over == NormOver::head;
+    const bool is_common = element_size == 2 && pairing == Pairing::halves;
+    if (fixed_lanes > 0) return fixed_lanes == 8 && is_common && over_head && heads_per_thread == 8 && !needs_lookup;
+    if (!is_common) {
+        const bool is_general = over_head && needs_lookup && heads_per_thread == norm_heads_per_thread_with_lookup;
+        if (element_size == 4) return is_general && pairing == Pairing::halves && !has_float8;
+        const bool is_small = over_head && !needs_lookup && heads_per_thread == 1;
+        return element_size == 2 && (is_small || (is_general && has_float8));
+    }
+    if (over_head) return heads_per_thread == 1 || heads_per_thread == 2 || heads_per_thread == 8;
+    return heads_per_thread == 2 || (!needs_lookup && (heads_per_thread == 1 || heads_per_thread == 4));
+}
 
 // Minimum blocks per SM for __launch_bounds__: as many as nothing spills with. The same code needs more registers
 // before sm_90, where float8 is rounded by integer arithmetic.
@@ -69,6 +90,8 @@ constexpr int norm_and_cache_vector(int element_size, int heads_per_thread) {
 // Those of v and the gate are neither normed nor rotated; a thread has heads of one kind.
 struct QkNormRotaryAndCachePlan {
     bool in_registers = false;
+    bool needs_lookup = false;  // of the kernel, as has_float8
+    bool has_float8 = false;
     int vector = 1;  // components per load: norm_and_cache_vector
     int lanes = 1;
     int team = 1;  // threads that reduce a head: a power of two
@@ -87,8 +110,8 @@ struct QkNormRotaryAndCachePlan {
 
 QkNormRotaryAndCachePlan plan(const QkNormRotaryAndCacheShape& shape, const Device& device);
 
-// plan() with a given maximum of heads per thread: 1, 2 or 8; over all heads 1, 2 or 4, with a lookup 2; with head
-// tables 2. Heads that are not made of such vectors, or that no warp can hold, go component by component.
+// plan() with a given maximum of heads per thread. Component by component where no kernel has as many, as with 0, and
+// heads that are not made of such vectors, or that no warp can hold.
 QkNormRotaryAndCachePlan plan_with(const QkNormRotaryAndCacheShape& shape, const Device& device, int heads_per_thread);
 
 // qk_norm_rotary_and_cache_cuda by a given plan.

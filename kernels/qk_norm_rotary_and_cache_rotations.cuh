@@ -58,10 +58,9 @@ struct WarpRotations {
                 if constexpr (needs_lookup) {
                     position = load_position(args.positions, loaded[j].row, place.batch, place.token);
                 }
-                const uint64_t phase = phase_of(lane.rotates() ? position : 0, loaded[j].step);
-                of[i + j * place.sharers][column] =
-                    WeightedRotation<Real>(loaded[j].first_weight + offset, loaded[j].second_weight + offset,
-                                           scaled_cos_sin(phase, gain, Real(1)));
+                of[i + j * place.sharers][column] = WeightedRotation<Real>(
+                    loaded[j].first_weight + offset, loaded[j].second_weight + offset,
+                    cos_sin_at<Element>(lane.rotates() ? position : 0, loaded[j].step, gain, Real(1)));
             }
             const int next = i + at_once * place.sharers;
             if (next >= Vector) break;

@@ -9,9 +9,9 @@
 
 namespace mrrope {
 
-// Any shape, component by component: a block takes one row, and reads it to write it, before that for its mean square,
-// where it has a norm, and for the scales of float8 that it computes.
-template <class Element, Pairing pairing>
+// Any shape and pairing, component by component: a block takes one row, and reads it to write it, before that for its
+// mean square, where it has a norm, and for the scales of float8 that it computes.
+template <class Element>
 class RowOfHeads {
     using Real = RealOf<Element>;
     using Launch = QkNormRotaryAndCacheLaunch<Real>;
@@ -67,20 +67,12 @@ private:
     template <class F>
     __device__ void each_result(int head, F&& f) const {
         const int half = rotates_ ? args_.rotary_dim / 2 : 0;
-        const int heads_per_table = of_.view.heads / args_.choice.heads;
-        const Real factor = query_factor<Real>(args_.choice, table_offset(args_.choice, row_.batch, row_.token),
-                                               row_.kind == HeadKind::query, head);
         CUTLASS_PRAGMA_NO_UNROLL
         for (int pair = threadIdx.x; pair < half; pair += static_cast<int>(blockDim.x)) {
-            const WholeHeadLayout<pairing, 1> lane(pair, half);
-            LaneAngles<WholeHeadLayout<pairing, 1>, 1, true> angles;
-            const int table_head = head / heads_per_table;
-            angles.load_index(args_, row_.batch, row_.token);
-            angles.load(args_, lane, row_.batch, row_.token, table_head);
-            CosSin<Real> by[1];
-            angles.compute(by, lane, Real(1));
-            const Pair<Real> rotated =
-                scaled(rotate<Real>({normed(head, lane.first()), normed(head, lane.second())}, by[0]), factor);
+            const RowPair lane{args_.pairing, pair, half};
+            const Pair<Real> rotated = rotated_pair<Element>(
+                args_, lane, {normed(head, lane.first()), normed(head, lane.second())},
+                /*is_q=*/row_.kind == HeadKind::query, of_.view.heads, row_.batch, row_.token, head, Real(1));
             f(lane.first(), rotated.first);
             f(lane.second(), rotated.second);
         }
@@ -134,13 +126,13 @@ private:
     Real scale_ = 1;
 };
 
-template <class Element, Pairing pairing>
+template <class Element>
 __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_per_sm)
     qk_norm_rotary_and_cache_row_kernel(const __grid_constant__ QkNormRotaryAndCacheLaunch<RealOf<Element>> launch) {
     const StoreRow row = launch.map.row(blockIdx.x);
     pdl_wait();
     pdl_trigger();
-    RowOfHeads<Element, pairing>(launch, row).store();
+    RowOfHeads<Element>(launch, row).store();
 }
 
 }  // namespace mrrope

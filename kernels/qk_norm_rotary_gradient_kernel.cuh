@@ -13,6 +13,7 @@
 #include "head_split.h"
 #include "qk_norm_rotary_map.h"
 #include "qk_norm_rotary_plan.h"
+#include "with_constant.h"
 
 // With r the inverse root mean square of x, w the weights and v the gradient rotated back:
 //     dx = r * (v * w) - x * r^3 * mean(v * w * x)    and    dw = x * r * v, summed.
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
         steps.load(args.table, lane);
         if (lane.rotates()) gain = static_cast<Real>(factor_of(args.table[args.rotary_dim / 2]));
     }
-    LaneAngles<Lane, Vector, true> angles;
+    LaneAngles<Element, Lane, Vector, true> angles;
     const auto load_angles = [&] {
         if constexpr (keeps_steps) {
             if (row.active && lane.rotates()) position = load_position(args.positions, 0, row.batch, row.token);
@@ -147,11 +148,11 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
     };
     if (over_head && first_row < thread.rows) load_angles();
     // Shared cos/sin: the next row's are computed while this row's are in use.
-    __shared__ std::conditional_t<shares_cos_sin, SharedCosSin<Real, Vector>, std::monostate> shared_cos_sin[2];
+    __shared__ std::conditional_t<shares_cos_sin, SharedCosSin<Element, Vector>, std::monostate> shared_cos_sin[2];
     [[maybe_unused]] int current = 0;
     const auto share_cos_sin = [&](int number) {
         if constexpr (shares_cos_sin) {
-            shared_cos_sin[number].template compute<pairing, needs_lookup>(args, row.batch, row.token, direction);
+            shared_cos_sin[number].template compute<needs_lookup>(args, row.batch, row.token, direction);
         }
     };
     if constexpr (shares_cos_sin) {
@@ -192,21 +193,17 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
             }
         } else if constexpr (keeps_steps) {
             CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < Vector; ++i) by[i] = scaled_cos_sin(phase_of(position, steps[i]), gain, direction);
+            for (int i = 0; i < Vector; ++i) by[i] = cos_sin_at<Element>(position, steps[i], gain, direction);
         } else {
             angles.load_positions(args, lane, row.batch, row.token, heads.table);  // ahead, they would spill
             angles.compute(by, lane, direction);
         }
-        Real query_factors[HeadsPerThread];
+        QueryFactors<Real, HeadsPerThread> query_factors;
         const bool has_query_factors =
             needs_lookup && !shares_cos_sin && view.is_q && args.choice.query_factors != nullptr;
         if (has_query_factors) {
-            const int64_t offset_of_table = table_offset(args.choice, row.batch, row.token);
-            CUTLASS_PRAGMA_UNROLL
-            for (int j = 0; j < HeadsPerThread; ++j) {
-                query_factors[j] =
-                    has_head(j) ? query_factor<Real>(args.choice, offset_of_table, view.is_q, heads.head(j)) : Real(1);
-            }
+            query_factors.load(args.choice, table_offset(args.choice, row.batch, row.token),
+                               [&](int j) { return has_head(j) ? heads.head(j) : -1; });
         }
         Element* out = view.out + offset_of(view.out_strides, row.batch, row.token, heads.first);
         const int heads_left = row.active ? heads.end - heads.first : 0;  // heads.step is the same in every row
@@ -229,7 +226,7 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
         for (int j = 0; j < HeadsPerThread; ++j) {
             rotated[j] = output_gradient[j].widened();
             rotated[j].template rotate<Lane::crosses_vectors>(by);
-            if (has_query_factors && lane.rotates()) rotated[j].scale(query_factors[j]);
+            if (has_query_factors && lane.rotates()) rotated[j].scale(query_factors.of_head[j]);
             const Wide wide = x[j].widened();
             const Wide weight = weight_of(j);
             Wide weighted;
@@ -305,9 +302,9 @@ __global__ void __launch_bounds__(norm_gradient_threads_per_sm(over, shares_cos_
     }
 }
 
-// Any shape, in two passes over each of a block's rows. A component always belongs to the same thread, so the weight
-// sums need no atomics.
-template <class Element, Pairing pairing>
+// Any shape and pairing, in two passes over each of a block's rows. A component always belongs to the same thread, so
+// the weight sums need no atomics.
+template <class Element>
 __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_per_sm)
     qk_norm_rotary_gradient_row_kernel(const __grid_constant__ QkNormRotaryGradientLaunch<RealOf<Element>> launch) {
     using Real = RealOf<Element>;
@@ -318,7 +315,6 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     const int heads = over_head ? 1 : view.heads;
     const int64_t rows = static_cast<int64_t>(launch.map.all_tokens) * (over_head ? view.heads : 1);
     const int half = args.rotary_dim / 2;
-    const int heads_per_table = view.heads / args.choice.heads;
     const int tail = args.head_dim - args.rotary_dim;
     const Real direction = args.conjugate ? Real(1) : Real(-1);
     pdl_wait();
@@ -330,7 +326,6 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     }
     for (int64_t row = mine.block.block; row < rows; row += mine.block.blocks) {
         const auto [batch, token, is_q, first_head] = launch.map.row(mine.block, row);
-        const int64_t offset_of_table = table_offset(args.choice, batch, token);
         const Element* in = view.in + offset_of(view.in_strides, batch, token, first_head);
         const Element* output_gradient = mine.gradient + offset_of(mine.gradient_strides, batch, token, first_head);
         Element* out = view.out + offset_of(view.out_strides, batch, token, first_head);
@@ -341,16 +336,10 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
                 return static_cast<Real>(output_gradient[head * mine.gradient_strides.head + at]);
             };
             for_each_row_pair(threadIdx.x, heads, half, [&](int head, int pair) {
-                const WholeHeadLayout<pairing, 1> lane(pair, half);
-                LaneAngles<WholeHeadLayout<pairing, 1>, 1, true> angles;
-                const int table_head = (first_head + head) / heads_per_table;
-                angles.load_index(args, batch, token);
-                angles.load(args, lane, batch, token, table_head);
-                CosSin<Real> by[1];
-                angles.compute(by, lane, direction);
-                const Real factor = query_factor<Real>(args.choice, offset_of_table, is_q, first_head + head);
-                const Pair<Real> v = scaled(
-                    rotate<Real>({gradient_at(head, lane.first()), gradient_at(head, lane.second())}, by[0]), factor);
+                const RowPair lane{args.pairing, pair, half};
+                const Pair<Real> v = rotated_pair<Element>(
+                    args, lane, {gradient_at(head, lane.first()), gradient_at(head, lane.second())}, view.is_q,
+                    view.heads, batch, token, first_head + head, direction);
                 f(head, lane.first(), v.first);
                 f(head, lane.second(), v.second);
             });
@@ -433,26 +422,29 @@ void launch_weight_sums(const QkNormRotaryGradientArgs& args, const WeightSumRow
     if (args.call.over == NormOver::head) {
         launch_in_blocks_of.template operator()<column_sum_block_threads>();
     } else {
-        launch_in_blocks_of.template operator()<many_column_sum_block_threads>();
+        constexpr bool is_16_bit = sizeof(Element) == 2;  // others have one kernel
+        launch_in_blocks_of.template operator()<is_16_bit ? many_column_sum_block_threads : column_sum_block_threads>();
     }
 }
 
-template <class Element, Pairing pairing>
-auto norm_gradient_kernel(const QkNormRotaryGradientPlan& plan, NormOver over, bool needs_lookup) {
-    if constexpr (sizeof(Element) <= 4) {
-        if (plan.in_registers && over == NormOver::head) {
-            return needs_lookup
-                       ? pdl_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::head, false, true>>
-                       : pdl_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::head, false, false>>;
-        }
-        if (plan.in_registers && plan.shares_cos_sin) {
-            return pdl_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::all_heads, true, true>>;
-        }
-        if (plan.in_registers) {
-            return pdl_kernel<qk_norm_rotary_gradient_kernel<Element, pairing, NormOver::all_heads, false, true>>;
-        }
-    }
-    return pdl_kernel<qk_norm_rotary_gradient_row_kernel<Element, pairing>>;
+template <class Element>
+auto norm_gradient_kernel(const QkNormRotaryArgs& args, const QkNormRotaryGradientPlan& plan) {
+    using Kernel = PdlKernel<QkNormRotaryGradientLaunch<RealOf<Element>>>;
+    if (!plan.in_registers) return Kernel{pdl_kernel<qk_norm_rotary_gradient_row_kernel<Element>>};
+    return with_constant<Pairing::halves, Pairing::interleaved>(args.rotary.pairing, [&]<Pairing pairing> {
+        return with_constant<NormOver::head, NormOver::all_heads>(args.over, [&]<NormOver over> {
+            return with_constant<false, true>(plan.shares_cos_sin, [&]<bool shares_cos_sin> {
+                return with_constant<false, true>(plan.needs_lookup, [&]<bool needs_lookup>() -> Kernel {
+                    if constexpr (has_norm_gradient_kernel(sizeof(Element), pairing, over, shares_cos_sin,
+                                                           needs_lookup)) {
+                        return pdl_kernel<
+                            qk_norm_rotary_gradient_kernel<Element, pairing, over, shares_cos_sin, needs_lookup>>;
+                    }
+                    throw std::logic_error("mrrope: no kernel differentiates norms by this plan");
+                });
+            });
+        });
+    });
 }
 
 // Instantiated in one file per element type, for parallel builds.
@@ -463,17 +455,13 @@ void launch_qk_norm_rotary_gradient(const QkNormRotaryGradientArgs& args, const 
     if (rotary.batch == 0 || rotary.tokens == 0 || rotary.q.heads + rotary.k.heads == 0) {
         return launch_weight_sums<Element>(args, {}, stream);
     }
-    const QkNormRotaryShape shape = shape_of(args);
     const QkNormRotaryGradientLaunch<RealOf<Element>> launch{
         .args = args,
         .constants = NormConstants<RealOf<Element>>(args.call),
-        .map = QkNormRotaryGradientMap<cutlass::FastDivmod>::of(plan, shape),
+        .map = QkNormRotaryGradientMap<cutlass::FastDivmod>::of(plan, shape_of(args)),
     };
-    const auto kernel =
-        rotary.pairing == Pairing::halves
-            ? norm_gradient_kernel<Element, Pairing::halves>(plan, args.call.over, shape.needs_lookup)
-            : norm_gradient_kernel<Element, Pairing::interleaved>(plan, args.call.over, shape.needs_lookup);
-    launch_with_pdl(kernel, dim3(plan.q_blocks + plan.k_blocks), plan.block_threads, stream, launch);
+    launch_with_pdl(norm_gradient_kernel<Element>(args.call, plan), dim3(plan.q_blocks + plan.k_blocks),
+                    plan.block_threads, stream, launch);
     launch_weight_sums<Element>(args, {plan.q_blocks, plan.k_blocks}, stream);
 }
 

@@ -10,6 +10,7 @@
 #include "device/rms_norm.cuh"
 #include "qk_norm_rotary_map.h"
 #include "qk_norm_rotary_plan.h"
+#include "with_constant.h"
 
 namespace mrrope {
 
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     }
     pdl_wait();
 
-    constexpr int held = norm_heads_in_registers(HeadsPerThread);
+    constexpr int held = HeadsPerThread < 4 ? HeadsPerThread : 4;  // heads in registers at a time
     // Over all heads every head has its own weights. More than two sets would cost too many registers during the
     // reduction.
     constexpr int weights_held = over_head ? 1 : 2;
@@ -81,14 +82,14 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
 
     const Real direction = args.conjugate ? Real(-1) : Real(1);
     CosSin<Real> by[Vector];
-    __shared__ std::conditional_t<shares_cos_sin, SharedCosSin<Real, Vector>, std::monostate> shared_cos_sin;
+    __shared__ std::conditional_t<shares_cos_sin, SharedCosSin<Element, Vector>, std::monostate> shared_cos_sin;
     if constexpr (shares_cos_sin) {
         load_first();
         static_assert(!needs_lookup, "heads share cos/sin of one table only");
-        shared_cos_sin.template compute<pairing>(args, place.batch, place.token, direction);
+        shared_cos_sin.compute(args, place.batch, place.token, direction);
     } else {
         // In the order of qk_norm_rotary_and_cache_kernel.
-        LaneAngles<Lane, Vector, needs_lookup> angles;
+        LaneAngles<Element, Lane, Vector, needs_lookup> angles;
         const auto load_angles = [&] { angles.load(args, lane, place.batch, place.token, heads.table); };
         angles.load_index(args, place.batch, place.token);
         if constexpr (!needs_lookup) load_angles();
@@ -99,15 +100,11 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
         }
         angles.compute(by, lane, direction);
     }
-    Real query_factors[HeadsPerThread];
+    QueryFactors<Real, HeadsPerThread> query_factors;
     const bool has_query_factors = may_have_head_tables && place.is_q && args.choice.query_factors != nullptr;
     if (has_query_factors) {
-        const int64_t offset_of_table = table_offset(args.choice, place.batch, place.token);
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < HeadsPerThread; ++j) {
-            query_factors[j] =
-                has_head(j) ? query_factor<Real>(args.choice, offset_of_table, place.is_q, heads.head(j)) : Real(1);
-        }
+        query_factors.load(args.choice, table_offset(args.choice, place.batch, place.token),
+                           [&](int j) { return has_head(j) ? heads.head(j) : -1; });
     }
     pdl_trigger();
     // Folding the weights into cos/sin costs registers, which pays off with eight heads per thread.
@@ -167,7 +164,7 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
                 wide.multiply(weight);
                 rotate_within</*selects=*/shares_cos_sin>(lane, wide, by);
             }
-            if (has_query_factors && lane.rotates()) wide.scale(query_factors[j]);
+            if (has_query_factors && lane.rotates()) wide.scale(query_factors.of_head[j]);
             Fragment rotated;
             rotated.narrow(wide);
             if (j + held < HeadsPerThread) load_head(j + held);
@@ -176,8 +173,9 @@ __global__ void __launch_bounds__(over == NormOver::head ? norm_block_threads : 
     }
 }
 
-// Any shape, in two passes: a block reads one row component by component for its mean square, and again to write it.
-template <class Element, Pairing pairing>
+// Any shape and pairing, in two passes: a block reads one row component by component for its mean square, and again to
+// write it.
+template <class Element>
 __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_per_sm)
     qk_norm_rotary_row_kernel(const __grid_constant__ QkNormRotaryLaunch<RealOf<Element>> launch) {
     using Real = RealOf<Element>;
@@ -203,24 +201,17 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     const Real scale = launch.constants.inverse_rms(sums[0], view.is_q);
 
     const int half = args.rotary_dim / 2;
-    const int heads_per_table = view.heads / args.choice.heads;
     const Real direction = args.conjugate ? Real(-1) : Real(1);
-    const int64_t offset_of_table = table_offset(args.choice, batch, token);
     for_each_row_pair(threadIdx.x, heads, half, [&](int head, int pair) {
-        const WholeHeadLayout<pairing, 1> lane(pair, half);
+        const RowPair lane{args.pairing, pair, half};
         const Element* weight = view.weight + static_cast<int64_t>(head) * args.head_dim;
         const auto normed = [&](int at) {
             return static_cast<Real>(in[head * view.in_strides.head + at]) * scale *
                    (static_cast<Real>(weight[at]) + launch.constants.weight_offset);
         };
-        LaneAngles<WholeHeadLayout<pairing, 1>, 1, true> angles;
-        const int table_head = (first_head + head) / heads_per_table;
-        angles.load_index(args, batch, token);
-        angles.load(args, lane, batch, token, table_head);
-        CosSin<Real> by[1];
-        angles.compute(by, lane, direction);
-        const Real factor = query_factor<Real>(args.choice, offset_of_table, is_q, first_head + head);
-        const Pair<Real> rotated = scaled(rotate<Real>({normed(lane.first()), normed(lane.second())}, by[0]), factor);
+        const Pair<Real> rotated =
+            rotated_pair<Element>(args, lane, {normed(lane.first()), normed(lane.second())}, view.is_q, view.heads,
+                                  batch, token, first_head + head, direction);
         out[head * view.out_strides.head + lane.first()] = static_cast<Element>(rotated.first);
         out[head * view.out_strides.head + lane.second()] = static_cast<Element>(rotated.second);
     });
@@ -233,67 +224,42 @@ __global__ void __launch_bounds__(norm_row_block_threads, norm_row_min_blocks_pe
     });
 }
 
-template <class Element, Pairing pairing, NormOver over>
-auto register_kernel(const QkNormRotaryPlan& plan, bool needs_lookup) {
-    if (needs_lookup) {
-        if (plan.heads_per_thread == norm_heads_per_thread_with_lookup) {
-            return pdl_kernel<qk_norm_rotary_kernel<Element, norm_heads_per_thread_with_lookup, pairing, over, true>>;
-        }
-        if constexpr (over == NormOver::head) {
-            if (plan.heads_per_thread == 8) {
-                return pdl_kernel<qk_norm_rotary_kernel<Element, 8, pairing, over, true>>;
-            }
-        }
-        throw std::logic_error("mrrope: no kernel finds tables and norms that many heads a thread");
-    }
-    switch (plan.heads_per_thread) {
-        case 1:
-            if constexpr (over == NormOver::head)
-                return pdl_kernel<qk_norm_rotary_kernel<Element, 1, pairing, over, false>>;
-            break;
-        case 2: return pdl_kernel<qk_norm_rotary_kernel<Element, 2, pairing, over, false>>;
-        case 4: return pdl_kernel<qk_norm_rotary_kernel<Element, 4, pairing, over, false>>;
-        case 8:
-            if constexpr (over == NormOver::head)
-                return pdl_kernel<qk_norm_rotary_kernel<Element, 8, pairing, over, false>>;
-            break;
-    }
-    throw std::logic_error("mrrope: no kernel norms that many heads a thread");
-}
-
-template <class Element, Pairing pairing>
-auto norm_kernel(const QkNormRotaryArgs& args, const QkNormRotaryPlan& plan, bool needs_lookup) {
-    if constexpr (sizeof(Element) <= 4) {
-        if (plan.in_registers && args.over == NormOver::head) {
-            return register_kernel<Element, pairing, NormOver::head>(plan, needs_lookup);
-        }
-        if (plan.in_registers) return register_kernel<Element, pairing, NormOver::all_heads>(plan, needs_lookup);
-    }
-    return pdl_kernel<qk_norm_rotary_row_kernel<Element, pairing>>;
+template <class Element>
+auto norm_kernel(const QkNormRotaryArgs& args, const QkNormRotaryPlan& plan) {
+    using Kernel = PdlKernel<QkNormRotaryLaunch<RealOf<Element>>>;
+    if (!plan.in_registers) return Kernel{pdl_kernel<qk_norm_rotary_row_kernel<Element>>};
+    return with_constant<Pairing::halves, Pairing::interleaved>(args.rotary.pairing, [&]<Pairing pairing> {
+        return with_constant<NormOver::head, NormOver::all_heads>(args.over, [&]<NormOver over> {
+            return with_constant<1, 2, 4, 8>(plan.heads_per_thread, [&]<int heads_per_thread> {
+                return with_constant<false, true>(plan.needs_lookup, [&]<bool needs_lookup>() -> Kernel {
+                    if constexpr (has_norm_kernel(sizeof(Element), pairing, over, heads_per_thread, needs_lookup)) {
+                        return pdl_kernel<
+                            qk_norm_rotary_kernel<Element, heads_per_thread, pairing, over, needs_lookup>>;
+                    }
+                    throw std::logic_error("mrrope: no kernel norms by this plan");
+                });
+            });
+        });
+    });
 }
 
 // Instantiated in one file per element type, for parallel builds.
 template <class Element>
-void launch_qk_norm_rotary(const QkNormRotaryArgs& args, const QkNormRotaryPlan& plan, bool needs_lookup,
-                           cudaStream_t stream) {
+void launch_qk_norm_rotary(const QkNormRotaryArgs& args, const QkNormRotaryPlan& plan, cudaStream_t stream) {
     const auto blocks = static_cast<int>(blocks_of(plan, args.over, args.rotary.batch * args.rotary.tokens));
     const QkNormRotaryLaunch<RealOf<Element>> launch{
         .args = args,
         .constants = NormConstants<RealOf<Element>>(args),
         .map = QkNormRotaryMap<cutlass::FastDivmod>::of(plan, shape_of(args)),
     };
-    const auto kernel = args.rotary.pairing == Pairing::halves
-                            ? norm_kernel<Element, Pairing::halves>(args, plan, needs_lookup)
-                            : norm_kernel<Element, Pairing::interleaved>(args, plan, needs_lookup);
-    launch_with_pdl(kernel, dim3(blocks), plan.block_threads, stream, launch);
+    launch_with_pdl(norm_kernel<Element>(args, plan), dim3(blocks), plan.block_threads, stream, launch);
 }
 
-extern template void launch_qk_norm_rotary<double>(const QkNormRotaryArgs&, const QkNormRotaryPlan&, bool,
-                                                   cudaStream_t);
-extern template void launch_qk_norm_rotary<float>(const QkNormRotaryArgs&, const QkNormRotaryPlan&, bool, cudaStream_t);
-extern template void launch_qk_norm_rotary<cutlass::half_t>(const QkNormRotaryArgs&, const QkNormRotaryPlan&, bool,
+extern template void launch_qk_norm_rotary<double>(const QkNormRotaryArgs&, const QkNormRotaryPlan&, cudaStream_t);
+extern template void launch_qk_norm_rotary<float>(const QkNormRotaryArgs&, const QkNormRotaryPlan&, cudaStream_t);
+extern template void launch_qk_norm_rotary<cutlass::half_t>(const QkNormRotaryArgs&, const QkNormRotaryPlan&,
                                                             cudaStream_t);
-extern template void launch_qk_norm_rotary<cutlass::bfloat16_t>(const QkNormRotaryArgs&, const QkNormRotaryPlan&, bool,
+extern template void launch_qk_norm_rotary<cutlass::bfloat16_t>(const QkNormRotaryArgs&, const QkNormRotaryPlan&,
                                                                 cudaStream_t);
 
 }  // namespace mrrope

@@ -97,6 +97,20 @@ struct QkNormRotaryMap {
     }
 };
 
+// The lane layout of two-pass kernels: a pair of components, by a pairing that is known at run time, for fewer kernels.
+struct RowPair {
+    Pairing pairing;
+    int number;
+    int half;  // of the rotated part, in components
+
+    static constexpr bool crosses_vectors = true;
+
+    static constexpr bool rotates() { return true; }
+    MRROPE_HOST_DEVICE int first() const { return pairing == Pairing::halves ? number : 2 * number; }
+    MRROPE_HOST_DEVICE int second() const { return pairing == Pairing::halves ? number + half : 2 * number + 1; }
+    MRROPE_HOST_DEVICE int pair(int) const { return number; }
+};
+
 // Two-pass kernels: calls f(head, pair) for a thread's share of the rotated part of `heads` heads.
 MRROPE_NO_EXEC_CHECK
 template <class F>

@@ -18,11 +18,17 @@ bool starts_aligned(const void* weights) {
 
 // Lanes per head where it is made of whole vectors, two per lane, and a warp can hold it; else 0.
 int lanes_per_head(const QkNormRotaryShape& shape) {
-    if (shape.element_size > 4) return 0;  // float64 serves gradient checks, where speed does not matter
     const HeadSplit split = split_head(shape.head_dim, shape.rotary_dim, shape.element_size, shape.aligned);
     if (split.vector == 1 || shape.head_dim % (2 * split.vector) != 0) return 0;
     const int lanes = shape.head_dim / (2 * split.vector);
     return lanes <= warp ? lanes : 0;
+}
+
+// Whether there is a kernel for the shape.
+bool has_kernel(const QkNormRotaryShape& shape, int heads_per_thread, bool needs_lookup) {
+    // Heads of one thread have one table.
+    if (shape.is_per_head() && heads_per_thread != norm_heads_per_thread_with_lookup) return false;
+    return has_norm_kernel(shape.element_size, shape.pairing, shape.over, heads_per_thread, needs_lookup);
 }
 
 int64_t threads_over_all_heads(const QkNormRotaryShape& shape, int lanes, int heads_per_thread) {
@@ -33,45 +39,44 @@ int64_t threads_over_all_heads(const QkNormRotaryShape& shape, int lanes, int he
 // Heads of one thread share cos/sin but wait for each other's loads. Microseconds on an H200 by heads per thread, and
 // of a copy of as many bytes; bfloat16, head_dim 128, in place. Measured on successive versions of the kernels;
 // plans_benchmark measures the present ones.
-//     tokens x heads       1       2       4       8     copy
-//         1 x 32 + 8    1.39    1.54    1.90    2.54     1.10
-//        16 x 32 + 8    1.90    2.08    2.83    3.34     1.87
-//        64 x 32 + 8    2.34    2.06    2.55    3.62     2.03
-//       256 x 32 + 8    3.45    3.10    3.51    4.23     3.07
-//      1024 x 32 + 8    9.80    7.31    8.19    7.58     6.89
-//      4096 x 32 + 8    33.8    24.7    24.5    23.9     21.7
-//      4096 x 32 + 32   53.0    38.5    37.1    36.2     33.8
-//      8192 x 32 + 8    65.6    47.3    46.0    44.6     41.8
-//     32768 x 32 + 8     253     181     174     166      159
+//     tokens x heads       1       2       8     copy
+//         1 x 32 + 8    1.39    1.54    2.54     1.10
+//        16 x 32 + 8    1.90    2.08    3.34     1.87
+//        64 x 32 + 8    2.34    2.06    3.62     2.03
+//       256 x 32 + 8    3.45    3.10    4.23     3.07
+//      1024 x 32 + 8    9.80    7.31    7.58     6.89
+//      4096 x 32 + 8    33.8    24.7    23.9     21.7
+//      4096 x 32 + 32   53.0    38.5    36.2     33.8
+//      8192 x 32 + 8    65.6    47.3    44.6     41.8
+//     32768 x 32 + 8     253     181     166      159
 // Over all heads, where the reduction makes all wait for each other anyway, with the three blocks of two heads per
 // thread that sm_90 has room for. With two blocks, two heads took 7.27 at 512 tokens:
-//       256 x 32 + 32           3.96    5.24             3.86
-//       512 x 32 + 32           6.38    6.82             5.94
-//      1024 x 32 + 32           10.8    12.4             9.99
-//      2048 x 32 + 32           20.3    21.4             18.0
-//      4096 x 32 + 32           39.3    38.4             34.3
-//      8192 x 32 + 32           76.2    71.9             66.1
+//     tokens x heads               2       4     copy
+//       256 x 32 + 32           3.96    5.24     3.86
+//       512 x 32 + 32           6.38    6.82     5.94
+//      1024 x 32 + 32           10.8    12.4     9.99
+//      2048 x 32 + 32           20.3    21.4     18.0
+//      4096 x 32 + 32           39.3    38.4     34.3
+//      8192 x 32 + 32           76.2    71.9     66.1
 int choose_heads_per_thread(const QkNormRotaryShape& shape, const Device& device, int lanes) {
     constexpr int64_t threads_for_two = 1 << 12;
-    constexpr int64_t threads_for_four = 1 << 20;
-    constexpr int64_t threads_for_eight = 1 << 21;
+    constexpr int64_t threads_for_eight = 1 << 20;
     // Three positions per token, 32 + 8 heads: 1024 tokens take 9.96 us, with two heads per thread 11.1; 8192 tokens
     // 49.8 and 67.8; with one position 7.98 and 46.0.
     constexpr int64_t threads_for_eight_with_lookup = 1 << 18;
     const int64_t max_threads_for_two_over_all_heads = device.pdl ? 1 << 20 : 1 << 17;
     const int64_t threads = shape.batch * shape.tokens * (shape.q_heads + shape.k_heads) * lanes;
     const int max_heads = std::max(shape.q_heads, shape.k_heads);
-    if (shape.needs_lookup) {
-        const bool shares_lookup = shape.over == NormOver::head && !shape.is_per_head() && max_heads > 2;
-        return shares_lookup && threads >= threads_for_eight_with_lookup ? 8 : norm_heads_per_thread_with_lookup;
+    if (shape.needs_lookup || !has_kernel(shape, norm_heads_per_thread_with_lookup, /*needs_lookup=*/false)) {
+        const bool has_eight = max_heads > 2 && has_kernel(shape, 8, /*needs_lookup=*/true);
+        return has_eight && threads >= threads_for_eight_with_lookup ? 8 : norm_heads_per_thread_with_lookup;
     }
     if (shape.over == NormOver::all_heads) {
         const bool two_fit = threads_over_all_heads(shape, lanes, 2) <= norm_max_block_threads;
         return two_fit && (max_heads <= 2 || threads <= max_threads_for_two_over_all_heads) ? 2 : 4;
     }
     if (max_heads == 1 || threads < threads_for_two) return 1;
-    if (max_heads > 4 && threads >= threads_for_eight) return 8;
-    return max_heads > 2 && threads >= threads_for_four ? 4 : 2;
+    return max_heads > 4 && threads >= threads_for_eight ? 8 : 2;
 }
 
 int rows_of(const QkNormRotaryShape& shape, int heads) {
@@ -95,6 +100,7 @@ QkNormRotaryShape shape_of(const QkNormRotaryArgs& args) {
             .head_dim = shape.head_dim,
             .rotary_dim = shape.rotary_dim,
             .element_size = shape.element_size,
+            .pairing = rotary.pairing,
             .over = args.over,
             .aligned = shape.alignment == access_bytes && starts_aligned(args.q_weight) && starts_aligned(args.k_weight),
             .needs_lookup = shape.lookup != TableLookup::single || shape.is_per_head(),
@@ -119,16 +125,20 @@ int64_t blocks_of(const QkNormRotaryPlan& plan, NormOver over, int64_t tokens) {
 
 QkNormRotaryPlan plan(const QkNormRotaryShape& shape, const Device& device) {
     const int lanes = lanes_per_head(shape);
-    return plan_with(shape, device, lanes == 0 ? 1 : choose_heads_per_thread(shape, device, lanes));
+    return plan_with(shape, device, lanes == 0 ? 0 : choose_heads_per_thread(shape, device, lanes));
 }
 
 QkNormRotaryPlan plan_with(const QkNormRotaryShape& shape, const Device&, int heads_per_thread) {
     QkNormRotaryPlan plan;
     const int lanes = lanes_per_head(shape);
-    const bool fits = shape.over == NormOver::head ||
-                      threads_over_all_heads(shape, lanes, heads_per_thread) <= norm_max_block_threads;
-    if (lanes > 0 && fits) {
+    const bool needs_lookup = shape.needs_lookup || !has_kernel(shape, heads_per_thread, /*needs_lookup=*/false);
+    const auto fits = [&] {
+        return shape.over == NormOver::head ||
+               threads_over_all_heads(shape, lanes, heads_per_thread) <= norm_max_block_threads;
+    };
+    if (lanes > 0 && has_kernel(shape, heads_per_thread, needs_lookup) && fits()) {
         plan.in_registers = true;
+        plan.needs_lookup = needs_lookup;
         plan.lanes = lanes;
         plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
         plan.heads_per_thread = heads_per_thread;
@@ -157,9 +167,16 @@ QkNormRotaryGradientPlan plan_gradient(const QkNormRotaryShape& shape, const Dev
     const int lanes = lanes_per_head(shape);
     const bool fits = shape.over == NormOver::head ||
                       threads_over_all_heads(shape, lanes, heads_per_thread) <= norm_gradient_max_block_threads;
+    const auto exists = [&](bool shares_cos_sin, bool needs_lookup) {
+        return has_norm_gradient_kernel(shape.element_size, shape.pairing, shape.over, shares_cos_sin, needs_lookup);
+    };
+    const bool shares_cos_sin = !shape.is_per_head() && exists(true, true);
+    const bool needs_lookup = shape.needs_lookup || !exists(false, false);
     int64_t rows_per_block = 1;
-    if (lanes > 0 && fits) {
+    if (lanes > 0 && fits && exists(shares_cos_sin, needs_lookup)) {
         plan.in_registers = true;
+        plan.needs_lookup = needs_lookup;
+        plan.shares_cos_sin = shares_cos_sin;
         plan.lanes = lanes;
         plan.team = static_cast<int>(std::bit_ceil(static_cast<unsigned>(lanes)));
         plan.q_groups = groups_of(shape.q_heads, heads_per_thread, shape.table_heads);
@@ -169,7 +186,6 @@ QkNormRotaryGradientPlan plan_gradient(const QkNormRotaryShape& shape, const Dev
             rows_per_block = plan.block_threads / plan.team;
         } else {
             plan.block_threads = static_cast<int>(threads_over_all_heads(shape, lanes, heads_per_thread));
-            plan.shares_cos_sin = !shape.is_per_head();
         }
     } else {
         plan.q_groups = rows_of(shape, shape.q_heads);

@@ -18,6 +18,7 @@ struct QkNormRotaryShape {
     int head_dim = 0;
     int rotary_dim = 0;
     int element_size = 0;
+    Pairing pairing = Pairing::halves;
     NormOver over = NormOver::head;
     bool aligned = false;       // as in RotaryShape, of the weights, too
     bool needs_lookup = false;  // several tables, or several positions per token
@@ -44,17 +45,26 @@ inline constexpr int norm_row_min_blocks_per_sm = 4;
 constexpr int norm_min_blocks_per_sm(NormOver over, int heads_per_thread, bool needs_lookup, bool pdl) {
     if (over == NormOver::all_heads) return heads_per_thread == 2 && pdl && !needs_lookup ? 3 : 2;
     if (heads_per_thread == 8 && needs_lookup && !pdl) return 3;  // four would spill
-    if (heads_per_thread >= 4 || needs_lookup) return 4;
+    if (heads_per_thread == 8 || needs_lookup) return 4;
     return heads_per_thread == 2 ? 5 : 7;
-}
-
-// How many of a thread's heads are in registers at a time.
-constexpr int norm_heads_in_registers(int heads_per_thread) {
-    return heads_per_thread < 4 ? heads_per_thread : 4;
 }
 
 // Heads per thread with a lookup, and of the backward pass. With one head table, many tokens have eight over a head.
 inline constexpr int norm_heads_per_thread_with_lookup = 2;
+
+// Whether a kernel that holds heads in registers is instantiated. All combinations would be 238 kernels of the norm
+// ops, these are 101. Models norm 16-bit heads whose pairs are halves; other heads have one kernel, with a lookup,
+// which runs calls without one, too, and two passes where there is none.
+constexpr bool has_norm_kernel(int element_size, Pairing pairing, NormOver over, int heads_per_thread,
+                               bool needs_lookup) {
+    const bool over_head = over == NormOver::head;
+    const bool is_general = needs_lookup && heads_per_thread == norm_heads_per_thread_with_lookup;
+    if (pairing == Pairing::interleaved) return element_size == 2 && over_head && is_general;
+    if (element_size != 2) return element_size == 4 && is_general;
+    if (needs_lookup) return is_general || (over_head && heads_per_thread == 8);
+    if (over_head) return heads_per_thread == 1 || heads_per_thread == 2 || heads_per_thread == 8;
+    return heads_per_thread == 2 || heads_per_thread == 4;
+}
 
 // A row is the set of elements that share one mean square: a head, or all heads of q or of k of one token.
 //
@@ -66,6 +76,7 @@ inline constexpr int norm_heads_per_thread_with_lookup = 2;
 // Otherwise a block makes two passes over one row.
 struct QkNormRotaryPlan {
     bool in_registers = false;
+    bool needs_lookup = false;  // of the kernel
     int lanes = 1;
     int team = 1;  // threads that reduce a head: a power of two
     int heads_per_thread = 1;
@@ -79,8 +90,7 @@ struct QkNormRotaryPlan {
 
 QkNormRotaryPlan plan(const QkNormRotaryShape& shape, const Device& device);
 
-// plan() with a given maximum of heads per thread: 1, 2, 4 or 8; over all heads 2 or 4; with a lookup 2, or over a head
-// with one table for all heads 8.
+// plan() with a given maximum of heads per thread; two passes where no kernel has as many, as with 0.
 QkNormRotaryPlan plan_with(const QkNormRotaryShape& shape, const Device& device, int heads_per_thread);
 
 // qk_norm_rotary_cuda by a given plan.
@@ -98,10 +108,21 @@ constexpr int norm_gradient_threads_per_sm(NormOver over, bool shares_cos_sin) {
     return over == NormOver::head || shares_cos_sin ? 384 : 256;
 }
 
+// As has_norm_kernel, for the backward pass. shares_cos_sin: as in QkNormRotaryGradientPlan.
+constexpr bool has_norm_gradient_kernel(int element_size, Pairing pairing, NormOver over, bool shares_cos_sin,
+                                        bool needs_lookup) {
+    const bool over_head = over == NormOver::head;
+    const bool is_general = needs_lookup && !shares_cos_sin;
+    if (pairing == Pairing::interleaved) return element_size == 2 && over_head && is_general;
+    if (element_size != 2) return element_size == 4 && is_general;
+    return over_head ? !shares_cos_sin : needs_lookup;
+}
+
 // The backward pass: a persistent grid. Each block takes rows of q or rows of k, and writes one row of partial sums for
 // the gradient of the weights.
 struct QkNormRotaryGradientPlan {
     bool in_registers = false;
+    bool needs_lookup = false;    // of the kernel
     bool shares_cos_sin = false;  // over all heads, by one table without query factors, which would spill
     int lanes = 1;
     int team = 1;

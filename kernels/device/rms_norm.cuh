@@ -7,6 +7,7 @@
 #include "device/table_choice.cuh"
 #include "lane_layout.h"
 #include "mrrope/qk_norm_rotary.h"
+#include "qk_norm_rotary_map.h"
 
 // Shared by the norm kernels, forward and backward: angles, weights and reductions.
 
@@ -39,8 +40,9 @@ private:
 
 // The angles of a lane at one token, by the table of a table head. The load functions issue loads: load_index() first,
 // then load(), or its parts; compute() uses them.
-template <class Lane, int Vector, bool needs_lookup>
+template <class Element, class Lane, int Vector, bool needs_lookup>
 struct LaneAngles {
+    using Real = RealOf<Element>;
     // All positions of a token, while the row of a pair is not known. With one pair it is waited for.
     static constexpr bool loads_all_rows = needs_lookup && Vector > 1;
 
@@ -92,7 +94,6 @@ struct LaneAngles {
         }
     }
 
-    template <class Real>
     __device__ void compute(CosSin<Real> (&by)[Vector], const Lane& lane, Real direction) const {
         const Real gain = lane.rotates() ? static_cast<Real>(factor_of(factor)) : Real(1);
         // Once: for every pair it would be a branch.
@@ -105,7 +106,7 @@ struct LaneAngles {
             } else {
                 of_pair = of_rotated;
             }
-            by[j] = scaled_cos_sin(phase_of(of_pair, steps[j]), gain, direction);
+            by[j] = cos_sin_at<Element>(of_pair, steps[j], gain, direction);
         }
     }
 
@@ -116,10 +117,26 @@ private:
     }
 };
 
+// Two-pass kernels: a pair of head `head` of the `heads` heads of q or of k, rotated by the head's table, times its
+// factor.
+template <class Element>
+__device__ Pair<RealOf<Element>> rotated_pair(const RotaryArgs& args, const RowPair& lane, Pair<RealOf<Element>> pair,
+                                              bool is_q, int heads, int batch, int token, int head,
+                                              RealOf<Element> direction) {
+    LaneAngles<Element, RowPair, 1, true> angles;
+    angles.load_index(args, batch, token);
+    angles.load(args, lane, batch, token, /*table_head=*/head / (heads / args.choice.heads));
+    CosSin<RealOf<Element>> by[1];
+    angles.compute(by, lane, direction);
+    const int64_t offset_of_table = table_offset(args.choice, angles.index);
+    return scaled(rotate(pair, by[0]), query_factor<RealOf<Element>>(args.choice, offset_of_table, is_q, head));
+}
+
 // The cos/sin of a token by one table in shared memory: each thread of a block computes some, all read them after
 // __syncthreads. Two elements of padding per lane avoid bank conflicts.
-template <class Real, int Vector>
+template <class Element, int Vector>
 struct SharedCosSin {
+    using Real = RealOf<Element>;
     static constexpr int max_pairs = 32 * Vector;  // of a head that a warp can hold
 
     alignas(16) CosSin<Real> of[max_pairs / Vector * (Vector + 2)];
@@ -127,11 +144,11 @@ struct SharedCosSin {
     __device__ CosSin<Real>& operator[](int pair) { return of[pair + pair / Vector * 2]; }
 
     // A thread's share of the work: load() issues the loads of its first pair.
-    template <Pairing pairing, bool needs_lookup>
+    template <bool needs_lookup>
     struct Share {
-        using Lane = WholeHeadLayout<pairing, 1>;
+        using Lane = LaneLayout<Pairing::halves, 1>;  // one pair per lane: the same in both pairings
 
-        LaneAngles<Lane, 1, needs_lookup> angles;
+        LaneAngles<Element, Lane, 1, needs_lookup> angles;
         int pair = threadIdx.x;
 
         __device__ bool exists(const RotaryArgs& args) const { return pair < args.rotary_dim / 2; }
@@ -156,9 +173,9 @@ struct SharedCosSin {
         }
     }
 
-    template <Pairing pairing, bool needs_lookup = false>
+    template <bool needs_lookup = false>
     __device__ void compute(const RotaryArgs& args, int batch, int token, Real direction) {
-        Share<pairing, needs_lookup> share;
+        Share<needs_lookup> share;
         share.load(args, batch, token);
         compute(share, args, batch, token, direction);
     }

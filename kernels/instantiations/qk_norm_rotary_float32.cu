@@ -1,7 +1,6 @@
 #include "qk_norm_rotary_gradient_kernel.cuh"
 #include "qk_norm_rotary_kernel.cuh"
 
-template void mrrope::launch_qk_norm_rotary<float>(const QkNormRotaryArgs&, const QkNormRotaryPlan&, bool,
-                                                   cudaStream_t);
+template void mrrope::launch_qk_norm_rotary<float>(const QkNormRotaryArgs&, const QkNormRotaryPlan&, cudaStream_t);
 template void mrrope::launch_qk_norm_rotary_gradient<float>(const QkNormRotaryGradientArgs&,
                                                             const QkNormRotaryGradientPlan&, cudaStream_t);

@@ -10,6 +10,7 @@
 #include "cache_device_case.h"
 #include "device_memory.h"
 #include "device_properties.h"
+#include "every_norm_plan.h"
 #include "mrrope/qk_norm_rotary_and_cache.h"
 #include "on_gpu.h"
 #include "qk_norm_rotary_and_cache_case.h"
@@ -76,6 +77,18 @@ protected:
         device.fetch();
         norm.expect_stored();
     }
+
+    // By every kernel that there is for the case.
+    static void store_by_every_plan_and_expect(const NormCacheOptions& options) {
+        for (const auto& plan : every_norm_plan(shape_of(NormCacheCase(options).args()), current_device())) {
+            SCOPED_TRACE(plan.in_registers ? plan.heads_per_thread : 0);
+            NormCacheCase norm(options);
+            NormCacheOnDevice device(norm);
+            qk_norm_rotary_and_cache_cuda(device.args(), plan, nullptr);
+            device.fetch();
+            norm.expect_stored();
+        }
+    }
 };
 
 // --- against the reference that qk_norm_rotary_and_cache_cpu is tested against
@@ -88,7 +101,8 @@ TEST_F(QkNormRotaryAndCacheCuda, EveryKindOfHeads) {
     for_each_kind_of_norm_and_cache(store_and_expect);
 }
 
-// Every number of heads per thread, with a remainder, for one table, several and several positions per token.
+// Every number of heads per thread, with a remainder, and component by component, for one table, several and several
+// positions per token.
 TEST_F(QkNormRotaryAndCacheCuda, EveryPlan) {
     for_each_kind_of_norm_and_cache([&](NormCacheOptions o) {
         if (o.cache.rotary.head_dim > 256) return;
@@ -100,21 +114,8 @@ TEST_F(QkNormRotaryAndCacheCuda, EveryPlan) {
                 o.cache.rotary.position_rows = 3;
                 o.cache.rotary.tables = {.table_for = TableFor::each_index, .count = 3};
             }
-            for (const int heads_per_thread : {1, 2, 4, 8}) {
-                const bool over_head = o.over == NormOver::head;
-                const bool has_kernel =
-                    over_head ? heads_per_thread != 4 : heads_per_thread == 2 || (heads_per_thread < 8 && !has_lookup);
-                if (!has_kernel) continue;
-                NormCacheCase norm(o);
-                NormCacheOnDevice device(norm);
-                const QkNormRotaryAndCacheArgs args = device.args();
-                const auto plan = plan_with(shape_of(args), current_device(), heads_per_thread);
-                qk_norm_rotary_and_cache_cuda(args, plan, nullptr);
-                device.fetch();
-                SCOPED_TRACE(heads_per_thread);
-                norm.expect_stored();
-                if (HasFailure()) return;
-            }
+            store_by_every_plan_and_expect(o);
+            if (HasFailure()) return;
         }
     });
 }
@@ -194,25 +195,33 @@ TEST_F(QkNormRotaryAndCacheCuda, ManyRowsComponentByComponent) {
     }
 }
 
-TEST_F(QkNormRotaryAndCacheCuda, HeadTablesAndRows) {
-    for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
-        for (const int64_t rows : {0, 3}) {
-            for (const int head_dim : {64, 18}) {
-                NormCacheOptions o;
-                o.cache.rotary.dtype = DType::bfloat16;
-                o.cache.rotary.batch = 2;
-                o.cache.rotary.q_heads = 9;
-                o.cache.rotary.k_heads = 3;
-                o.cache.rotary.head_dim = o.cache.rotary.rotary_dim = head_dim;
-                o.cache.rotary.position_rows = rows;
-                o.over = over;
-                for (const auto& [tables, has_query_factors] : {std::pair{3, false}, {3, true}, {1, true}}) {
-                    o.cache.rotary.tables = {.table_for = TableFor::each_index,
-                                             .count = 2,
-                                             .padding = 1,
-                                             .heads = tables,
-                                             .has_query_factors = has_query_factors};
-                    store_and_expect(o);
+TEST_F(QkNormRotaryAndCacheCuda, HeadTablesAndRowsByEveryKernel) {
+    for (const DType dtype : {DType::bfloat16, DType::float32}) {
+        for (const Pairing pairing : both_pairings) {
+            for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
+                for (const int64_t rows : {0, 3}) {
+                    for (const StoredAs stored_as : every_stored_as) {
+                        NormCacheOptions o;
+                        o.cache.rotary.dtype = dtype;
+                        o.cache.rotary.pairing = pairing;
+                        o.cache.rotary.batch = 2;
+                        o.cache.rotary.q_heads = 9;
+                        o.cache.rotary.k_heads = 3;
+                        o.cache.rotary.head_dim = o.cache.rotary.rotary_dim = 64;
+                        o.cache.rotary.position_rows = rows;
+                        o.cache.cached_as = o.q_stored_as = stored_as;
+                        if (is_float8(stored_as)) o.q_scale = QScale::computed;
+                        o.over = over;
+                        for (const auto& [tables, has_query_factors] : {std::pair{3, false}, {3, true}, {1, true}}) {
+                            o.cache.rotary.tables = {.table_for = TableFor::each_index,
+                                                     .count = 2,
+                                                     .padding = 1,
+                                                     .heads = tables,
+                                                     .has_query_factors = has_query_factors};
+                            store_by_every_plan_and_expect(o);
+                            if (HasFailure()) return;
+                        }
+                    }
                 }
             }
         }

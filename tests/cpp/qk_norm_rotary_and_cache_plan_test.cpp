@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "devices.h"
+#include "every_norm_plan.h"
 #include "kernel_lanes.h"
 #include "launch_slices.h"
 #include "qk_norm_rotary_and_cache_case.h"
@@ -31,8 +32,9 @@ std::string describe(const QkNormRotaryAndCacheShape& s) {
     return "batch " + std::to_string(s.batch) + " tokens " + std::to_string(s.tokens) + " heads " +
            std::to_string(s.q_heads) + "+" + std::to_string(s.kv_heads) + "+" + std::to_string(s.gate_heads) +
            " head_dim " + std::to_string(s.head_dim) + " rotary_dim " + std::to_string(s.rotary_dim) + " element " +
-           std::to_string(s.element_size) + (s.over == NormOver::head ? " over a head" : " over all heads") +
-           (s.aligned ? " aligned" : " unaligned") + (s.needs_lookup ? " with lookup" : "") +
+           std::to_string(s.element_size) + (s.pairing == Pairing::halves ? " halves" : " interleaved") +
+           (s.over == NormOver::head ? " over a head" : " over all heads") + (s.aligned ? " aligned" : " unaligned") +
+           (s.needs_lookup ? " with lookup" : "") + (s.has_float8() ? " float8" : "") +
            (s.computes_q_scale ? " with computed scales" : "") + " head tables " + std::to_string(s.table_heads);
 }
 
@@ -53,7 +55,8 @@ void for_each_shape(const std::vector<HeadCounts>& heads, const std::vector<int>
                 if (rotary_dim < 2 || rotary_dim > head_dim) continue;
                 for (const int element_size : {2, 4, 8}) {
                     for (const NormOver over : both_overs) {
-                        for (int flags = 0; flags < 8; ++flags) {
+                        for (int flags = 0; flags < 16; ++flags) {
+                            const bool rounds_q = (flags & 4) != 0;
                             for (const auto& [batch, tokens] : sizes) {
                                 const QkNormRotaryAndCacheShape shape{.batch = batch,
                                                                       .tokens = tokens,
@@ -63,12 +66,14 @@ void for_each_shape(const std::vector<HeadCounts>& heads, const std::vector<int>
                                                                       .head_dim = head_dim,
                                                                       .rotary_dim = rotary_dim,
                                                                       .element_size = element_size,
+                                                                      .pairing = both_pairings[flags / 8],
                                                                       .over = over,
                                                                       .aligned = (flags & 1) != 0,
                                                                       .needs_lookup = (flags & 2) != 0 ||
                                                                                       count.table_heads > 1 ||
                                                                                       count.has_query_factors,
-                                                                      .computes_q_scale = (flags & 4) != 0,
+                                                                      .computes_q_scale = rounds_q,
+                                                                      .rounds_q = rounds_q,
                                                                       .table_heads = count.table_heads,
                                                                       .has_query_factors = count.has_query_factors};
                                 SCOPED_TRACE(describe(shape));
@@ -86,14 +91,17 @@ void for_each_shape(const std::vector<HeadCounts>& heads, const std::vector<int>
 // By vectors of so many bytes.
 bool fits_registers(const QkNormRotaryAndCacheShape& shape, int vector_bytes) {
     const int vector = vector_bytes / shape.element_size;
-    return shape.aligned && shape.element_size <= 4 && shape.rotary_dim / 2 % vector == 0 &&
-           shape.head_dim % (2 * vector) == 0 && shape.head_dim / (2 * vector) <= warp;
+    return shape.aligned && shape.rotary_dim / 2 % vector == 0 && shape.head_dim % (2 * vector) == 0 &&
+           shape.head_dim / (2 * vector) <= warp;
 }
 
-// The combinations that are instantiated.
-bool has_kernel(const QkNormRotaryAndCacheShape& shape, int heads) {
-    if (shape.over == NormOver::head) return heads == 1 || heads == 2 || heads == 8;
-    return shape.needs_lookup ? heads == 2 : heads == 1 || heads == 2 || heads == 4;
+// With so many heads per thread: one for such calls only, or for others, too.
+bool has_kernel(const QkNormRotaryAndCacheShape& shape, int heads_per_thread) {
+    const auto exists = [&](bool needs_lookup, bool has_float8) {
+        return has_norm_and_cache_kernel(shape.element_size, shape.pairing, shape.over, heads_per_thread, needs_lookup,
+                                         has_float8);
+    };
+    return exists(shape.needs_lookup, shape.has_float8()) || exists(true, shape.has_float8()) || exists(true, true);
 }
 
 TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
@@ -115,11 +123,20 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
             if (over_head) {
                 // Threads of one head take half vectors, and have one table for all heads.
                 EXPECT_EQ(planned.in_registers,
-                          fits_registers(shape, 16) || (fits_registers(shape, 8) && !shape.is_per_head()));
+                          (has_kernel(shape, 2) && fits_registers(shape, 16)) ||
+                              (has_kernel(shape, 1) && fits_registers(shape, 8) && !shape.is_per_head()));
             }
             if (planned.in_registers) {
                 EXPECT_TRUE(fits_registers(shape, planned.vector * shape.element_size));
-                EXPECT_TRUE(has_kernel(shape, planned.heads_per_thread));
+                EXPECT_TRUE(has_norm_and_cache_kernel(shape.element_size, shape.pairing, shape.over,
+                                                      planned.heads_per_thread, planned.needs_lookup,
+                                                      planned.has_float8, planned.fixed_lanes));
+                EXPECT_TRUE(planned.needs_lookup || !shape.needs_lookup);
+                EXPECT_TRUE(planned.has_float8 || !shape.has_float8());
+                if (shape.element_size == 2 && shape.pairing == Pairing::halves) {
+                    EXPECT_EQ(planned.needs_lookup, shape.needs_lookup);
+                    EXPECT_EQ(planned.has_float8, shape.has_float8());
+                }
                 EXPECT_LE(planned.block_threads,
                           norm_and_cache_max_block_threads(shape.over, planned.heads_per_thread));
                 EXPECT_TRUE(planned.heads_per_thread == norm_heads_per_thread_with_lookup || !shape.is_per_head());
@@ -187,13 +204,43 @@ TEST(Plan, FixesTheLanesOfHeadsThatAreRotatedWhole) {
     EXPECT_EQ(plan(shape, h200).fixed_lanes, 0);
 }
 
+TEST(Plan, RunsHeadsOfNoKnownModelByOneKernel) {
+    QkNormRotaryAndCacheShape shape = qwen3_shape(1);
+    for (const auto& [element_size, pairing] : {std::pair{2, Pairing::interleaved}, {4, Pairing::halves}}) {
+        shape.element_size = element_size;
+        shape.pairing = pairing;
+        for (const bool rounds_q : {false, true}) {
+            for (const int64_t tokens : {1024, 131072}) {
+                shape.tokens = tokens;
+                shape.rounds_q = rounds_q;
+                const QkNormRotaryAndCachePlan planned = plan(shape, h200);
+                EXPECT_EQ(planned.in_registers, element_size == 2 || !rounds_q);
+                EXPECT_TRUE(!planned.in_registers || planned.needs_lookup);
+                EXPECT_EQ(planned.has_float8, element_size == 2);
+            }
+        }
+    }
+}
+
+TEST(Plan, GivesThreadsOfSmallLaunchesOneInterleavedHead) {
+    QkNormRotaryAndCacheShape shape = qwen3_shape(64);
+    shape.pairing = Pairing::interleaved;
+    for (const bool rounds_cache : {false, true}) {
+        shape.rounds_cache = rounds_cache;
+        const QkNormRotaryAndCachePlan planned = plan(shape, h200);
+        EXPECT_TRUE(planned.in_registers && !planned.needs_lookup);
+        EXPECT_EQ(planned.heads_per_thread, 1);
+        EXPECT_EQ(planned.has_float8, rounds_cache);
+    }
+}
+
 TEST(Plan, GivesThreadsMoreHeadsInLargeLaunches) {
     QkNormRotaryAndCacheShape shape = qwen3_shape(1);
     for (const auto& [tokens, heads_per_thread] : {std::pair{1, 1}, {64, 1}, {256, 2}, {1024, 8}, {131072, 8}}) {
         shape.tokens = tokens;
         EXPECT_EQ(plan(shape, h200).heads_per_thread, heads_per_thread) << tokens;
     }
-    shape.rounds_cache_only = true;
+    shape.rounds_cache = true;
     for (const auto& [tokens, heads_per_thread] : {std::pair{256, 2}, {1024, 2}, {2048, 8}}) {
         shape.tokens = tokens;
         EXPECT_EQ(plan(shape, h200).heads_per_thread, heads_per_thread) << tokens;
@@ -370,12 +417,13 @@ private:
     void run_in_registers(const QkNormRotaryAndCacheMap<PlainDivmod>& map, const StorePlace& place, int64_t team) {
         if (!place.active) return;
         const int count = heads_of(place.kind);
-        const StridedHeads heads =
-            shape_.needs_lookup ? map.heads_of<true>(place, count) : map.heads_of<false>(place, count);
         const int heads_per_thread = map.plan.heads_per_thread;
+        // As in the kernel.
+        const bool has_tables = map.plan.needs_lookup && heads_per_thread == norm_heads_per_thread_with_lookup;
+        const StridedHeads heads = has_tables ? map.heads_of<true>(place, count) : map.heads_of<false>(place, count);
         ASSERT_TRUE(heads.exists(0)) << "an idle thread";
         ASSERT_FALSE(heads.exists(heads_per_thread)) << "heads left out";
-        with_pairing_and_vector(Pairing::interleaved, map.plan.vector, [&]<Pairing pairing, int Vector>() {
+        with_pairing_and_vector(shape_.pairing, map.plan.vector, [&]<Pairing pairing, int Vector>() {
             const int half = shape_.rotary_dim / 2;
             const WholeHeadLayout<pairing, Vector> lane(place.lane, half);
             for (int j = 0; heads.exists(j); ++j) {
@@ -408,16 +456,9 @@ TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
     for_each_shape(
         {{1, 1, 1}, {5, 3, 0}, {0, 2, 0}, {3, 0, 3}, {16, 2, 16}, {32, 8, 32, 8}, {6, 3, 0, 3}, {8, 2, 0, 1, true}},
         {16, 17, 80, 96, 120, 128, 256}, {{2, 3}}, [](const QkNormRotaryAndCacheShape& shape) {
-            std::vector<int> all_heads_per_thread{shape.is_per_head() ? 2 : 1};
-            if (plan(shape, h200).in_registers) {
-                all_heads_per_thread = shape.is_per_head()            ? std::vector{2}
-                                       : shape.over == NormOver::head ? std::vector{1, 2, 8}
-                                       : shape.needs_lookup           ? std::vector{2}
-                                                                      : std::vector{1, 2, 4};
-            }
-            for (const int heads_per_thread : all_heads_per_thread) {
+            for (const QkNormRotaryAndCachePlan& planned : every_norm_plan(shape)) {
                 Coverage kernel(shape);
-                kernel.run(plan_with(shape, h200, heads_per_thread));
+                kernel.run(planned);
                 if (!::testing::Test::HasFatalFailure()) kernel.expect_each_component_once();
                 if (::testing::Test::HasFailure()) return;
             }

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "device_case.h"
 #include "device_memory.h"
 #include "device_properties.h"
+#include "every_norm_plan.h"
 #include "head_split.h"
 #include "mrrope/qk_norm_rotary.h"
 #include "on_gpu.h"
@@ -61,21 +63,20 @@ public:
     }
 
     void differentiate() {
-        differentiate_by([](const QkNormRotaryGradientArgs& args) { qk_norm_rotary_gradient_cuda(args, nullptr); });
+        differentiate(weight_sum_rows_cuda(gradient_args()),
+                      [](const QkNormRotaryGradientArgs& args) { qk_norm_rotary_gradient_cuda(args, nullptr); });
     }
 
-    // As a GPU with one SM would: its few blocks have many rows each.
-    void differentiate_on_one_sm() {
-        differentiate_by([](const QkNormRotaryGradientArgs& args) {
-            const QkNormRotaryGradientPlan plan =
-                plan_gradient(shape_of(args), {.sms = 1, .pdl = current_device().pdl});
-            qk_norm_rotary_gradient_cuda(args, plan, nullptr);
-        });
+    void differentiate_by(const QkNormRotaryGradientPlan& plan) {
+        differentiate({plan.q_blocks, plan.k_blocks},
+                      [&](const QkNormRotaryGradientArgs& args) { qk_norm_rotary_gradient_cuda(args, plan, nullptr); });
     }
 
-    void differentiate_by(const std::function<void(const QkNormRotaryGradientArgs&)>& op) {
+    DeviceCase& rotary() { return rotary_; }
+
+private:
+    void differentiate(const WeightSumRows& rows, const std::function<void(const QkNormRotaryGradientArgs&)>& op) {
         QkNormRotaryGradientArgs args = gradient_args();
-        const WeightSumRows rows = weight_sum_rows_cuda(args);
         norm_.allocate_weight_gradients(rows);
         const DeviceMemory q_sums(norm_.weight_sums(true));
         const DeviceMemory k_sums(norm_.weight_sums(false));
@@ -93,9 +94,6 @@ public:
         k_weights.download(norm_.weight_gradient(false));
     }
 
-    DeviceCase& rotary() { return rotary_; }
-
-private:
     NormCase& norm_;
     DeviceCase rotary_;
     DeviceMemory q_weights_, k_weights_, q_gradient_, k_gradient_;
@@ -109,15 +107,36 @@ protected:
         norm.expect_normed();
     }
 
+    // By every kernel that there is for the case.
+    static void norm_by_every_plan_and_expect(const NormCaseOptions& options) {
+        for (const QkNormRotaryPlan& plan : every_norm_plan(shape_of(NormCase(options).args()), current_device())) {
+            SCOPED_TRACE(plan.in_registers ? plan.heads_per_thread : 0);
+            NormCase norm(options);
+            NormOnDevice(norm).norm_by(plan);
+            norm.expect_normed();
+        }
+    }
+
     static void differentiate_and_expect(NormCaseOptions options) {
         options.rotary.in_place = false;
         NormCase norm(options);
         NormOnDevice(norm).differentiate();
         norm.expect_gradients();
-        SCOPED_TRACE("on one SM");
-        NormCase again(options);
-        NormOnDevice(again).differentiate_on_one_sm();
-        again.expect_gradients();
+    }
+
+    // As a GPU with one SM would, too: its few blocks have many rows each.
+    static void differentiate_by_every_plan_and_expect(NormCaseOptions options) {
+        options.rotary.in_place = false;
+        const QkNormRotaryShape shape = shape_of(NormCase(options).gradient_args());
+        for (const int sms : {1, current_device().sms}) {
+            for (const auto& plan : every_gradient_plan(shape, {.sms = sms, .pdl = current_device().pdl})) {
+                SCOPED_TRACE(std::string(plan.in_registers ? "in registers, SMs " : "two passes, SMs ") +
+                             std::to_string(sms));
+                NormCase norm(options);
+                NormOnDevice(norm).differentiate_by(plan);
+                norm.expect_gradients();
+            }
+        }
     }
 };
 
@@ -136,7 +155,7 @@ TEST_F(QkNormRotaryCuda, EveryKind) {
         norm_and_expect(o);
         o.rotary.in_place = true;
         norm_and_expect(o);
-        differentiate_and_expect(o);
+        differentiate_by_every_plan_and_expect(o);
     });
 }
 
@@ -149,47 +168,38 @@ TEST_F(QkNormRotaryCuda, SmallHeadsAreLiftedAsFarAsEpsLets) {
     }
 }
 
-// Every number of heads per thread, with a remainder; one table and several; full and partial rotation; teams with
-// threads that hold nothing (head_dim 96), and more pairs than a block has threads (256).
-TEST_F(QkNormRotaryCuda, EveryRegisterKernel) {
+// Every number of heads per thread, with a remainder, and two passes; one table and several; full and partial rotation;
+// teams with threads that hold nothing (head_dim 96), and more pairs than a block has threads (256).
+TEST_F(QkNormRotaryCuda, EveryKernel) {
     NormCaseOptions o;
     o.rotary.tokens = 11;
     o.rotary.q_heads = 13;
     o.rotary.k_heads = 3;
     o.rotary.in_place = true;
-    const auto norm_by = [&](int heads_per_thread) {
-        for (const bool is_other : {false, true}) {
-            o.weight_offset = is_other ? 1.0 : 0.0;
-            o.rotary.conjugate = is_other;
-            NormCase norm(o);
-            const QkNormRotaryPlan plan = plan_with(shape_of(norm.args()), current_device(), heads_per_thread);
-            ASSERT_TRUE(plan.in_registers);
-            NormOnDevice(norm).norm_by(plan);
-            norm.expect_normed();
-        }
-    };
-    for (const DType dtype : {DType::float32, DType::float16, DType::bfloat16}) {
+    for (const DType dtype : all_dtypes) {
         for (const Pairing pairing : both_pairings) {
             for (const auto& [head_dim, rotary_dim] : {std::pair{64, 64}, {64, 32}, {96, 96}, {256, 256}, {256, 128}}) {
-                o.rotary.dtype = dtype;
-                o.rotary.pairing = pairing;
-                o.rotary.head_dim = head_dim;
-                o.rotary.rotary_dim = rotary_dim;
-                o.over = NormOver::head;
-                o.rotary.tables = {};
-                for (const int heads : {1, 2, 4, 8}) norm_by(heads);
-                o.over = NormOver::all_heads;
-                for (const int heads : {2, 4}) norm_by(heads);
-                o.rotary.tables = {.table_for = TableFor::each_index, .count = 3};
-                for (const int rows : {0, 3, max_rows_with_vectors}) {
-                    o.rotary.position_rows = rows;
-                    o.over = NormOver::all_heads;
-                    norm_by(2);
-                    o.over = NormOver::head;
-                    for (const int heads : {2, 8}) norm_by(heads);
+                for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
+                    o.rotary.dtype = dtype;
+                    o.rotary.pairing = pairing;
+                    o.rotary.head_dim = head_dim;
+                    o.rotary.rotary_dim = rotary_dim;
+                    o.over = over;
+                    o.rotary.tables = {};
+                    o.rotary.position_rows = 0;
+                    for (const bool is_other : {false, true}) {
+                        o.weight_offset = is_other ? 1.0 : 0.0;
+                        o.rotary.conjugate = is_other;
+                        norm_by_every_plan_and_expect(o);
+                    }
+                    o.rotary.tables = {.table_for = TableFor::each_index, .count = 3};
+                    for (const int rows : {0, 3, max_rows_with_vectors}) {
+                        o.rotary.position_rows = rows;
+                        norm_by_every_plan_and_expect(o);
+                        if (head_dim == 64) differentiate_by_every_plan_and_expect(o);
+                    }
+                    if (HasFailure()) return;
                 }
-                o.rotary.position_rows = 0;
-                if (HasFailure()) return;
             }
         }
     }
@@ -201,7 +211,7 @@ TEST_F(QkNormRotaryCuda, HeadTablesByEveryKernel) {
             for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
                 for (const auto& [tables, q_per_table, k_per_table, has_query_factors] :
                      {std::tuple{8, 4, 1, true}, {3, 3, 1, false}, {2, 1, 3, true}, {1, 5, 2, true}}) {
-                    for (const int64_t misalignment : {0, 1}) {
+                    for (const int64_t rows : {0, 3}) {
                         NormCaseOptions o;
                         o.over = over;
                         o.rotary.dtype = dtype;
@@ -211,16 +221,13 @@ TEST_F(QkNormRotaryCuda, HeadTablesByEveryKernel) {
                         o.rotary.k_heads = tables * k_per_table;
                         o.rotary.head_dim = 96;
                         o.rotary.rotary_dim = 64;
-                        o.rotary.in.misalignment = misalignment;
-                        o.rotary.tables = {.table_for = TableFor::each_index,
-                                           .count = 2,
-                                           .heads = tables,
-                                           .has_query_factors = has_query_factors};
-                        norm_and_expect(o);
-                        differentiate_and_expect(o);
-                        o.rotary.tables.table_for = TableFor::all;
-                        norm_and_expect(o);
-                        differentiate_and_expect(o);
+                        o.rotary.position_rows = rows;
+                        o.rotary.tables = {.count = 2, .heads = tables, .has_query_factors = has_query_factors};
+                        for (const TableFor table_for : {TableFor::each_index, TableFor::all}) {
+                            o.rotary.tables.table_for = table_for;
+                            norm_by_every_plan_and_expect(o);
+                            differentiate_by_every_plan_and_expect(o);
+                        }
                         if (HasFailure()) return;
                     }
                 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "devices.h"
+#include "every_norm_plan.h"
 #include "kernel_lanes.h"
 #include "qk_norm_rotary_case.h"
 #include "qk_norm_rotary_map.h"
@@ -27,6 +28,7 @@ std::string describe(const QkNormRotaryShape& s) {
     return "batch " + std::to_string(s.batch) + " tokens " + std::to_string(s.tokens) + " heads " +
            std::to_string(s.q_heads) + "+" + std::to_string(s.k_heads) + " head_dim " + std::to_string(s.head_dim) +
            " rotary_dim " + std::to_string(s.rotary_dim) + " element " + std::to_string(s.element_size) +
+           (s.pairing == Pairing::halves ? " halves" : " interleaved") +
            (s.over == NormOver::head ? " over a head" : " over all heads") + (s.aligned ? " aligned" : " unaligned") +
            (s.needs_lookup ? " with lookup" : "") + " head tables " + std::to_string(s.table_heads);
 }
@@ -40,7 +42,7 @@ void for_each_shape(const std::vector<std::pair<int, int>>& heads, const std::ve
                 if (rotary_dim < 2 || rotary_dim > head_dim) continue;
                 for (const int element_size : {2, 4, 8}) {
                     for (const NormOver over : {NormOver::head, NormOver::all_heads}) {
-                        for (const int flags : {0, 1, 2, 3}) {
+                        for (int flags = 0; flags < 8; ++flags) {
                             for (const auto& [batch, tokens] : sizes) {
                                 const QkNormRotaryShape shape{.batch = batch,
                                                               .tokens = tokens,
@@ -49,9 +51,10 @@ void for_each_shape(const std::vector<std::pair<int, int>>& heads, const std::ve
                                                               .head_dim = head_dim,
                                                               .rotary_dim = rotary_dim,
                                                               .element_size = element_size,
+                                                              .pairing = both_pairings[flags / 4],
                                                               .over = over,
                                                               .aligned = flags % 2 == 1,
-                                                              .needs_lookup = flags >= 2};
+                                                              .needs_lookup = flags / 2 % 2 == 1};
                                 SCOPED_TRACE(describe(shape));
                                 f(shape);
                                 if (::testing::Test::HasFailure()) return;
@@ -68,9 +71,12 @@ const std::vector<int> all_head_dims{2, 6, 16, 17, 32, 64, 72, 80, 96, 128, 192,
 
 // --- invariants of every plan
 
+// That there is a kernel with a lookup, which runs all calls, and that heads fit it.
 bool fits_registers(const QkNormRotaryShape& shape) {
     const int vector = 16 / shape.element_size;
-    return shape.aligned && shape.element_size <= 4 && shape.rotary_dim / 2 % vector == 0 &&
+    const bool has_general_kernel = has_norm_kernel(shape.element_size, shape.pairing, shape.over,
+                                                    norm_heads_per_thread_with_lookup, /*needs_lookup=*/true);
+    return has_general_kernel && shape.aligned && shape.rotary_dim / 2 % vector == 0 &&
            shape.head_dim % (2 * vector) == 0 && shape.head_dim / (2 * vector) <= warp;
 }
 
@@ -104,17 +110,18 @@ TEST(Plan, SatisfiesItsInvariantsForEveryShape) {
                 EXPECT_GE(planned.block_threads, planned.lanes * std::max(planned.q_groups, planned.k_groups));
                 EXPECT_LT(planned.block_threads, planned.lanes * std::max(planned.q_groups, planned.k_groups) + warp);
             } else if (fits_registers(shape)) {
-                const int heads_per_thread = shape.needs_lookup ? norm_heads_per_thread_with_lookup : 4;
+                const bool has_four = !shape.needs_lookup && shape.element_size == 2;
+                const int heads_per_thread = has_four ? 4 : norm_heads_per_thread_with_lookup;
                 const int lanes = shape.head_dim / 2 / (16 / shape.element_size);
                 EXPECT_GT(lanes * ((max_heads + heads_per_thread - 1) / heads_per_thread), norm_max_block_threads);
             }
             if (planned.in_registers) {
                 expect_lanes(shape, planned.lanes, planned.team);
                 const int n = planned.heads_per_thread;
-                EXPECT_TRUE(n == 1 || n == 2 || n == 4 || (n == 8 && shape.over == NormOver::head));
-                if (shape.needs_lookup) {
-                    const bool shares_lookup = shape.over == NormOver::head && shape.table_heads == 1;
-                    EXPECT_TRUE(n == norm_heads_per_thread_with_lookup || (n == 8 && shares_lookup));
+                EXPECT_TRUE(has_norm_kernel(shape.element_size, shape.pairing, shape.over, n, planned.needs_lookup));
+                EXPECT_TRUE(planned.needs_lookup || !shape.needs_lookup);
+                if (shape.element_size == 2 && shape.pairing == Pairing::halves) {
+                    EXPECT_EQ(planned.needs_lookup, shape.needs_lookup);
                 }
                 const int fewest = (max_heads + n - 1) / n;
                 const bool over_all = shape.over == NormOver::all_heads;
@@ -143,6 +150,9 @@ TEST(GradientPlan, SatisfiesItsInvariantsForEveryShape) {
                        }
                        if (planned.in_registers) {
                            EXPECT_TRUE(fits_registers(shape));
+                           EXPECT_TRUE(has_norm_gradient_kernel(shape.element_size, shape.pairing, shape.over,
+                                                                planned.shares_cos_sin, planned.needs_lookup));
+                           EXPECT_TRUE(planned.needs_lookup || !shape.needs_lookup);
                            expect_lanes(shape, planned.lanes, planned.team);
                            EXPECT_LE(planned.block_threads, norm_gradient_max_block_threads);
                            EXPECT_EQ(planned.block_threads % warp, 0);
@@ -191,6 +201,22 @@ TEST(Plan, OverAllHeadsTakesTwoHeadsPerThreadLongerWhereThreeBlocksFit) {
     }
 }
 
+TEST(Plan, RunsHeadsOfNoKnownModelByTheKernelWithALookup) {
+    QkNormRotaryShape shape = heads_of_128(32, 8);
+    for (const int64_t tokens : {1, 131072}) {
+        for (const auto& [element_size, pairing] : {std::pair{2, Pairing::interleaved}, {4, Pairing::halves}}) {
+            shape.tokens = tokens;
+            shape.element_size = element_size;
+            shape.pairing = pairing;
+            EXPECT_TRUE(plan(shape, h200).in_registers && plan_gradient(shape, h200).in_registers);
+            EXPECT_TRUE(plan(shape, h200).needs_lookup && plan_gradient(shape, h200).needs_lookup);
+            EXPECT_EQ(plan(shape, h200).heads_per_thread, norm_heads_per_thread_with_lookup);
+        }
+        shape.pairing = Pairing::interleaved;
+        EXPECT_FALSE(plan(shape, h200).in_registers || plan_gradient(shape, h200).in_registers);
+    }
+}
+
 TEST(Plan, WeightsAndGradientsMustBeAlignedToo) {
     NormCaseOptions o;
     o.rotary.dtype = DType::bfloat16;
@@ -223,10 +249,8 @@ TEST(GradientPlan, FillsTheSmsOfTheDevice) {
 // head.
 class Coverage {
 public:
-    Coverage(const QkNormRotaryShape& shape, Pairing pairing)
-        : shape_(shape),
-          pairing_(pairing),
-          sums_(shape.batch * shape.tokens * (shape.q_heads + shape.k_heads) * shape.head_dim, none) {}
+    explicit Coverage(const QkNormRotaryShape& shape)
+        : shape_(shape), sums_(shape.batch * shape.tokens * (shape.q_heads + shape.k_heads) * shape.head_dim, none) {}
 
     void run(const QkNormRotaryPlan& plan) {
         const auto map = QkNormRotaryMap<PlainDivmod>::of(plan, shape_);
@@ -312,14 +336,17 @@ private:
         }
     }
 
+    // As in the kernel.
     StridedHeads heads_of(const QkNormRotaryMap<PlainDivmod>& map, const NormPlace& place) const {
-        return shape_.needs_lookup ? map.heads_of<true>(place, 0)
-                                   : map.heads_of<false>(place, place.is_q ? shape_.q_heads : shape_.k_heads);
+        const int heads = place.is_q ? shape_.q_heads : shape_.k_heads;
+        const bool may_have_head_tables =
+            map.plan.needs_lookup && map.plan.heads_per_thread == norm_heads_per_thread_with_lookup;
+        return may_have_head_tables ? map.heads_of<true>(place, heads) : map.heads_of<false>(place, heads);
     }
 
     void run_in_registers(const NormPlace& place, const StridedHeads& mine, int heads_per_thread, int64_t team) {
         const int vector = 16 / shape_.element_size;
-        with_pairing_and_vector(pairing_, vector, [&]<Pairing pairing, int Vector>() {
+        with_pairing_and_vector(shape_.pairing, vector, [&]<Pairing pairing, int Vector>() {
             const int half = shape_.rotary_dim / 2;
             const int heads = place.is_q ? shape_.q_heads : shape_.k_heads;
             const WholeHeadLayout<pairing, Vector> lane(place.lane, half);
@@ -350,9 +377,9 @@ private:
         const int heads = over_head ? 1 : row.is_q ? shape_.q_heads : shape_.k_heads;
         const int half = shape_.rotary_dim / 2;
         const auto touch_component = [&](int head, int at) { touch(row, first_head + head, at, sum); };
-        with_pairing_and_vector(pairing_, 1, [&]<Pairing pairing, int Vector>() {
+        with_pairing_and_vector(shape_.pairing, 1, [&]<Pairing pairing, int Vector>() {
             for_each_row_pair(thread, heads, half, [&](int head, int pair) {
-                rotate_components<pairing, 1>(WholeHeadLayout<pairing, 1>(pair, half), half,
+                rotate_components<pairing, 1>(RowPair{pairing, pair, half}, half,
                                               [&](int at) { touch_component(head, at); });
             });
         });
@@ -369,7 +396,6 @@ private:
     }
 
     QkNormRotaryShape shape_;
-    Pairing pairing_;
     std::vector<int64_t> sums_;  // the reduction of each component
 };
 
@@ -389,45 +415,41 @@ TEST(Kernel, GivesEveryHeadItsTable) {
             {4 * table_heads, table_heads}, {table_heads, 3 * table_heads}, {3 * table_heads, 0}, {0, table_heads}};
         for_each_shape(heads, {6, 64, 80, 128}, {{2, 3}}, [&](const QkNormRotaryShape& plain) {
             const QkNormRotaryShape shape = with_head_tables(plain, table_heads);
-            const QkNormRotaryPlan planned = plan(shape, h200);
-            if (planned.in_registers) {
-                EXPECT_EQ(planned.heads_per_thread, norm_heads_per_thread_with_lookup);
+            for (const QkNormRotaryPlan& planned : every_norm_plan(shape)) {
+                if (planned.in_registers) {
+                    EXPECT_EQ(planned.heads_per_thread, norm_heads_per_thread_with_lookup);
+                }
+                Coverage kernel(shape);
+                kernel.run(planned);
+                kernel.expect_each_component_once();
             }
-            Coverage kernel(shape, Pairing::halves);
-            kernel.run(planned);
-            kernel.expect_each_component_once();
-            Coverage gradient(shape, Pairing::halves);
-            gradient.run(plan_gradient(shape, h200));
-            gradient.expect_each_component_once();
+            for (const QkNormRotaryGradientPlan& planned : every_gradient_plan(shape)) {
+                Coverage gradient(shape);
+                gradient.run(planned);
+                gradient.expect_each_component_once();
+            }
         });
     }
 }
 
 TEST(Kernel, TakesEveryComponentOfEveryHeadOnce) {
     for_each_shape(covered_heads, {6, 17, 64, 72, 80, 128}, {{2, 3}}, [](const QkNormRotaryShape& shape) {
-        // Small shapes by the plans of large ones, too.
-        for (const int heads_per_thread : {1, 2, 4, 8}) {
-            const bool is_extreme = heads_per_thread == 1 || heads_per_thread == 8;
-            if (is_extreme && shape.over == NormOver::all_heads && plan(shape, h200).in_registers) continue;
-            const QkNormRotaryPlan planned = plan_with(shape, h200, heads_per_thread);
-            if (!planned.in_registers && heads_per_thread > 1) continue;
-            for (const Pairing pairing : both_pairings) {
-                Coverage kernel(shape, pairing);
-                kernel.run(planned);
-                kernel.expect_each_component_once();
-            }
+        for (const QkNormRotaryPlan& planned : every_norm_plan(shape)) {
+            Coverage kernel(shape);
+            kernel.run(planned);
+            kernel.expect_each_component_once();
         }
     });
 }
 
 TEST(GradientKernel, TakesEveryComponentOfEveryHeadOnce) {
     for_each_shape(covered_heads, {6, 17, 64, 72, 80, 128}, {{1, 1}, {2, 5}}, [](const QkNormRotaryShape& shape) {
-        for (const int max_blocks : {1, 3, 1 << 20}) {
-            QkNormRotaryGradientPlan planned = plan_gradient(shape, h200);
-            planned.q_blocks = std::min(planned.q_blocks, max_blocks);
-            planned.k_blocks = std::min(planned.k_blocks, max_blocks);
-            for (const Pairing pairing : both_pairings) {
-                Coverage kernel(shape, pairing);
+        for (QkNormRotaryGradientPlan planned : every_gradient_plan(shape)) {
+            const QkNormRotaryGradientPlan full = planned;
+            for (const int max_blocks : {1, 3, 1 << 20}) {
+                planned.q_blocks = std::min(full.q_blocks, max_blocks);
+                planned.k_blocks = std::min(full.k_blocks, max_blocks);
+                Coverage kernel(shape);
                 kernel.run(planned);
                 kernel.expect_each_component_once();
             }
