@@ -6,9 +6,9 @@
 #include <cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp>
 
 #include "accumulator_layout.h"
+#include "device/cos_sin.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/epilogue_rotation.cuh"
-#include "device/cos_sin.cuh"
 #include "mrrope/rotation.h"
 #include "qkv_rotary_plan.h"
 

@@ -3,9 +3,9 @@
 #include <cute/tensor.hpp>
 
 #include "accumulator_layout.h"
+#include "device/cos_sin.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/epilogue_rotation.cuh"
-#include "device/cos_sin.cuh"
 #include "mrrope/rotation.h"
 
 namespace mrrope {
