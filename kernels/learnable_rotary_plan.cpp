@@ -21,7 +21,8 @@ LearnableRotaryShape shape_of(const LearnableRotaryGradientArgs& args) {
             .head_dim = shape.head_dim,
             .rotary_dim = shape.rotary_dim,
             .element_size = shape.element_size,
-            .aligned = shape.alignment == access_bytes && aligned(rotary.q.heads, args.q) && aligned(rotary.k.heads, args.k)};
+            .aligned =
+                shape.alignment == access_bytes && aligned(rotary.q.heads, args.q) && aligned(rotary.k.heads, args.k)};
 }
 
 LearnableRotaryPlan plan(const LearnableRotaryShape& shape, const Device& device) {

@@ -93,19 +93,20 @@ int64_t threads_per_token(const QkNormRotaryPlan& plan, NormOver over) {
 QkNormRotaryShape shape_of(const QkNormRotaryArgs& args) {
     const RotaryArgs& rotary = args.rotary;
     const RotaryShape shape = shape_of(rotary);
-    return {.batch = shape.batch,
-            .tokens = shape.tokens,
-            .q_heads = rotary.q.heads,
-            .k_heads = rotary.k.heads,
-            .head_dim = shape.head_dim,
-            .rotary_dim = shape.rotary_dim,
-            .element_size = shape.element_size,
-            .pairing = rotary.pairing,
-            .over = args.over,
-            .aligned = shape.alignment == access_bytes && starts_aligned(args.q_weight) && starts_aligned(args.k_weight),
-            .needs_lookup = shape.lookup != TableLookup::single || shape.is_per_head(),
-            .table_heads = shape.table_heads,
-            .has_query_factors = shape.has_query_factors};
+    return {
+        .batch = shape.batch,
+        .tokens = shape.tokens,
+        .q_heads = rotary.q.heads,
+        .k_heads = rotary.k.heads,
+        .head_dim = shape.head_dim,
+        .rotary_dim = shape.rotary_dim,
+        .element_size = shape.element_size,
+        .pairing = rotary.pairing,
+        .over = args.over,
+        .aligned = shape.alignment == access_bytes && starts_aligned(args.q_weight) && starts_aligned(args.k_weight),
+        .needs_lookup = shape.lookup != TableLookup::single || shape.is_per_head(),
+        .table_heads = shape.table_heads,
+        .has_query_factors = shape.has_query_factors};
 }
 
 QkNormRotaryShape shape_of(const QkNormRotaryGradientArgs& args) {

@@ -60,8 +60,9 @@ constexpr bool has_norm_kernel(int element_size, Pairing pairing, NormOver over,
     const bool over_head = over == NormOver::head;
     const bool is_general = needs_lookup && heads_per_thread == norm_heads_per_thread_with_lookup;
     if (pairing == Pairing::interleaved) return element_size == 2 && over_head && is_general;
-    if (element_size != 2) return element_size == 4 && is_general;
-    if (needs_lookup) return is_general || (over_head && heads_per_thread == 8);
+    const bool shares_lookup = needs_lookup && over_head && heads_per_thread == 8;
+    if (element_size != 2) return element_size == 4 && (is_general || shares_lookup);
+    if (needs_lookup) return is_general || shares_lookup;
     if (over_head) return heads_per_thread == 1 || heads_per_thread == 2 || heads_per_thread == 8;
     return heads_per_thread == 2 || heads_per_thread == 4;
 }

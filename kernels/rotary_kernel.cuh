@@ -23,7 +23,6 @@ struct RotaryLaunch {
     HeadGroupsMap<cutlass::FastDivmod> head_groups;
     int threads;
     bool copies_tail;
-    bool keeps_strides;  // each output has its input's strides
     // Prefetch distance of positions.
     int tokens_ahead;
     int64_t bytes_ahead;
@@ -31,14 +30,6 @@ struct RotaryLaunch {
 
 template <Pairing pairing, int Vector, bool whole_heads>
 using LayoutOf = std::conditional_t<whole_heads, WholeHeadLayout<pairing, Vector>, LaneLayout<pairing, Vector>>;
-
-// Where the head of q or k that starts at `in` goes, if outputs have the strides of inputs.
-template <class Element>
-__device__ Element* output_at_distance(const RotaryArgs& args, const Element* in, bool is_q) {
-    const HeadsView& view = is_q ? args.q : args.k;
-    const int64_t distance = static_cast<char*>(view.out) - static_cast<const char*>(view.in);
-    return reinterpret_cast<Element*>(reinterpret_cast<int64_t>(in) + distance);
-}
 
 // A thread takes one vector from each half of HeadsPerThread neighbouring heads of one token: up to 16 bytes per
 // load, all in flight while it computes the Vector cos/sin that those heads share. Heads further apart would cost 9 %
@@ -200,10 +191,7 @@ __global__ void __launch_bounds__(rotary_block_threads,
                 fragments[j].template rotate<Layout::crosses_vectors>(by);
             }
         }
-        Element* out = lookup == TableLookup::single && launch.keeps_strides
-                           ? output_at_distance(args, in[j], heads_of_table.is_q(heads.first + j))
-                           : HeadPointers<Element>(args, heads_of_table, batch, token, heads.first + j).out;
-        fragments[j].store(out, layout);
+        fragments[j].store(HeadPointers<Element>(args, heads_of_table, batch, token, heads.first + j).out, layout);
     }
 
     if constexpr (!whole_heads) {
@@ -229,7 +217,6 @@ void launch_rotary_kernel(const RotaryArgs& args, const RotaryPlan& plan, cudaSt
         .head_groups = HeadGroupsMap<cutlass::FastDivmod>::of(plan, args),
         .threads = threads,
         .copies_tail = copies_tail(args),
-        .keeps_strides = args.q.in_strides == args.q.out_strides && args.k.in_strides == args.k.out_strides,
         .tokens_ahead = tokens_ahead,
         .bytes_ahead = tokens_ahead * args.positions.token_stride * (args.positions.is_int64 ? 8 : 4),
     };

@@ -99,17 +99,12 @@ struct HeadPointers {
 
     MRROPE_HOST_DEVICE HeadPointers(const RotaryArgs& args, const HeadsOfTable& heads, int batch, int token, int head) {
         const HeadsView& view = heads.is_q(head) ? args.q : args.k;
-        const int index = heads.index_of(head);
+        const int64_t index = heads.index_of(head);
         const auto offset = [&](const HeadStrides& strides) {
-            return steps(batch, strides.batch) + steps(token, strides.token) + steps(index, strides.head);
+            return batch * strides.batch + token * strides.token + index * strides.head;
         };
         in = static_cast<const Element*>(view.in) + offset(view.in_strides);
         out = static_cast<Element*>(view.out) + offset(view.out_strides);
-    }
-
-    // Unsigned, which takes a multiplication less.
-    MRROPE_HOST_DEVICE static int64_t steps(int index, int64_t stride) {
-        return static_cast<int64_t>(uint64_t{static_cast<uint32_t>(index)} * static_cast<uint64_t>(stride));
     }
 };
 

@@ -24,7 +24,7 @@ bool tokens_are_adjacent(const HeadsView& view) {
 
 // Thresholds and choices below are measured on an H200: `plans_benchmark`, benchmarks/results/rotary_plans_cuda.txt.
 
-// Below, vectors of 4 bytes: more threads with less work each finish sooner.
+// Below, single components: more threads with less work each finish sooner.
 constexpr int64_t threads_for_half_vectors = 1 << 11;
 
 // With an even number of heads per head table, two per thread gain earlier.
@@ -38,13 +38,25 @@ bool takes_full_vectors(const RotaryShape& shape, int64_t threads) {
     return threads >= (has_even_head_tables ? threads_for_full_vectors_of_head_tables : threads_for_full_vectors);
 }
 
+// All five heads of a table gain where their blocks nearly fill one wave, or at most half of one: 1024 x 32/8 take 6.7
+// us, three per thread 7.2; 768 x 32/8 take 6.1 us, three per thread 5.4.
+bool takes_whole_table(const RotaryShape& shape, const Device& device, int64_t threads) {
+    const int64_t one_wave =
+        int64_t{device.sms} * rotary_min_blocks_per_sm(heads_of_whole_table) * rotary_block_threads;
+    const int64_t with_all_heads = threads / heads_of_whole_table;
+    const bool fills_wave = with_all_heads <= one_wave && with_all_heads >= one_wave * 9 / 10;
+    return shape.is_per_head() && shape.heads / shape.table_heads == heads_of_whole_table &&
+           (fills_wave || with_all_heads <= one_wave / 2);
+}
+
 // Three where two would leave many threads with one.
-int choose_heads_per_thread(const RotaryShape& shape, int64_t threads) {
+int choose_heads_per_thread(const RotaryShape& shape, const Device& device, int64_t threads) {
     const int heads = shape.heads / shape.table_heads;
     if (shape.lookup == TableLookup::position_rows) {
         return heads > 2 && threads >= threads_for_three_heads_with_rows ? 3 : 2;
     }
     if (heads == 1 || heads % 2 == 0) return 2;
+    if (takes_whole_table(shape, device, threads)) return heads_of_whole_table;
     return heads <= 5 || (shape.is_per_head() && heads % 3 == 0) ? 3 : 2;
 }
 
@@ -87,7 +99,7 @@ RotaryShape shape_of(const RotaryArgs& args) {
 
 bool serves(const RotaryKernel& kernel, const RotaryShape& shape) {
     if (kernel.pairing != shape.pairing) return false;
-    if (kernel.vector == 1) return true;
+    if (kernel.any_shape) return true;
     const int tail = shape.head_dim - shape.rotary_dim;
     if (!has_whole_vectors(shape, kernel.vector)) return false;
     if (kernel.whole_heads && (tail == 0 || tail % (2 * kernel.vector) != 0)) return false;
@@ -102,17 +114,16 @@ RotaryPlan plan(const RotaryShape& shape, const Device& device) {
     return plan(shape, device, rotary_kernels(shape.element_size));
 }
 
-// Independent of the device so far: the thresholds are those of an H200.
-RotaryPlan plan(const RotaryShape& shape, const Device&, const RotaryKernels& kernels) {
+RotaryPlan plan(const RotaryShape& shape, const Device& device, const RotaryKernels& kernels) {
     const int full = full_vector(shape.element_size);
     const int64_t threads = shape.batch * shape.tokens * shape.heads * ceil_div(shape.rotary_dim / 2, full);
     const bool is_large = takes_full_vectors(shape, threads);
-    const int vector = is_large ? full : threads < threads_for_half_vectors ? full / 4 : full / 2;
-    const int heads_per_thread = is_large ? choose_heads_per_thread(shape, threads) : 1;
+    const int vector = is_large ? full : threads < threads_for_half_vectors ? 1 : full / 2;
+    const int heads_per_thread = is_large ? choose_heads_per_thread(shape, device, threads) : 1;
     // In which respects a kernel is not what is wanted, the costliest first.
     const auto misses = [&](const RotaryKernel& kernel) {
         const int halvings = std::abs(log2(kernel.vector) - log2(vector));
-        return std::tuple(kernel.vector == 1, kernel.whole_heads != shape.copies_tail, halvings,
+        return std::tuple(kernel.any_shape, kernel.whole_heads != shape.copies_tail, halvings,
                           kernel.heads_per_thread != heads_per_thread,
                           kernel.tokens_inside != (shape.tokens_adjacent && is_large), kernel.lookup != shape.lookup);
     };

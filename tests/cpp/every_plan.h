@@ -47,7 +47,8 @@ inline std::string describe(const RotaryShape& s) {
 inline std::string describe(const RotaryPlan& plan) {
     return std::to_string(plan.vector) + " components, " + std::to_string(plan.heads_per_thread) +
            " heads per thread, " + describe(plan.lookup) + (plan.is_per_head ? ", per head" : "") +
-           (plan.whole_heads ? ", whole heads" : "") + (plan.tokens_inside ? ", tokens inside" : "");
+           (plan.whole_heads ? ", whole heads" : "") + (plan.tokens_inside ? ", tokens inside" : "") +
+           (plan.any_shape ? ", any shape" : "");
 }
 
 }  // namespace mrrope::testing

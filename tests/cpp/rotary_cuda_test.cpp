@@ -161,7 +161,7 @@ TEST_F(RotaryCuda, EveryKernel) {
     }
 }
 
-// Groups of one to five heads per table, which leave remainders to two and three heads per thread.
+// Groups of one to five heads per table, which leave remainders to two, three and five heads per thread.
 TEST_F(RotaryCuda, HeadTablesByEveryKernel) {
     for (const DType dtype : all_dtypes) {
         for (const Pairing pairing : both_pairings) {
@@ -200,7 +200,7 @@ TEST_F(RotaryCuda, HeadTablesByEveryKernel) {
     }
 }
 
-// Enough tokens for the plans of prefill, and for slices.
+// Enough tokens for the plans of prefill, and for slices. On an H200, 300 tokens go five heads per thread.
 TEST_F(RotaryCuda, HeadTablesOfManyTokens) {
     for (const auto& [tokens, tables, q_per_table, head_dim] :
          {std::tuple{2000, 8, 4, 128}, {2000, 3, 3, 64}, {300, 8, 4, 128}}) {
