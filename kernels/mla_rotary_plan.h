@@ -60,10 +60,9 @@ constexpr int mla_rotary_gradient_min_blocks_per_sm() {
 #endif
 }
 
-// Which kernels there are, each for both pairings; no others are compiled. All take a table index; 16-bit heads, but
-// for gradients, also have kernels for one table, which load none: 8192 x 128 heads with a cache would take 6 % longer.
-// Gradients and float32, of training, have no half vectors. Heads of float32 have vectors only without a cache, heads
-// of float64 never.
+// Which kernels there are, each for both pairings; no others are compiled. All take a table index; half vectors, of
+// decode steps, also have kernels for one table, which load none. Gradients and float32, of training, have no half
+// vectors. Heads of float32 have vectors only without a cache, heads of float64 never.
 constexpr bool has_mla_kernel(int element_size, KeyTarget target, int vector, int heads_per_thread,
                               TableLookup lookup) {
     const int full = full_vector(element_size);
@@ -71,10 +70,10 @@ constexpr bool has_mla_kernel(int element_size, KeyTarget target, int vector, in
     const bool to_float8 = target == KeyTarget::float8_cache;
     if (vector == 1) return heads_per_thread == 1 && is_indexed && !(element_size == 8 && to_float8);
     if (element_size != 2 && !(element_size == 4 && !is_cache(target))) return false;
-    const bool has_every_kernel = element_size == 2 && target != KeyTarget::sum;
-    if (!is_indexed && (lookup != TableLookup::single || !has_every_kernel)) return false;
-    if (vector == full) return heads_per_thread == 2;
-    return vector == full / 2 && heads_per_thread == 1 && has_every_kernel;
+    if (vector == full) return heads_per_thread == 2 && is_indexed;
+    const bool has_half_vectors = element_size == 2 && target != KeyTarget::sum;
+    return vector == full / 2 && heads_per_thread == 1 && has_half_vectors &&
+           (is_indexed || lookup == TableLookup::single);
 }
 
 // A thread takes two vectors of `vector` components of each of `heads_per_thread` neighbouring heads of one token.

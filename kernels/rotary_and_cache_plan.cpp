@@ -41,8 +41,11 @@ bool has_plan(const RotaryAndCacheShape& shape, int vector, int heads_per_thread
 RotaryPlan plan(const RotaryAndCacheShape& shape, const Device&) {
     const int64_t components = int64_t{shape.q_heads + 2 * shape.kv_heads} * shape.rotary_dim / 2;
     const int64_t threads = shape.batch * shape.tokens * components / full_vector(shape.element_size);
-    const auto [vector, heads_per_thread] = choose_vectors(shape.element_size, threads >= threads_for_two_cached_heads,
-                                                           [&](int v, int heads) { return has_plan(shape, v, heads); });
+    const int full = full_vector(shape.element_size);
+    const VectorsOfThread preferred =
+        threads >= threads_for_two_cached_heads ? VectorsOfThread{full, 2} : VectorsOfThread{full / 2, 1};
+    const auto [vector, heads_per_thread] =
+        choose_vectors(shape.element_size, preferred, [&](int v, int heads) { return has_plan(shape, v, heads); });
     return plan_with(shape, vector, heads_per_thread);
 }
 

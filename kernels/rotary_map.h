@@ -91,17 +91,21 @@ struct HeadRange {
     }
 };
 
-// A token's head of q or k, numbered as in HeadsOfTable.
-template <class Element>
+// A token's head of q or k, numbered as in HeadsOfTable. Index: the type in which indices are multiplied by strides;
+// uint32_t takes an instruction less.
+template <class Element, class Index = int64_t>
 struct HeadPointers {
     const Element* in;
     Element* out;
 
     MRROPE_HOST_DEVICE HeadPointers(const RotaryArgs& args, const HeadsOfTable& heads, int batch, int token, int head) {
         const HeadsView& view = heads.is_q(head) ? args.q : args.k;
-        const int64_t index = heads.index_of(head);
+        const auto steps = [](int index, int64_t stride) {
+            return static_cast<int64_t>(static_cast<Index>(index) * static_cast<uint64_t>(stride));
+        };
+        const int index = heads.index_of(head);
         const auto offset = [&](const HeadStrides& strides) {
-            return batch * strides.batch + token * strides.token + index * strides.head;
+            return steps(batch, strides.batch) + steps(token, strides.token) + steps(index, strides.head);
         };
         in = static_cast<const Element*>(view.in) + offset(view.in_strides);
         out = static_cast<Element*>(view.out) + offset(view.out_strides);

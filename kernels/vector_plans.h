@@ -24,23 +24,21 @@ inline int aligned_vector(const HeadsView& view, int element_size, int stored_si
     return vector;
 }
 
-// Two heads per thread gain from so many threads on, counted with one head and a full vector each; with a cache later:
-// 1024 tokens of 16 + 1 heads of MLA, 2^16 threads, take 3.9 us on an H200 by two, 3.2 by one.
-inline constexpr int64_t threads_for_two_cached_heads = 1 << 17;
-
 struct VectorsOfThread {
     int vector;
     int heads_per_thread;
 };
 
-// The widest vectors for which has_plan(vector, heads_per_thread). Large launches share cos/sin between two heads;
-// small ones are latency-bound and finish sooner with half vectors of one.
+// Two heads per thread gain from so many threads on, counted with one head and a full vector each, where keys go to a
+// cache; threads_for_full_vectors without one.
+inline constexpr int64_t threads_for_two_cached_heads = 1 << 17;
+
+// The first of the preferred ones for which has_plan(vector, heads_per_thread), else the widest vectors. Large launches
+// share cos/sin between two heads; small ones are latency-bound and finish sooner with half vectors of one.
 template <class HasPlan>
-VectorsOfThread choose_vectors(int element_size, bool is_large, HasPlan&& has_plan) {
+VectorsOfThread choose_vectors(int element_size, const VectorsOfThread& preferred, HasPlan&& has_plan) {
     const int full = full_vector(element_size);
-    VectorsOfThread preferred[] = {{full, 2}, {full / 2, 1}, {full / 4, 1}};
-    if (!is_large) std::swap(preferred[0], preferred[1]);
-    for (const VectorsOfThread& vectors : preferred) {
+    for (const VectorsOfThread& vectors : {preferred, {full, 2}, {full / 2, 1}, {full / 4, 1}}) {
         if (has_plan(vectors.vector, vectors.heads_per_thread)) return vectors;
     }
     return {1, 1};

@@ -30,6 +30,8 @@ struct HeadStrides {
     int64_t batch = 0;
     int64_t token = 0;
     int64_t head = 0;
+
+    bool operator==(const HeadStrides&) const = default;
 };
 
 // q or k, [batch, tokens, heads, head_dim]. In place if `out` equals `in`, with equal strides.
