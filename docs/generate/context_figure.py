@@ -132,8 +132,8 @@ def context() -> list[str]:
     documents = len(measured(16, STOCK, "perplexity")[NATIVE]["documents"])
     text = (
         f"{name}, {quantization} weights, 8192 native tokens, {data['dtype']} on an {data['device']}: perplexity of "
-        f"the second half of each length in {documents} held-out documents of Proof-pile, and pass keys found (hidden "
-        "numbers, queried at the end). Every length has the smallest scale that covers it. Calibrated tables were "
+        f"the second half of each length in {documents} held-out documents of Proof-pile, and pass keys found. "
+        "Every length has the smallest scale that covers it. Calibrated tables were "
         "searched on other documents of Proof-pile, with pass keys in the loss; on other kinds of text they gain less "
         "([study](docs/study.md#tables-per-layer-and-key-head))."
     )

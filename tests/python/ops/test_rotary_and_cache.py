@@ -220,11 +220,11 @@ def test_rows_of_positions(device, float8):
     call, expected = Call(case, Kept(float8=float8), device), Call(case, Kept(float8=float8), device)
     tables = mrrope.AxisTables([table_of("rope", 12), table_of("ntk", 20)])
     positions = torch.randint(0, 5000, (2, 2, 6), generator=torch.Generator().manual_seed(3)).to(device)
-    q, k = mrrope.rotary(call.q.float(), call.k.float(), positions, tables)
+    # To a float8 cache k is rounded once, from float32. Heads of 16 bits have cosines of their own precision on a GPU.
+    q, k = (call.q, call.k) if float8 is None else (call.q.float(), call.k.float())
+    q, k = mrrope.rotary(q, k, positions, tables)
     # k is rotated already, and at position 0 a table without an attention factor is the identity.
     plain = expected.arguments() | {"table": table_of("pi", 32), "positions": torch.zeros_like(positions[0])}
-    if float8 is None:
-        q, k = q.bfloat16(), k.bfloat16()
     mrrope.rotary_and_cache_(**plain | {"q": q, "k": k, "v": call.v.to(k.dtype)})
     result = mrrope.rotary_and_cache_(**call.arguments() | {"table": tables, "positions": positions})
     assert torch.equal(result, q.bfloat16())
