@@ -46,7 +46,7 @@ INSTALL = $(call INSTALL_FOR,$(BIN)/python,$(1))
 
 # What `make demo` needs, which is less than the tests do; the environment of `make test` has it, too.
 DEMO_PACKAGES := $(VENV)/$(if $(wildcard $(VENV)/.packages),.packages,.demo-packages)
-# In a fresh environment, what does not know torch is compiled while pip fetches torch: half a minute less on two cores.
+# In a fresh environment, what does not know torch is compiled while torch is fetched: half a minute less on two cores.
 COMPILED_AHEAD := $(if $(wildcard $(VENV)/.packages),,$(VENV)/.compiled-ahead)
 PIP_INSTALL_MRROPE = $(BIN)/pip install --quiet --no-build-isolation --no-deps --force-reinstall .
 
@@ -126,7 +126,7 @@ sglang: install $(SGLANG_VENV)/.packages
 	OMP_NUM_THREADS=1 $(SGLANG_PYTHON) $(BIN)/pytest $(PYTEST_OPTIONS) tests/sglang
 endif
 
-# The build without CUDA takes a minute and the kernels a quarter of an hour, which pays off only where they can run; kernels
+# The build without CUDA takes a minute and the kernels ten, which pays off only where they can run; kernels
 # that `make test` has compiled are used. `pip install .` does not look for a driver: images are built without one.
 demo:
 	@if nvidia-smi -L >/dev/null 2>&1 || $(MAKE) --no-print-directory --question $(VENV)/.mrrope 2>/dev/null; then \
@@ -142,7 +142,7 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # libtorch, libtorch_cpu and libc10 are torch's, found beside the package. MRROPE_STRICT is off: kernels of qk_norm_rotary, and
-# on sm_120 two of rotary, spill up to 180 bytes on Blackwell, which nobody has measured here.
+# on sm_120 two of rotary, spill registers on Blackwell, where nobody has timed them.
 wheel: $(WHEEL_VENV)/.packages build/cutlass/.packages
 	$(WHEEL_PYTHON) wheels/fetch_torch.py build/torch
 	rm -rf build/unaudited
@@ -172,7 +172,7 @@ bench: install
 
 # Needs a GPU. Small tests only: under the sanitizer every access is checked.
 sanitize: cpp-tests
-	benchmarks/sanitize $(foreach kernel,rotary rescale_cache rotary_and_cache qk_norm_rotary qk_norm_rotary_and_cache qkv_rotary learnable_rotary rotary_cos_sin mla_rotary mla_rotary_and_cache args_contract,$(BUILD)/tests/cpp/$(kernel)_cuda_test)
+	benchmarks/sanitize $(foreach kernel,rotary rotary_launches rescale_cache rotary_and_cache qk_norm_rotary qk_norm_rotary_and_cache qkv_rotary learnable_rotary rotary_cos_sin mla_rotary mla_rotary_and_cache args_contract,$(BUILD)/tests/cpp/$(kernel)_cuda_test)
 
 # All that CI cannot run. A change to kernels, bindings or csrc ends with it.
 gpu-test: cpp-tests

@@ -76,25 +76,30 @@ TEST(Kernels, AreListedOnce) {
 // Every pairing, alignment, lookup and table, of both ops: a plan without a kernel would throw at its launch.
 TEST(Kernels, ServeEveryShape) {
     for_each_shape([&](RotaryShape shape) {
-        if (shape.tokens > 1 << 20) return;
-        for (const Pairing pairing : both_pairings) {
-            shape.pairing = pairing;
-            for (const TableLookup lookup : {TableLookup::single, TableLookup::indexed, TableLookup::position_rows}) {
-                shape.lookup = lookup;
-                for (const bool has_query_factors : {false, true}) {
-                    shape.has_query_factors = has_query_factors;
-                    for (const bool copies_tail : {false, shape.rotary_dim < shape.head_dim}) {
-                        shape.copies_tail = copies_tail;
-                        const RotaryPlan planned = plan(shape, h200);
-                        EXPECT_TRUE(serves(planned, shape)) << describe(shape);
-                        EXPECT_EQ(count(rotary_kernels(shape.element_size), planned), 1) << describe(shape);
+        if (shape.batch > 1 || (shape.tokens != 1 && shape.tokens != 4096) || shape.alignment < 16) return;
+        for (const int alignment : {0, 2, 4, 8, 16}) {
+            shape.alignment = std::max(alignment, alignment > 0 ? shape.element_size : 0);
+            for (const Pairing pairing : both_pairings) {
+                shape.pairing = pairing;
+                for (const TableLookup lookup :
+                     {TableLookup::single, TableLookup::indexed, TableLookup::position_rows}) {
+                    shape.lookup = lookup;
+                    for (const int tables : {0, 1, shape.heads}) {  // 0: one, with query factors
+                        shape.has_query_factors = tables == 0;
+                        shape.table_heads = std::max(1, tables);
+                        for (const bool copies_tail : {false, shape.rotary_dim < shape.head_dim}) {
+                            shape.copies_tail = copies_tail;
+                            const RotaryPlan planned = plan(shape, h200);
+                            ASSERT_TRUE(serves(planned, shape)) << describe(shape);
+                            ASSERT_EQ(count(rotary_kernels(shape.element_size), planned), 1) << describe(shape);
+                        }
                     }
                 }
+                shape.lookup = TableLookup::single;
+                shape.table_heads = 1;
+                const RotaryKernels kernels = rotary_cos_sin_kernels(shape.element_size);
+                ASSERT_EQ(count(kernels, plan(shape, h200, kernels)), 1) << describe(shape);
             }
-            shape.lookup = TableLookup::single;
-            shape.has_query_factors = false;
-            const RotaryKernels kernels = rotary_cos_sin_kernels(shape.element_size);
-            EXPECT_EQ(count(kernels, plan(shape, h200, kernels)), 1) << describe(shape);
         }
     });
 }
@@ -106,7 +111,7 @@ TEST(Kernels, OfAnyShapeAreTheLastResort) {
         const int shortest = shape.element_size == 2 ? 2 : 8 / shape.element_size;  // components of a vector
         const bool has_vectors = shape.element_size <= 4 && shortest * shape.element_size <= shape.alignment &&
                                  half % shortest == 0 && tail % shortest == 0;
-        const bool has_one_table_kernel = shape.element_size == 2;  // of any alignment, by single components
+        const bool has_one_table_kernel = shape.element_size == 2;  // by single components
         EXPECT_EQ(plan(shape, h200).any_shape, !has_vectors && !has_one_table_kernel) << describe(shape);
     });
 }

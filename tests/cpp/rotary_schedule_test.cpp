@@ -9,7 +9,7 @@ constexpr TableLookup all_lookups[] = {TableLookup::single, TableLookup::indexed
 
 TEST(Schedule, IsPlainWithoutPdl) {
     for (const TableLookup lookup : all_lookups) {
-        for (const int heads : {1, 2, 3}) {
+        for (const int heads : {1, 2, 3, 5}) {
             const RotarySchedule schedule = rotary_schedule(lookup, heads, /*pdl=*/false);
             EXPECT_FALSE(schedule.speculates_index);
             EXPECT_FALSE(schedule.orders_verification_last);
@@ -23,7 +23,7 @@ TEST(Schedule, TriggersAfterTheWaitInSmallLaunches) {
     using Trigger = RotarySchedule::Trigger;
     for (const TableLookup lookup : all_lookups) {
         EXPECT_EQ(rotary_schedule(lookup, 1, true).trigger, Trigger::after_wait);
-        for (const int heads : {2, 3}) {
+        for (const int heads : {2, 3, 5}) {
             EXPECT_EQ(rotary_schedule(lookup, heads, true).trigger,
                       lookup == TableLookup::indexed ? Trigger::after_wait_if_small : Trigger::after_cos_sin);
         }
@@ -52,6 +52,7 @@ TEST(Schedule, PrefetchesPositionsInLargeLaunches) {
         EXPECT_FALSE(rotary_schedule(lookup, 1, true).prefetches_positions);
         EXPECT_EQ(rotary_schedule(lookup, 2, true).prefetches_positions, lookup == TableLookup::single);
         EXPECT_TRUE(rotary_schedule(lookup, 3, true).prefetches_positions);
+        EXPECT_FALSE(rotary_schedule(lookup, 5, true).prefetches_positions) << "one wave: no block starts later";
     }
 }
 
