@@ -147,7 +147,7 @@ public:
     }
 
     void rotary() const {
-        std::printf("\nrotary by one table, and by a table index: bytes per vector, heads per thread; * is the plan\n");
+        std::printf("\nrotary by one table, and by a table index; * is the plan\n");
         for (const int64_t tokens : {1, 4, 16, 64, 128, 256, 512, 1024, 4096, 8192, 131072}) rotary({tokens, 32, 8});
         for (const int64_t tokens : {64, 8192, 131072}) rotary({tokens, 4, 1});
         rotary({65536, 8, 1});
@@ -155,7 +155,7 @@ public:
     }
 
     void rotary_by_head() const {
-        std::printf("\nrotary with a table per key head: one table by its plan; bytes per vector, heads per thread\n");
+        std::printf("\nrotary with a table per key head: one table by its plan; by every kernel\n");
         for (const int64_t tokens : {1, 16, 64, 256, 384, 512, 768, 1024, 1280, 2048, 8192, 131072}) {
             rotary_by_head({tokens, 32, 8});
             rotary_by_head({tokens, 9, 3});
@@ -249,8 +249,8 @@ private:
         std::printf(" | one table %8.3f", timing.microseconds(one_table));
         for (const auto& [plan, graph] : timed) {
             const RotaryKernel& kernel = plan;
-            std::printf(" | %d, %d: %s%.3f", plan.vector * element_size, plan.heads_per_thread,
-                        kernel == chosen ? "*" : "", timing.microseconds(graph));
+            std::printf(" | %s: %s%.3f", testing::describe(plan).c_str(), kernel == chosen ? "*" : "",
+                        timing.microseconds(graph));
         }
         std::printf("\n");
         std::fflush(stdout);
@@ -276,8 +276,8 @@ private:
             std::printf(" | %s", choice.count > 1 ? "by index" : "one table");
             for (const auto& [plan, graph] : timed) {
                 const RotaryKernel& kernel = plan;
-                std::printf(" %d, %d: %s%.3f", plan.vector * element_size, plan.heads_per_thread,
-                            kernel == chosen ? "*" : "", timing.microseconds(graph));
+                std::printf(" | %s: %s%.3f", testing::describe(plan).c_str(), kernel == chosen ? "*" : "",
+                            timing.microseconds(graph));
             }
         }
         std::printf("\n");

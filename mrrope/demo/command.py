@@ -45,7 +45,7 @@ For your own model:
 
     import mrrope, transformers
     model = transformers.AutoModelForCausalLM.from_pretrained("your/model")
-    mrrope.patch(model, "mrrope_uni", scale="auto")  # its own table up to its native length, then up to 16 times that"""
+    mrrope.patch(model, "mrrope_uni", scale="auto")  # its own table up to its native length, then 16 times that"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
